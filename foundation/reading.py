@@ -71,6 +71,20 @@ def read_bytes(folder: Path, relative: str, largest: int, *, links: bool = False
     return data
 
 
+def shared_with(folder: Path) -> str:
+    """Why another user could put files into a folder; empty where this user alone can.
+
+    Raises:
+        OSError: There is nothing of this name.
+    """
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode):
+        return "a symbolic link" if stat.S_ISLNK(status.st_mode) else "no folder"
+    if status.st_uid != os.geteuid():
+        return f"one of user {status.st_uid}"
+    return f"mode {stat.S_IMODE(status.st_mode):o}" if status.st_mode & 0o022 else ""
+
+
 def _replaced(old: int, new: int) -> int:
     os.close(old)
     return new

@@ -17,7 +17,7 @@ from ling3export.machine.targets import platforms_here
 from ling3export.runners.bench_serving.measure import Measurement, Settings, measure
 from ling3export.runners.bench_serving.run import Told
 from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
-from ling3export.runners.state.form import description_of
+from ling3export.runners.state.layout import description_of
 
 FORMS = re.compile(r"(?P<count>\d{1,3})x(?P<tp>\d{1,4})|(?P<prefill>\d{1,4})P(?P<decode>\d{1,4})D", re.ASCII)
 MODEL = "bench"  # what started servers call their model: one name on all

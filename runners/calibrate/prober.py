@@ -15,8 +15,8 @@ from ling3export.runners.ffn.connector import Phases
 from ling3export.runners.load.segments import Layers, rows_of
 
 if TYPE_CHECKING:
-    from ling3export.runners.load.kept import Kept
     from ling3export.runners.load.model_runner import ModelRunner
+    from ling3export.runners.load.sharded import ShardedState
 
 Ids = tuple[int, ...]
 
@@ -179,7 +179,7 @@ class Prober:
             fields, _ = self._prefill_fields(padding, ids, 0, 1, (-1,) * len(ids) if phase == "score" else None)
         return self._runner.step(phase, padding, fields)
 
-    def _filled(self, slot: int) -> tuple[list[int], "Kept"]:
+    def _filled(self, slot: int) -> tuple[list[int], "ShardedState"]:
         """Pages that hold numbers that no model gave, as the slot does, and those numbers."""
         rng, pages = np.random.default_rng(0), list(range(1, min(self._state.pages, self._state.max_pages) + 1))
         given = self._runner.fetch(slot, pages).replaced(lambda shape: rng.standard_normal(shape, np.float32))
@@ -190,9 +190,9 @@ class Prober:
         """Fetches a state whole, and group by group: how many numbers were compared, and how many were wrong."""
         runner, total, wrong = self._runner, 0, 0
         pages, given = self._filled(1)
-        wanted = runner.gathered(given).whole().arrays
+        wanted = runner.gathered(given).arrays()
         for number, layers in enumerate(groups):
-            found = runner.gathered(runner.slicing(1, pages, number)()).whole().arrays
+            found = runner.gathered(runner.slicing(1, pages, number)()).arrays()
             for name, array in found.items():
                 part = array[rows_of(layers[name], len(array), len(wanted[name]))]
                 other = wanted[name][layers[name].start : layers[name].stop]

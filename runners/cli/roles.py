@@ -18,9 +18,9 @@ transfer_options = section(
     click.option("--transfer-host", default=Transfer.host, help="With tcp: where other servers reach this one."),
     click.option(
         "--transfer-port",
-        type=click.IntRange(0, 65534),
+        type=click.IntRange(0, 65535),
         default=Transfer.port,
-        help="With tcp: the base port, the next one listens; 0 takes a free one.",
+        help="With tcp: its port; 0 takes a free one.",
     ),
     click.option("--transfer-folder", type=PATH, help="With file: the folder that all servers see."),
     click.option(

@@ -6,8 +6,7 @@ import click
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.options import PATH, Group
-from ling3export.runners.transfer import folder as folders
-from ling3export.runners.transfer import shm
+from ling3export.runners.transfer import folder as states
 
 
 @click.group("transfer", cls=Group)
@@ -21,15 +20,17 @@ def transfer() -> None:
 def gc(folder: Path | None, dry_run: bool) -> None:
     """Remove what nobody can use any more, and print it.
 
-    In shared memory these are your segments that are dead or whose writer is gone; in a folder, files that are no whole
-    objects, and what killed writers have left.
+    That is what killed processes have left: half-written states, and states that waited for somebody. In a folder
+    they go a minute after their lease. Files that are no whole states go, too.
     """
     if folder is not None and not folder.is_dir():
         raise Ling3Error(f"--folder `{folder}`: expected a folder, found none")
-    found = list(shm.collect(dry_run=dry_run))
+    found: list[tuple[str, int, str]] = []
+    if states.SHM.is_dir():
+        found += states.collect(states.SHM, states.own_prefix(), local=True, dry_run=dry_run)
     if folder is not None:
-        found += folders.collect(folder, dry_run=dry_run)
+        found += states.collect(folder, states.PREFIX, local=False, dry_run=dry_run)
     for name, size, reason in found:
         click.echo(f"{name}\t{size:,} bytes\t{reason}")
     what = "would be freed" if dry_run else "freed"
-    click.echo(f"{sum(size for _, size, _ in found):,} bytes of {len(found)} objects {what}", err=True)
+    click.echo(f"{sum(size for _, size, _ in found):,} bytes of {len(found)} states {what}", err=True)

@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.ffn.split import SplitRunner
     from ling3export.runners.load.segments import SegmentedRunner
-    from ling3export.runners.state.prefix_cache import PrefixCache
-    from ling3export.runners.state.prefix_store import PrefixStore
-    from ling3export.runners.transfer.protocol import Event
+    from ling3export.runners.state.prefix_cache import Event, PrefixCache
+    from ling3export.runners.transfer.prefix_store import PrefixStore
 
 # A hundred times the temperature below which sample programs of old artifacts took wrong tokens.
 COLDEST = 1e-6
@@ -126,9 +125,9 @@ def _assembled(
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.load.calibrated import calls_measured
     from ling3export.runners.load.segments import SegmentedRunner
-    from ling3export.runners.state.form import root_of
+    from ling3export.runners.state.layout import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache
-    from ling3export.runners.state.worth import worth_of
+    from ling3export.runners.state.snapshot_cost import snapshot_cost
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
@@ -145,19 +144,19 @@ def _assembled(
         split = connected(whole, manifest, record, ffn, ffn_timeout)
     runner: Any = split or whole  # each hands on to the next whatever it does not cut
 
-    moves, shared = bool(record.state.snapshots), None
-    if prefix_cache and not moves:
+    copies, shared = bool(record.state.snapshots), None
+    if prefix_cache and not copies:
         raise ArtifactError(
             f"prefix cache: expected snapshots in target `{loaded.target}`, found none, in {loaded.folder}",
             "build the artifact again with --snapshots N, or leave the prefix cache off",
         )
-    if moves and prefix_cache is not False:
+    if copies and prefix_cache is not False:
         shared = PrefixCache(
             blocks,
             record.state.page_size,
             root_of(manifest, record),
             evict=evict,
-            worth=worth_of(record, measured),
+            cost=snapshot_cost(record, measured),
             tell=tell,
         )
 
@@ -173,7 +172,7 @@ def _assembled(
                 f"prefix store: expected a prefix cache, found it off or without snapshots, in {loaded.folder}",
                 "leave the prefix cache on, and build the artifact with --snapshots N",
             )
-        from ling3export.runners.state.prefix_store import (  # with a carrier, which no other start needs
+        from ling3export.runners.transfer.prefix_store import (  # with a carrier, which no other start needs
             FollowingStore,
             PrefixStore,
         )
@@ -211,9 +210,9 @@ def _assembled(
             ahead=1 if overlap else 0,
             counters=counters,
             cache=shared,
-            moves=moves,
+            supports_state_copy=copies,
             store=store or follows,
-            give=segmented.give if segmented and not channel else None,
+            save_async=segmented.save_async if segmented and not channel else None,
         )
         return SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
 

@@ -20,8 +20,7 @@ from ling3export.runners.engine.scheduler import Emitted, Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
 from ling3export.runners.load.arrays import packed, unpacked
-from ling3export.runners.load.kept import Whole
-from ling3export.runners.state.form import Carried, Token
+from ling3export.runners.state.sequence_state import SequenceState, Token, TransferredState
 
 SHORT = 8  # bytes of a digest that travel with every step
 
@@ -33,14 +32,14 @@ class Arrival(NamedTuple):
         number: Its place in the order of arrival.
         request: What was asked.
         at: When it arrived, on the clock of ``sequence.now``; this is noted and decides nothing.
-        carried: The state that it comes with, where it was begun elsewhere.
+        transferred: The state that it comes with, where it was begun elsewhere.
         saved: Whether its state is taken along when it ends.
     """
 
     number: int
     request: Request
     at: float | None = None
-    carried: Carried | None = None
+    transferred: TransferredState | None = None
     saved: bool = False
 
 
@@ -208,11 +207,11 @@ def encode(inputs: StepInputs) -> bytes:
     if inputs == StepInputs():
         return b""
     said, arrays = list[Any](), list[np.ndarray]()
-    for number, request, _, carried, saved in inputs.arrivals:
-        state = {} if carried is None or carried.state is None else carried.state.arrays
-        begun = None if carried is None else [carried.tokens, carried.stored, list(state)]
+    for number, request, _, transferred, saved in inputs.arrivals:
+        state = None if transferred is None else transferred.state
+        begun = None if transferred is None else [transferred.tokens, None if state is None else list(state.arrays)]
         said.append([number, asdict(request), begun, saved])
-        arrays += state.values()
+        arrays += [] if state is None else [state.tokens, *state.arrays.values()]
     return packed({**inputs._asdict(), "arrivals": said}, arrays)
 
 
@@ -223,12 +222,12 @@ def decode(payload: bytes) -> StepInputs:
     (said, arrays), arrivals = unpacked(payload), []
     left = iter(arrays)
     for number, fields, begun, saved in said["arrivals"]:
-        carried = None
+        transferred = None
         if begun is not None:
-            tokens, stored, names = begun
-            state = Whole({name: next(left) for name in names}) if names else None
-            carried = Carried(tuple(_token(*each) for each in tokens), stored, state)
-        arrivals.append(Arrival(number, request_of(fields), None, carried, saved))
+            tokens, names = begun
+            state = None if names is None else SequenceState({}, next(left), {name: next(left) for name in names})
+            transferred = TransferredState(tuple(_token(*each) for each in tokens), state)
+        arrivals.append(Arrival(number, request_of(fields), None, transferred, saved))
     return StepInputs(tuple(arrivals), tuple(said["cancelled"]), said["compare"], tuple(said["saved"]))
 
 

@@ -31,7 +31,7 @@ from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
 if TYPE_CHECKING:
-    from ling3export.runners.transfer.protocol import Event
+    from ling3export.runners.state.prefix_cache import Event
 
 Prompt = str | Many[int] | Many[Message]
 SECONDS = Bounds(0, threading.TIMEOUT_MAX, above=True)
@@ -124,20 +124,20 @@ class Engine:
         self._blocks, self._counters, self._cache = parts.blocks, parts.counters, parts.cache
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several, self._split, self._store = hosts is not None, parts.split, parts.store
-        self._transfer, self._exchange = transfer, None
+        self._transfer, self._transfers = transfer, None
         if transfer is not None:
-            from ling3export.runners.state.exchange import exchange_of  # with all carriers
+            from ling3export.runners.transfer.manager import transfer_manager  # with all carriers
 
-            self._exchange = exchange_of(loaded.manifest, loaded.record, transfer, report)
+            self._transfers = transfer_manager(loaded.manifest, loaded.record, transfer, report)
             if parts.segmented is not None:
-                parts.segmented.begin = self._exchange.begin
+                parts.segmented.begin = self._transfers.save_early
         self._loop = Loop(
             parts.core,
             self.timings,
             max_requests,
             renew=parts.renew,
             step_timeout=step_timeout,
-            exchange=self._exchange,
+            transfers=self._transfers,
             store=self._store,
         )
         if loaded.channel is not None and linger:
@@ -146,7 +146,7 @@ class Engine:
         steps = [
             self._loop.close,
             self._programs.close,
-            *(each.close for each in (self._split, self._exchange, self._store) if each is not None),
+            *(each.close for each in (self._split, self._transfers, self._store) if each is not None),
         ]
         self._close = weakref.finalize(self, _closed, *steps)  # also at the end of the process
 
@@ -385,7 +385,7 @@ class Engine:
         if not isinstance(request, Request):
             raise RequestError(f"request: expected a Request, found {shown(request)}", "engine.request makes one")
         self.limits.check(request)
-        if request.leaves or request.comes:
+        if request.do_remote_decode or request.do_remote_prefill:
             self._check_transfer(request)
         if (request.adjusts or request.logprobs is not None) and not self._record.paddings("adjust"):
             raise ArtifactError(
@@ -402,8 +402,8 @@ class Engine:
 
     def _check_transfer(self, request: Request) -> None:
         how = self._transfer
-        if how is None or not (how.gives if request.leaves else how.takes):
-            needed = "prefill" if request.leaves else "decode"
+        if how is None or not (how.gives if request.do_remote_decode else how.takes):
+            needed = "prefill" if request.do_remote_decode else "decode"
             found = "none" if how is None else f"--role {how.role}"
             raise RequestError(
                 f"{request.name}: expected an engine with --transfer and --role {needed} or both for these "
@@ -433,7 +433,7 @@ class Engine:
             "compile_events": self._compiles.count,
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
             **({"split": self._split.phases.record()} if self._split else {}),
-            **({"transfer": self._exchange.record()} if self._exchange else {}),
+            **({"transfer": self._transfers.record()} if self._transfers else {}),
             **({"prefix_store": self._store.record()} if self._store else {}),
         }
 

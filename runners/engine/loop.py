@@ -23,9 +23,9 @@ from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.load.loader import Timings
 
 if TYPE_CHECKING:
-    from ling3export.runners.state.exchange import Exchange
-    from ling3export.runners.state.form import Carried
-    from ling3export.runners.state.prefix_store import PrefixStore
+    from ling3export.runners.state.sequence_state import TransferredState
+    from ling3export.runners.transfer.manager import KVTransferManager
+    from ling3export.runners.transfer.prefix_store import PrefixStore
 
 
 class Loop:
@@ -39,7 +39,7 @@ class Loop:
         max_requests: At most this many at once, waiting ones too; None for any number.
         renew: Makes another core, over fresh state, once the thread of the one before has ended; None if none can be.
         step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
-        exchange: Carries states to other engines and from them; None where none leaves or comes.
+        transfers: Carries states to other engines and from them; None where none do_remote_decode or do_remote_prefill.
         store: Has beginnings of prompts in a folder; None where there is none.
     """
 
@@ -51,10 +51,10 @@ class Loop:
         *,
         renew: Callable[[], EngineCore] | None = None,
         step_timeout: float | None = None,
-        exchange: "Exchange | None" = None,
+        transfers: "KVTransferManager | None" = None,
         store: "PrefixStore | None" = None,
     ) -> None:
-        self._exchange, self._store = exchange, store
+        self._transfers, self._store = transfers, store
         self._awaited: dict[int, Arrival] = {}  # whose states are being loaded
         self._saving: dict[int, Future[Sequence]] = {}  # who waits for their states
         self._timings = timings
@@ -119,17 +119,20 @@ class Loop:
             return failed
 
     def submit(
-        self, requests: Many[Request], carried: "Carried | None" = None, saved: "Future[Sequence] | None" = None
+        self,
+        requests: Many[Request],
+        transferred: "TransferredState | None" = None,
+        saved: "Future[Sequence] | None" = None,
     ) -> list[RequestHandle]:
         """Hands over requests; they arrive together, in order.
 
         Args:
             requests: Checked.
-            carried: What the one request comes with, where it was begun elsewhere.
+            transferred: What the one request do_remote_prefill with, where it was begun elsewhere.
             saved: Gets the sequence of the one request once it ended, with its state.
 
         Raises:
-            QueueFull: They would be more than max_requests; none was taken.
+            QueueFull: They would be more than max_requests; none was exported_state.
             EngineStopped: The loop has ended.
         """
         with self._changed:
@@ -139,7 +142,7 @@ class Loop:
             for request in requests:
                 handle = RequestHandle(request, self._count, self.cancel)
                 self._handles[handle.number] = handle
-                arrival = Arrival(handle.number, request, at, carried, saved is not None)
+                arrival = Arrival(handle.number, request, at, transferred, saved is not None)
                 if saved is not None:
                     self._saving[handle.number] = saved
                 self._await(arrival)
@@ -151,20 +154,20 @@ class Loop:
     def _await(self, arrival: Arrival) -> None:
         """Has a request arrive with its state, once that is here, or without it."""
         number, request = arrival.number, arrival.request
-        fresh = arrival.carried is None and request.score_from is None
-        stored = self._store if fresh and not request.comes else None
+        fresh = arrival.transferred is None and request.score_from is None
+        stored = self._store if fresh and not request.do_remote_prefill else None
 
-        def arrive(carried: "Carried | None") -> None:
+        def arrive(transferred: "TransferredState | None") -> None:
             with self._changed:
                 if self._awaited.pop(number, None) is not None:
-                    self._arrivals.append(arrival._replace(carried=carried))
+                    self._arrivals.append(arrival._replace(transferred=transferred))
                     self._changed.notify()
 
-        if request.comes or stored is not None:
+        if request.do_remote_prefill or stored is not None:
             self._awaited[number] = arrival
-        if request.comes:
-            assert self._exchange is not None, "the engine checks requests"
-            self._exchange.load(number, request, arrive)
+        if request.do_remote_prefill:
+            assert self._transfers is not None, "the engine checks requests"
+            self._transfers.load(number, request, arrive)
         elif stored is not None:
             stored.load(number, request, arrive)
         else:
@@ -213,8 +216,8 @@ class Loop:
     def _give_up_waiting(self, number: int) -> None:
         """Has a request arrive without the state that it waits for."""
         if (arrival := self._awaited.pop(number, None)) is not None:
-            if arrival.request.comes and self._exchange is not None:
-                self._exchange.drop(number)
+            if arrival.request.do_remote_prefill and self._transfers is not None:
+                self._transfers.drop(number)
             self._arrivals.append(arrival)
 
     def compare(self) -> tuple[bytes, ...]:
@@ -320,13 +323,13 @@ class Loop:
                 handle.push(token, text, likely)
                 touched[handle.number] = handle
         for sequence in outputs.ended:
-            if sequence.request.leaves and self._exchange is not None:
+            if sequence.request.do_remote_decode and self._transfers is not None:
                 well = sequence.error is None and sequence.stop_reason != "cancelled"
-                if sequence.taken is not None or (sequence.given and well):
-                    self._hand_over(sequence, self._exchange)
+                if sequence.exported_state is not None or (sequence.saved_early and well):
+                    self._hand_over(sequence, self._transfers)
                     continue
-                if sequence.given:  # for nothing
-                    self._exchange.drop(sequence.number)
+                if sequence.saved_early:  # for nothing
+                    self._transfers.drop(sequence.number)
             with self._changed:
                 handle = self._handles.pop(sequence.number, None)
                 saved = self._saving.pop(sequence.number, None)
@@ -339,7 +342,7 @@ class Loop:
         for asked in self._compared:
             asked.set_result(outputs.digests)
 
-    def _hand_over(self, sequence: Sequence, exchange: "Exchange") -> None:
+    def _hand_over(self, sequence: Sequence, transfers: "KVTransferManager") -> None:
         """Ends a request once its state is where another engine can take it."""
         completion, begun = outcome(sequence), now()
 
@@ -365,7 +368,7 @@ class Loop:
             wake([handle])
             return not handle.cancelled
 
-        exchange.save(sequence.number, sequence.request, sequence.taken, done)
+        transfers.save(sequence.number, sequence.request, sequence.exported_state, done)
 
     def _fail_all(self) -> None:
         with self._changed:

@@ -1,4 +1,4 @@
-"""What a user asks for, and what comes back. A request that can never be served is refused at once.
+"""What a user asks for, and what do_remote_prefill back. A request that can never be served is refused at once.
 
 ``Sampling`` and ``Request`` check and convert what they are made of, so that the same is refused wherever it enters:
 Python, the command line, prompt files, HTTP, evaluations, other hosts. What an engine is given has exact types.
@@ -101,7 +101,7 @@ class Sampling:
         presence_penalty: Subtracted from the logit of a token that was generated before.
         frequency_penalty: Subtracted as often as it was generated before.
         repetition_penalty: Divides the logit of a token of the prompt or the answer where that is positive, and
-            multiplies it where it is not; 1 changes nothing. This comes before the other two.
+            multiplies it where it is not; 1 changes nothing. This do_remote_prefill before the other two.
         logit_bias: Added to logits: token ids and addends, or a mapping of them.
 
     Raises:
@@ -201,22 +201,22 @@ class Request:
         return self.grammar is not None or self.sampling.penalises or bool(self.sampling.logit_bias)
 
     @property
-    def leaves(self) -> bool:
+    def do_remote_decode(self) -> bool:
         """Whether another engine goes on from its prompt's state."""
         return self.kv_transfer_params is not None and bool(self.kv_transfer_params.get("do_remote_decode"))
 
     @property
-    def comes(self) -> bool:
+    def do_remote_prefill(self) -> bool:
         """Whether its prompt's state comes from another engine."""
         return self.kv_transfer_params is not None and bool(self.kv_transfer_params.get("do_remote_prefill"))
 
     def _check_transfer(self, given: object) -> None:
         if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
             raise RequestError(f"{self.name}: expected kv_transfer_params that are an object, found {shown(given)}")
-        if not (self.leaves or self.comes):
+        if not (self.do_remote_decode or self.do_remote_prefill):
             return
-        if self.leaves and (self.comes or self.max_tokens != 1):
-            found = "both directions" if self.comes else f"{shown(self.max_tokens)}"
+        if self.do_remote_decode and (self.do_remote_prefill or self.max_tokens != 1):
+            found = "both directions" if self.do_remote_prefill else f"{shown(self.max_tokens)}"
             raise RequestError(f"{self.name}: expected do_remote_decode alone and max_tokens of 1, found {found}")
         if self.score_from is not None or self.logits:
             found = "logits" if self.logits else "scores"

@@ -12,12 +12,13 @@ from ling3export.runners.engine.block_manager import BlockManager, BlockTable
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.state.prefix_cache import Node, PrefixCache, Text
+from ling3export.runners.state.sequence_state import SequenceState
 
 if TYPE_CHECKING:
-    from ling3export.runners.state.prefix_store import FollowingStore, PrefixStore
+    from ling3export.runners.transfer.prefix_store import FollowingStore, PrefixStore
 
 
-class Mover(Protocol):
+class StateTransfer(Protocol):
     """What moves states: a model runner."""
 
     def copy(self, sources: Many[int], targets: Many[int]) -> None:
@@ -36,32 +37,32 @@ class Mover(Protocol):
         """Writes what ``fetch`` gave, or a whole state that came from elsewhere."""
 
 
-class Reuse:
+class PrefixCacheCoordinator:
     """Shares and keeps states for a scheduler.
 
     Args:
-        mover: Moves states.
+        transfer: Moves states.
         blocks: Slots, pages and snapshots.
         counters: Told of hits and misses.
         cache: Keeps beginnings of sequences; None where nothing is shared.
-        moves: Whether the artifact has the programs that move states: then a sequence that gives its pages back keeps
-            its state in host memory.
+        supports_state_copy: Whether the artifact has the programs that move states: then a sequence that gives its
+            pages back keeps its state in host memory.
         store: Keeps what the cache knows in a folder; None where nothing does.
     """
 
     def __init__(
         self,
-        mover: Mover,
+        transfer: StateTransfer,
         blocks: BlockManager,
         counters: Counters,
         cache: PrefixCache | None,
         *,
-        moves: bool,
+        supports_state_copy: bool,
         store: "PrefixStore | FollowingStore | None" = None,
     ) -> None:
         self._store = store
-        self._mover, self._blocks, self._counters, self._cache = mover, blocks, counters, cache
-        self._moves = moves
+        self._transfer, self._blocks, self._counters, self._cache = transfer, blocks, counters, cache
+        self._supports_state_copy = supports_state_copy
 
     def admit(self, sequence: Sequence) -> bool:
         """Gives a sequence its slot and pages, and the state that is known of it; False if there is no room."""
@@ -70,7 +71,9 @@ class Reuse:
             home, state = sequence.kept
             if not self._take(sequence, tokens, home=home):
                 return False
-            self._mover.store(sequence.slot, sequence.stored_pages(self._blocks.page_size), state)
+            size = self._blocks.page_size
+            given = state.pool_arrays(size) if isinstance(state, SequenceState) else state
+            self._transfer.store(sequence.slot, sequence.stored_pages(size), given)
             sequence.kept = None
             if self._cache is not None and not sequence.start:
                 sequence.start = self._cache.start(sequence.request.cache_salt)
@@ -98,7 +101,7 @@ class Reuse:
         cache.use(sequence.names, hit)
         sequence.stored = sequence.prefilled = sequence.cached = hit.tokens
         if hit.snapshot is not None:
-            self._mover.copy([hit.snapshot], [sequence.slot])
+            self._transfer.copy([hit.snapshot], [sequence.slot])
             self._counters.hit(hit.tokens)
         else:
             self._counters.missed(hit.reason)
@@ -111,7 +114,7 @@ class Reuse:
         last = sequence.length // cache.block * cache.block
         stops = {*range(cache.every, sequence.length + 1, cache.every), min(matched, last), last}
         sequence.stops = sorted(stop for stop in stops if stop >= cache.least)
-        sequence.lasting = {*range(cache.every, sequence.length + 1, cache.every), matched}
+        sequence.permanent_checkpoints = {*range(cache.every, sequence.length + 1, cache.every), matched}
 
     def _begun_elsewhere(self, sequence: Sequence, cache: PrefixCache) -> None:
         """A sequence came with the state of a part of its prompt: others may begin from that, too."""
@@ -146,16 +149,16 @@ class Reuse:
             if not count:
                 continue
             node = self._insert(sequence, self._cache, count)
-            passing = sequence.stored not in sequence.lasting
+            transient = sequence.stored not in sequence.permanent_checkpoints
             if sequence.stored not in sequence.stops:
                 continue
             if node.snapshot is not None:
-                node.passing &= passing
+                node.transient &= transient
                 continue
-            slot = self._cache.room(passing=passing)
+            slot = self._cache.room(transient=transient)
             if slot is not None:
-                self._cache.keep(node, slot, passing=passing, text=_text(sequence))
-                sequence.turn = node if passing else None
+                self._cache.keep(node, slot, transient=transient, text=_text(sequence))
+                sequence.turn = node if transient else None
                 sources.append(sequence.slot)
                 targets.append(slot)
         self._copy(sources, targets)
@@ -171,7 +174,7 @@ class Reuse:
         for sequence in sequences:
             if sequence.stored % self._cache.block or sequence.stored < self._cache.least or sequence.pending:
                 continue
-            slot = self._cache.room(passing=True)
+            slot = self._cache.room(transient=True)
             if slot is not None:
                 sequence.pending = sequence.stored, slot
                 sources.append(sequence.slot)
@@ -180,7 +183,7 @@ class Reuse:
 
     def _copy(self, sources: list[int], targets: list[int]) -> None:
         if sources:
-            self._mover.copy(sources, targets)
+            self._transfer.copy(sources, targets)
             self._counters.snapshots += len(sources)
 
     def read(self, sequence: Sequence) -> None:
@@ -192,8 +195,8 @@ class Reuse:
         sequence.pending = None
         node = self._insert(sequence, cache, position // cache.block)
         before, sequence.turn = sequence.turn, node
-        cache.keep(node, slot, passing=True, text=_text(sequence))
-        if before is not None and before.snapshot is not None and before.passing:
+        cache.keep(node, slot, transient=True, text=_text(sequence))
+        if before is not None and before.snapshot is not None and before.transient:
             cache.forget(before)
 
     def _insert(self, sequence: Sequence, cache: PrefixCache, count: int) -> Node:
@@ -219,23 +222,28 @@ class Reuse:
     def publish(self, sequence: Sequence) -> None:
         """Before a sequence that ended well gives its pages back: what others may share of it goes into the folder."""
         if self._store is not None and self._cache is not None:
-            self._store.keep(self._cache.path(sequence.names), self._mover.fetching)
+            path = self._cache.path(sequence.names)
+            tokens = sequence.tokens(0, len(path) * self._cache.block)
+            self._store.keep(path, tokens, self._transfer.fetching)
 
     def take(self, sequence: Sequence) -> None:
         """Before a sequence leaves for another engine: takes its state along, wherever that is."""
         if sequence.table is not None:
-            sequence.taken = self._mover.fetching(sequence.slot, sequence.stored_pages(self._blocks.page_size))
+            sequence.exported_state = self._transfer.fetching(
+                sequence.slot, sequence.stored_pages(self._blocks.page_size)
+            )
         elif sequence.kept is not None:
-            state = self._mover.gathered(sequence.kept[1])
-            sequence.taken = lambda: state
+            _, state = sequence.kept
+            whole = state if isinstance(state, SequenceState) else self._transfer.gathered(state)
+            sequence.exported_state = lambda: whole
 
     def keep(self, sequence: Sequence) -> None:
         """Before a sequence gives its pages back: fetches its state, or has it begin again where that cannot be."""
         table: BlockTable | None = sequence.table
         assert table is not None
-        if self._moves:
+        if self._supports_state_copy:
             pages = sequence.stored_pages(self._blocks.page_size)
-            kept = table.home, self._mover.fetch(sequence.slot, pages)
+            kept = table.home, self._transfer.fetch(sequence.slot, pages)
             self.leave(sequence)
             sequence.kept = kept
         else:

@@ -1,8 +1,11 @@
-"""Requests that go on later or elsewhere: between an engine and a file (:mod:`ling3export.runners.state.saved`)."""
+"""Requests that go on later or elsewhere: between an engine and a file, which has a ``SequenceState``."""
 
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from pathlib import Path
+
+import numpy as np
 
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.errors import RequestError
@@ -10,8 +13,16 @@ from ling3export.runners.engine.handle import RequestHandle
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Completion, Request, request_of
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.runners.state.form import Carried, description_of, layout_of
-from ling3export.runners.state.saved import Saved, StateFileError, read_saved, write_saved
+from ling3export.runners.state.layout import description_of, layout_of
+from ling3export.runners.state.sequence_state import (
+    SequenceState,
+    StateFileError,
+    TransferredState,
+    load_state,
+    refused,
+    save_state,
+    token_of,
+)
 
 
 def check_savable(request: Request) -> None:
@@ -20,7 +31,11 @@ def check_savable(request: Request) -> None:
     Raises:
         RequestError: It scores, asks for logits, or its state goes to another engine.
     """
-    reasons = {"scores": request.score_from is not None, "logits": request.logits, "do_remote_decode": request.leaves}
+    reasons = {
+        "scores": request.score_from is not None,
+        "logits": request.logits,
+        "do_remote_decode": request.do_remote_decode,
+    }
     if found := [name for name, there in reasons.items() if there]:
         raise RequestError(f"{request.name}: expected tokens alone where a state is saved, found {found[0]}")
 
@@ -42,35 +57,36 @@ def save(loop: Loop, manifest: Manifest, target: Target, asked: Request | Reques
         handle.cancel()
     if done.stop_reason == "cancelled":
         raise RequestError(f"{request.name}: expected a request that goes on, found it cancelled")
-    write_saved(path, _saved(sequence), layout, description_of(manifest, target))
+    save_state(path, _saved(sequence, description_of(manifest, target)), layout)
     return done
 
 
-def resumed(manifest: Manifest, target: Target, path: Path, max_tokens: int | None) -> tuple[Request, Carried]:
+def resumed(manifest: Manifest, target: Target, path: Path, max_tokens: int | None) -> tuple[Request, TransferredState]:
     """What a file holds; the errors are those of ``Engine.resume``."""
-    layout = layout_of(target, "resume")
-    saved = read_saved(path, layout, description_of(manifest, target), manifest.vocab_size)
+    state = load_state(path, layout_of(target, "resume"), description_of(manifest, target))
     try:
-        request = request_of(saved.request)
+        request = request_of(state.descriptor["request"])
+        tokens = tuple(token_of(token, said, manifest.vocab_size) for token, said in state.descriptor["generated"])
         check_savable(request)
-    except (LookupError, TypeError) as error:
-        raise StateFileError(
-            f"state `{path.name}`: expected a request, found another form, in {path.parent}"
-        ) from error
-    known = len(request.prompt_ids) + len(saved.tokens)
-    if saved.stored >= known or len(saved.tokens) > request.max_tokens:
-        found = f"{saved.stored} stored of {known}, {len(saved.tokens)} of {request.max_tokens} generated"
+    except (LookupError, TypeError, ValueError) as error:
+        raise refused(path, str(error) if isinstance(error, ValueError) else "another form") from error
+    known = [*request.prompt_ids, *(token for token, _ in tokens)]
+    if state.stop >= len(known) or len(tokens) > request.max_tokens:
+        found = f"{state.stop} stored of {len(known)}, {len(tokens)} of {request.max_tokens} generated"
         raise StateFileError(f"state `{path.name}`: expected fewer positions than tokens, found {found}")
+    if state.first or state.tokens.tolist() != known[: state.stop]:
+        raise refused(path, "the state of other tokens")
     if max_tokens is not None:
         request = replace(request, max_tokens=max_tokens)
-    return request, Carried(saved.tokens, saved.stored, saved.state)
+    return request, TransferredState(tokens, state if state.stop else None)
 
 
-def _saved(sequence: Sequence) -> Saved:
+def _saved(sequence: Sequence, description: Mapping[str, object]) -> SequenceState:
     """What of a sequence goes on. An answer that ended by itself may be stored beyond its end, and needs no state."""
     said = sequence.likely if len(sequence.likely) == sequence.known - sequence.length else [None] * sequence.known
     tokens = tuple(zip(sequence.generated, said, strict=False))
     fields = asdict(replace(sequence.request, kv_transfer_params=None))
-    if sequence.taken is None or not 0 < sequence.stored < sequence.known:
-        return Saved(fields, tokens, 0, None)
-    return Saved(fields, tokens, sequence.stored, sequence.taken().whole())
+    descriptor = {"state": description, "request": fields, "generated": tokens}
+    if sequence.exported_state is None or not 0 < sequence.stored < sequence.known:
+        return SequenceState(descriptor, np.empty(0, np.int32), {})
+    return SequenceState.of(sequence.exported_state(), descriptor, sequence.tokens(0, sequence.stored))

@@ -41,19 +41,19 @@ from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.handle import GrammarFailed, LogitsError, RequestFailed, broken
 from ling3export.runners.engine.inputs import GREEDY, Span, decode_fields, fitting, prefill_fields, sample_fields
 from ling3export.runners.engine.request import Likely
-from ling3export.runners.engine.reuse import Mover, Reuse
+from ling3export.runners.engine.reuse import PrefixCacheCoordinator, StateTransfer
 from ling3export.runners.engine.sequence import Call, Sequence, now
-from ling3export.runners.load.segments import Leaving
+from ling3export.runners.load.segments import PendingSave
 from ling3export.runners.state.prefix_cache import PrefixCache
 
 if TYPE_CHECKING:
-    from ling3export.runners.state.prefix_store import FollowingStore, PrefixStore
+    from ling3export.runners.transfer.prefix_store import FollowingStore, PrefixStore
 
 Pending = Any  # an array that may still be being computed
 BY_ARRIVAL = attrgetter("number")
 
 
-class Backend(Mover, Protocol):
+class Backend(StateTransfer, Protocol):
     """What the scheduler needs of a model runner. Calls return at once; only ``read`` and ``wait`` wait."""
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Pending:
@@ -140,10 +140,10 @@ class Scheduler:
         ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
         counters: Those of an earlier scheduler, to go on with.
         cache: Keeps beginnings of sequences for others; None shares nothing.
-        moves: Whether the artifact has the programs that move states.
+        supports_state_copy: Whether the artifact has the programs that move states.
         store: Keeps what the cache knows in a folder; None where nothing does.
-        give: Has the state of a sequence leave while the prefill call runs that ends its prompt, and says whether it
-            does; None where it leaves afterwards.
+        save_async: Starts to save a sequence's state in the prefill call that ends its prompt, and says whether it did;
+            None where states are saved afterwards.
 
     Attributes:
         counters: What was done.
@@ -160,11 +160,11 @@ class Scheduler:
         ahead: int = 1,
         counters: Counters | None = None,
         cache: PrefixCache | None = None,
-        moves: bool = False,
+        supports_state_copy: bool = False,
         store: "PrefixStore | FollowingStore | None" = None,
-        give: Callable[[Leaving], bool] | None = None,
+        save_async: Callable[[PendingSave], bool] | None = None,
     ) -> None:
-        self._give = give
+        self._save_async = save_async
         self.counters = Counters() if counters is None else counters
         self.doing: tuple[str, float] | None = None
         self._vocab_size = vocab_size
@@ -172,7 +172,9 @@ class Scheduler:
         self._shapes = shapes
         self._blocks = blocks
         self._ahead = ahead
-        self._reuse = Reuse(backend, blocks, self.counters, cache, moves=moves, store=store)
+        self._reuse = PrefixCacheCoordinator(
+            backend, blocks, self.counters, cache, supports_state_copy=supports_state_copy, store=store
+        )
         self._sampling = np.full(len(blocks.page_table), GREEDY)  # how the tokens of each state slot are sampled
         self._waiting: list[Sequence] = []  # by arrival
         self._prefilling: list[Sequence] = []  # by arrival
@@ -189,7 +191,7 @@ class Scheduler:
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a new sequence behind those that arrived before it; tokens that it comes with count as read now."""
-        for token, said in () if sequence.carried is None else sequence.carried.tokens:
+        for token, said in () if sequence.transferred is None else sequence.transferred.tokens:
             try:
                 likely = None if said is None or sequence.request.logprobs is None else Likely(*said)
                 text = sequence.accept(token, now(), None, likely)
@@ -283,9 +285,11 @@ class Scheduler:
             else:
                 self._running.append(sequence)
                 rows.append(Row(row + (len(span.tokens) - 1) // chunk, sequence, call))
-                if self._give is not None and sequence.request.leaves:
+                if self._save_async is not None and sequence.request.do_remote_decode:
                     pages = sequence.stored_pages(self._blocks.page_size)
-                    sequence.given = self._give(Leaving(sequence.number, sequence.request, sequence.slot, pages))
+                    sequence.saved_early = self._save_async(
+                        PendingSave(sequence.number, sequence.request, sequence.slot, pages)
+                    )
         logits = self._backend.step(phase, padding, fields)
         self._reuse.prefilled([part.sequence for part in parts])
         if rows:
@@ -499,7 +503,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence) -> None:
         if sequence.error is None:
-            if (sequence.request.leaves and not sequence.given) or sequence.saved:
+            if (sequence.request.do_remote_decode and not sequence.saved_early) or sequence.saved:
                 self._reuse.take(sequence)
             self._reuse.publish(sequence)
         self._leave(sequence)

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
     from ling3export.runners.engine.block_manager import BlockTable
     from ling3export.runners.engine.choice import Choice
-    from ling3export.runners.load.kept import Kept, Whole
-    from ling3export.runners.state.form import Carried
+    from ling3export.runners.load.sharded import ShardedState
     from ling3export.runners.state.prefix_cache import Node
+    from ling3export.runners.state.sequence_state import SequenceState, TransferredState
     from ling3export.runners.text.detokenize import TextStream
 
 
@@ -53,15 +53,15 @@ class Sequence:
         start: The prefix cache's name for the place before the first block.
         names: Of the blocks whose tokens are known, as far as they were needed.
         stops: Where prefill calls end, so that the state there can be kept.
-        lasting: Those of the places that others may begin from, too; the rest is this turn's end so far.
+        permanent_checkpoints: Those of the places that others may begin from, too; the rest is this turn's end so far.
         turn: The node with the state at this turn's end so far.
         pending: A position whose state was copied, before its tokens were read, and the snapshot's slot.
         kept: While it waits with its state in host memory: its home, None for any, and the state.
         fed: The token to decode next where the devices do not have it, else -1.
-        taken: Waits for its state of ``stored`` positions, where that leaves the engine.
-        carried: What it came with, where it was begun elsewhere.
-        given: Whether its state left already, with the call that ended its prompt.
-        saved: Whether its state is taken along when it ends.
+        exported_state: Waits for its state of ``stored`` positions, where that leaves the engine.
+        transferred: What it came with, where it was begun elsewhere.
+        saved_early: Whether its state left already, with the call that ended its prompt.
+        saved: Whether its state is exported_state along when it ends.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Sequence:
         stream: "TextStream | None" = None,
         arrived: float | None = None,
         choice: "Choice | None" = None,
-        carried: "Carried | None" = None,
+        transferred: "TransferredState | None" = None,
         saved: bool = False,
     ) -> None:
         self.request = request
@@ -100,19 +100,21 @@ class Sequence:
         self.start = b""
         self.names: list[bytes] = []
         self.stops: list[int] = []
-        self.lasting: set[int] = set()
+        self.permanent_checkpoints: set[int] = set()
         self.turn: Node | None = None
         self.pending: tuple[int, int] | None = None
         self.kept: tuple[int | None, Any] | None = None
         self.fed = -1
-        self.taken: Callable[[], Kept | Whole] | None = None
-        self.given = False
+        self.exported_state: Callable[[], ShardedState | SequenceState] | None = None
+        self.saved_early = False
         self.saved = saved
-        self.carried = None if carried is None else carried._replace(state=None)  # which is ``kept`` until it is stored
-        if carried is not None:
-            self.stored = carried.stored
+        self.transferred = (
+            None if transferred is None else transferred._replace(state=None)
+        )  # which is ``kept`` until it is stored
+        if transferred is not None:
+            self.stored = transferred.stored
             self.prefilled = self.cached = min(self.stored, self.length)
-            self.kept = None if carried.state is None else (None, carried.state)
+            self.kept = None if transferred.state is None else (None, transferred.state)
         # By position: log-probabilities of the next token and of the best one there, and the latter's id.
         self._scores: dict[int, tuple[float, float | None, int]] = {}
 
@@ -245,14 +247,14 @@ class Sequence:
             self.cached,
             best_logprobs,
             None if self.request.logprobs is None else list(self.likely),
-            None if self.carried is None or self.carried.phases is None else self._phases(self.carried),
+            None if self.transferred is None or self.transferred.phases is None else self._phases(self.transferred),
         )
 
-    def _phases(self, carried: "Carried") -> dict[str, Any]:
+    def _phases(self, transferred: "TransferredState") -> dict[str, Any]:
         """Milliseconds of each phase up to the first token, elsewhere and here, and the bytes that came."""
-        phases = carried.phases or {}
+        phases = transferred.phases or {}
         rest = (self._ms(self.times[0]) if self.times else 0.0) - phases.get("transfer", 0.0)
-        return {"phases_ms": {**phases, "decode": rest}, "transfer_bytes": carried.nbytes}
+        return {"phases_ms": {**phases, "decode": rest}, "transfer_bytes": transferred.nbytes}
 
     def _ms(self, at: float) -> float:
         return 1e3 * (at - self.arrived)

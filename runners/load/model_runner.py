@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,10 +12,9 @@ from ling3export.artifacts.schema import Cell, Target
 from ling3export.machine.pjrt import Program
 from ling3export.runners import flight
 from ling3export.runners.load.fresh import Fresh, fresh_zeros
-from ling3export.runners.load.kept import Kept, Shards, Whole
+from ling3export.runners.load.sharded import ShardedState, Shards, call_of
 
 NONE: Mapping[str, np.ndarray] = {}
-State = TypeVar("State", Kept, Whole)
 Inputs = tuple[Mapping[str, np.ndarray], dict[str, jax.Array]]  # the fields of a call, and the arrays beside them
 
 
@@ -134,11 +133,11 @@ class ModelRunner:
                 row[: len(part)] = part
             self._run(f"copy@{most}", {"source": source, "target": target}, {})
 
-    def fetch(self, slot: int, pages: Sequence[int]) -> Kept:
+    def fetch(self, slot: int, pages: Sequence[int]) -> ShardedState:
         """The state of a slot and the latents of pages, of several hosts each its own part; waits for them."""
         return self._fetching(slot, pages)()
 
-    def fetching(self, slot: int, pages: Sequence[int]) -> Callable[[], Kept]:
+    def fetching(self, slot: int, pages: Sequence[int]) -> Callable[[], ShardedState]:
         """The whole state as it is now; any thread may wait with what it gives.
 
         Every one of several hosts calls this. They wait here, and host 0 gets what all have.
@@ -146,39 +145,37 @@ class ModelRunner:
         waits = self._fetching(slot, pages)
         if self._parts is None:
             return waits
-        kept = self.gathered(waits())
-        return lambda: kept
+        state = self.gathered(waits())
+        return lambda: state
 
-    def gathered(self, kept: State) -> State:
+    def gathered(self, state: ShardedState) -> ShardedState:
         """A state that was fetched, on host 0 with the parts of all hosts; every one of several hosts calls this."""
-        if self._parts is None or isinstance(kept, Whole):
-            return kept
-        return kept.joined(self._parts(kept.split()))
+        return state if self._parts is None else state.joined(self._parts(state.split()))
 
-    def slicing(self, slot: int, pages: Sequence[int], group: int) -> Callable[[], Kept]:
+    def slicing(self, slot: int, pages: Sequence[int], group: int) -> Callable[[], ShardedState]:
         """:meth:`fetching` of a group of layers, on this host."""
         return self._fetching(slot, pages, "slice", {"group": np.array([group], np.int32)})
 
     def _fetching(
         self, slot: int, pages: Sequence[int], phase: str = "fetch", more: Mapping[str, np.ndarray] = NONE
-    ) -> Callable[[], Kept]:
+    ) -> Callable[[], ShardedState]:
         calls, places = [], []
         for fields, order in self._moving(slot, pages):
             calls.append(self._run(f"{phase}@{fields['page'].size}", {**fields, **more}, {}))
             places.append(order)
-        return lambda: Kept(
+        return lambda: ShardedState(
             tuple({name: Shards.of(array) for name, array in call.items()} for call in calls), tuple(places)
         )
 
-    def store(self, slot: int, pages: Sequence[int], kept: Kept | Whole) -> None:
+    def store(self, slot: int, pages: Sequence[int], state: ShardedState | Mapping[str, np.ndarray]) -> None:
         """Writes what ``fetch`` gave; each page must lie on the device of the page that it was fetched from.
 
-        A whole state, which may come from any target, is written wherever its pages lie.
+        A whole state by the name of the pool, which may come from any target, is written wherever its pages lie.
         """
         for number, (fields, places) in enumerate(self._moving(slot, pages)):
             name = f"store@{fields['page'].size}"
             specs = {leaf.name: leaf.spec for leaf in self._target.cells[name].inputs if leaf.group == "batch"}
-            call = kept.call(places) if isinstance(kept, Whole) else kept.calls[number]
+            call = state.calls[number] if isinstance(state, ShardedState) else call_of(state, places)
             batch = {
                 each: shards.array(NamedSharding(self._mesh, PartitionSpec(*specs[each])))
                 for each, shards in call.items()

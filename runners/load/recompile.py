@@ -8,7 +8,6 @@ appear by rename, the JSON last, so that parallel runners and kills leave no hal
 """
 
 import os
-import stat
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from ling3export.artifacts.manifest import file_record, read_checked
 from ling3export.artifacts.records import canonical, from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.reading import shared_with
 from ling3export.foundation.strict_json import read_json
 from ling3export.machine.environment import toolchain
 from ling3export.machine.verdict import Verdict, executable_fits
@@ -139,16 +139,8 @@ def _lookup(folder: Path, key: str, say: Callable[[str], None]) -> Compiled | No
 
 def _check_owner(folder: Path) -> None:
     """Refuses a folder in which another user can put what would run here."""
-    status = os.lstat(folder)
-    if not stat.S_ISDIR(status.st_mode):
-        found = "no folder"
-    elif status.st_uid != os.geteuid():
-        found = f"one of user {status.st_uid}"
-    elif status.st_mode & 0o022:
-        found = f"mode {stat.S_IMODE(status.st_mode):o}"
-    else:
-        return
-    raise ArtifactError(f"cache `{folder.name}`: expected a folder that this user alone can write, found {found}")
+    if found := shared_with(folder):
+        raise ArtifactError(f"cache `{folder.name}`: expected a folder that this user alone can write, found {found}")
 
 
 def _store(folder: Path, key: str, result: Compiled, say: Callable[[str], None]) -> None:

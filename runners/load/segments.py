@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.runners.load.kept import PAGED, Kept
+from ling3export.runners.load.sharded import PAGED, ShardedState
 
 if TYPE_CHECKING:
     import jax
@@ -18,10 +18,12 @@ if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import ModelRunner
 
 Layers = Mapping[str, range]  # a group's, by the name of the pool
-Hand = Callable[[list[Callable[[], Kept]] | None], None]  # takes a group's states, each waited for; None ends a step
+Hand = Callable[
+    [list[Callable[[], ShardedState]] | None], None
+]  # takes a group's states, each waited for; None ends a step
 
 
-class Leaving(NamedTuple):
+class PendingSave(NamedTuple):
     """A sequence whose state leaves in the call that ends its prompt.
 
     Attributes:
@@ -73,32 +75,32 @@ class SegmentedRunner:
     def __init__(self, runner: "ModelRunner", manifest: Manifest, target: Target) -> None:
         self._runner, self._target = runner, target
         self._groups = len(groups_of(manifest, target))
-        self._leaving: list[Leaving] = []
-        self.begin: Callable[[list[Leaving]], Hand] | None = None
+        self._saves: list[PendingSave] = []
+        self.begin: Callable[[list[PendingSave]], Hand] | None = None
 
     def __getattr__(self, name: str) -> Any:
         """Whatever is not a prefill call is the model runner's."""
         return getattr(self._runner, name)
 
-    def give(self, leaving: Leaving) -> bool:
-        """Has the state of a sequence leave with the next prefill call; False where nothing leaves early."""
+    def save_async(self, save: PendingSave) -> bool:
+        """Starts to save a sequence's state in the next prefill call; False where nothing is saved early."""
         if self.begin is not None:
-            self._leaving.append(leaving)
+            self._saves.append(save)
         return self.begin is not None
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> "jax.Array":
         """As ``ModelRunner.step``: a prefill call is one for the embedding, one a group, and one for the logits."""
         if phase != "prefill":
             return self._runner.step(phase, padding, fields)
-        leaving, self._leaving = self._leaving, []
-        hand = self.begin(leaving) if leaving and self.begin is not None else None
+        saves, self._saves = self._saves, []
+        hand = self.begin(saves) if saves and self.begin is not None else None
         try:
             hidden = self._call("embed", padding, fields, {})["hidden"]
             for group in range(self._groups):
                 at = {**fields, "group": np.array([group], np.int32)}
                 hidden = self._call("group", padding, at, {"hidden": hidden})["hidden"]
                 if hand is not None:
-                    hand([self._runner.slicing(each.slot, each.pages, group) for each in leaving])
+                    hand([self._runner.slicing(each.slot, each.pages, group) for each in saves])
             return self._call("unembed", padding, fields, {"hidden": hidden})["logits"]
         finally:
             if hand is not None:

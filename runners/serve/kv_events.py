@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.transfer.protocol import Cleared, Event, Removed, Stored
+from ling3export.runners.state.prefix_cache import Cleared, Event, Removed, Stored
 
 TOPIC = "kv-events"
 ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[^:/\[\]\s]+):(\d{1,5})")

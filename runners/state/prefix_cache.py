@@ -9,20 +9,54 @@ of digests: of the root's name and the tokens of each block up to its own. What 
 the calls, no clock: hosts that take the same steps have the same tree.
 """
 
+import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from ling3export.runners.transfer.objects import chain_start, chained
-from ling3export.runners.transfer.protocol import Cleared, Event, Removed, Stored
+import numpy as np
 
 if TYPE_CHECKING:
-    from ling3export.runners.state.worth import Worth
+    from ling3export.runners.state.snapshot_cost import SnapshotCost
 
 EVERY = 512  # tokens between snapshots of a prompt
 REMEMBERED = 4096  # names of nodes and snapshots that were evicted, to tell why a request hit nothing
 POLICIES = ("lru", "flops")
+
+
+class Stored(NamedTuple):
+    """Blocks of a sequence can be found by others now.
+
+    Attributes:
+        hashes: Their names, one behind the other.
+        parent: The name before them; None for the first blocks of a sequence.
+        tokens: Theirs.
+        block: Tokens a block.
+        salt: Who gives another one finds none of them.
+        state: Whether the recurrent state behind each is meant, and not its latents.
+    """
+
+    hashes: tuple[bytes, ...]
+    parent: bytes | None
+    tokens: tuple[int, ...]
+    block: int
+    salt: str = ""
+    state: bool = False
+
+
+class Removed(NamedTuple):
+    """Blocks cannot be found any more; with ``state`` it is the recurrent states behind them."""
+
+    hashes: tuple[bytes, ...]
+    state: bool = False
+
+
+class Cleared(NamedTuple):
+    """Nothing can be found any more."""
+
+
+Event = Stored | Removed | Cleared
 
 
 class Pools(Protocol):
@@ -54,7 +88,7 @@ class Node:
         page: Where its latents are.
         depth: Blocks up to its end.
         snapshot: The slot of the state behind it, if one is kept.
-        passing: Whether that is the end of a turn so far, which goes first: the turn's next end replaces it.
+        transient: Whether that is the end of a turn so far, which goes first: the turn's next end replaces it.
         children: Nodes behind it.
         through: Snapshots behind it and behind the nodes that follow: while there is one, a prompt can hit the block.
     """
@@ -64,7 +98,7 @@ class Node:
     page: int
     depth: int
     snapshot: int | None = None
-    passing: bool = False
+    transient: bool = False
     children: int = 0
     through: int = 0
 
@@ -104,7 +138,7 @@ class PrefixCache:
         root: What names of nodes begin with: artifacts whose states differ have different ones.
         every: Tokens between the snapshots of a prompt: a multiple of ``block``, else the next one.
         evict: ``lru``: the least recently used goes first; ``flops``: what saves least work for its bytes and its age.
-        worth: What a snapshot costs and saves; None keeps all.
+        cost: What a snapshot costs and saves; None keeps all.
         tell: Told at once what prompts can hit and what not any more: the blocks that lead to a snapshot, and the
             states behind blocks. Pages that lead to no snapshot are worth nothing to a prompt. None tells nobody.
 
@@ -123,12 +157,12 @@ class PrefixCache:
         root: str = "",
         every: int = EVERY,
         evict: str = "lru",
-        worth: "Worth | None" = None,
+        cost: "SnapshotCost | None" = None,
         tell: Callable[[Event], None] | None = None,
     ) -> None:
-        self._pools, self._root, self._evict, self._worth, self._tell = pools, root, evict, worth, tell
+        self._pools, self._root, self._evict, self._cost, self._tell = pools, root, evict, cost, tell
         self.block, self.every = block, -(-every // block) * block
-        self.least = 0 if worth is None else worth.least
+        self.least = 0 if cost is None else cost.least
         self.reset()
 
     def reset(self) -> None:
@@ -150,7 +184,7 @@ class PrefixCache:
             "snapshots": len(self._kept),
             "evicted_pages": self.evicted_pages,
             "evicted_snapshots": self.evicted_snapshots,
-            "worth": self._worth and self._worth.record(),
+            "worth": self._cost and self._cost.record(),
         }
 
     def start(self, salt: str) -> bytes:
@@ -197,7 +231,7 @@ class PrefixCache:
         """Notes that a sequence goes on from ``hit``: its blocks and its snapshot were used last."""
         count = hit.tokens // self.block
         if count:
-            self._kept[names[count - 1]].passing = False
+            self._kept[names[count - 1]].transient = False
             self._kept.move_to_end(names[count - 1])
         self._touch(names[: max(count, hit.matched // self.block)])
 
@@ -223,22 +257,22 @@ class PrefixCache:
         self._touch(names)
         return node
 
-    def room(self, *, passing: bool) -> int | None:
-        """A snapshot's slot, evicting one if need be: one that is ``passing`` takes the place of another such alone."""
+    def room(self, *, transient: bool) -> int | None:
+        """A snapshot's slot, evicting one if need be: a ``transient`` one takes the place of another such alone."""
         slot = self._pools.take_snapshot()
-        if slot is None and (node := self._cheapest(passing)) is not None:
+        if slot is None and (node := self._cheapest(transient)) is not None:
             self._give_up(node)
             slot = self._pools.take_snapshot()
         return slot
 
-    def keep(self, node: Node, slot: int, *, passing: bool, text: Text) -> None:
+    def keep(self, node: Node, slot: int, *, transient: bool, text: Text) -> None:
         """Gives a node the snapshot in ``slot``; if it has one, that one stays. ``text`` leads to the node."""
         if node.snapshot is None:
-            node.snapshot, node.passing = slot, passing
+            node.snapshot, node.transient = slot, transient
             self._lead(node, text)
         else:
             self._pools.free_snapshot(slot)
-            node.passing &= passing
+            node.transient &= transient
         self._kept[node.name] = node
         self._kept.move_to_end(node.name)
 
@@ -304,8 +338,8 @@ class PrefixCache:
         self.evicted_snapshots += 1
         self._remember(node.name)
 
-    def _cheapest(self, passing: bool) -> Node | None:
-        among = [node for node in self._kept.values() if node.passing] if passing else list(self._kept.values())
+    def _cheapest(self, transient: bool) -> Node | None:
+        among = [node for node in self._kept.values() if node.transient] if transient else list(self._kept.values())
         if self._evict == "flops":
             return self._least(among)
         return next(iter(among), None)
@@ -338,3 +372,16 @@ class PrefixCache:
         self._gone[name] = None
         if len(self._gone) > REMEMBERED:
             self._gone.popitem(last=False)
+
+
+def chain_start(root: str, salt: str) -> bytes:
+    """The name before the first block of a sequence: another for each ``salt``, so who gives another shares nothing."""
+    return hashlib.sha256(root.encode() + salt.encode("utf-8", "surrogatepass")).digest()
+
+
+def chained(before: bytes, tokens: Sequence[int], block: int) -> Iterator[bytes]:
+    """The name of every block of ``tokens``, the first of which follows the block that is called ``before``."""
+    ids = np.asarray(tokens, "<i4")
+    for at in range(0, len(ids), block):
+        before = hashlib.sha256(before + ids[at : at + block].tobytes()).digest()
+        yield before

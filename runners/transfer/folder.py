@@ -1,269 +1,336 @@
-"""Objects in a folder, one safetensors file each: they outlive their processes, and any safetensors reader opens them.
+"""States in a folder, one safetensors file each; in shared memory, too, which is a folder on Linux.
 
-Tensors are called ``kda.recurrent.0`` and so on, after their layers, and lie in the order of the payload; the object's
-header stands in the file's metadata, in hexadecimal. A file is there whole or not at all, by rename.
+A file is there whole or not at all: it is written under another name. Its writer holds a lock on it for as long as it
+writes, and on a leased one until the lease has ended; the system drops the locks of a process that is killed. So one
+look tells what somebody waits for from what was left behind. The time of a leased file is when its lease began: whoever
+waits for the state renews the lease by setting the time, and takes the state by removing the file.
 """
 
 import fcntl
-import json
-import math
+import mmap
 import os
-import struct
+import secrets
+import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from ling3export.artifacts.files import replacing
-from ling3export.foundation.dtypes import BY_NAME
-from ling3export.foundation.errors import ArtifactError
-from ling3export.foundation.reading import opened
-from ling3export.foundation.strict_json import parse_json
-from ling3export.runners.transfer.backend import Leases, Presence, Source, TransferError, Writer
-from ling3export.runners.transfer.objects import HEADER, PREFIX, Header, Key, Layout, State, start_of
+from ling3export.artifacts.files import create
+from ling3export.foundation.reading import opened, shared_with
+from ling3export.runners.state.layout import StateLayout, StateMismatch
+from ling3export.runners.state.sequence_state import SequenceState, StateBytes, read_record, read_state
+from ling3export.runners.transfer.store import PendingWrite, StateAddress, TransferError
 
-LENGTH = struct.Struct("<Q")
-LARGEST_HEAD = 1 << 20  # bytes of a file before its tensors
-YOUNG = 60.0  # seconds that a file may be unfinished though no process of this machine writes it: another one may
-SUFFIX, LEASE = ".safetensors", ".lease"
-METADATA = "ling3"
+SHM = Path("/dev/shm")
+PREFIX, SUFFIX, PARTIAL, LEASED = "l3s_", ".safetensors", ".partial", ".leased"
+EARLIER = "l3x_"  # what the names of earlier versions began with
+YOUNG = 60.0  # seconds that what nobody holds a lock on may stay: its writer is about to lock it, or on another machine
 
 
-class Folder:
-    """Objects in a folder, which is made if it is not there, for this user alone.
+def own_prefix() -> str:
+    """What the names of this user's states in shared memory begin with."""
+    return f"u{os.geteuid()}_{PREFIX}"
+
+
+class FolderStore:
+    """States in a folder.
 
     Args:
-        layout: What objects hold.
-        folder: Where.
-        lease: Seconds that what this process offers stays for its reader; None for ever.
+        layout: What states hold.
+        description: What decides whether one fits (``description_of``).
+        folder: Where; made for this user alone if it is not there.
+        lease: Seconds that what is written here stays for its reader; None for ever.
+        limit: Bytes that leased states of the folder may have; None for any number.
+        prefix: What names of files begin with.
         clock: Seconds since 1970.
 
     Raises:
-        TransferError: It cannot be made, or is something else.
+        TransferError: The folder cannot be made, is something else, or others can write to it.
     """
 
-    def __init__(
-        self, layout: Layout, folder: Path, lease: float | None = None, clock: Callable[[], float] = time.time
-    ) -> None:
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise TransferError(f"file: expected a folder, found {error.strerror}, at {folder}") from error
-        self._layout, self._folder = layout, folder
-        self.counts: Counter[str] = Counter()
-        self.removed: list[str] = []
-        self._written: set[str] = set()
-        self._leases = Leases(lease, lambda transfer: folder / f"{PREFIX}{transfer}{LEASE}", clock)
+    address = ("127.0.0.1", 0)
 
-    def create(self, key: Key) -> Writer | None:
-        """An object in memory, which becomes a file when it is whole."""
-        if self.look(key) is Presence.READY:
+    def __init__(
+        self,
+        layout: StateLayout,
+        description: Mapping[str, Any],
+        folder: Path,
+        lease: float | None = None,
+        limit: int | None = None,
+        prefix: str = PREFIX,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._layout, self._description, self._folder, self._prefix = layout, description, folder, prefix
+        self._lease, self._limit, self._clock = lease, limit, clock
+        self._suffix = SUFFIX if lease is None else LEASED + SUFFIX
+        self.counts: Counter[str] = Counter()
+        self._held: dict[str, int] = {}  # descriptors of leased files, by the state's name
+        if folder != SHM:
+            _make_private(folder)
+        self.sweep()
+
+    @classmethod
+    def shared_memory(
+        cls,
+        layout: StateLayout,
+        description: Mapping[str, Any],
+        limit: int,
+        lease: float,
+        clock: Callable[[], float] = time.time,
+    ) -> "FolderStore":
+        """One in shared memory, where all states of this user may have ``limit`` bytes.
+
+        Raises:
+            TransferError: This machine has none.
+        """
+        if not SHM.is_dir() or limit < 1:
+            raise TransferError(f"shm: expected {SHM} and room, found {'room' if limit > 0 else 'none'} without it")
+        return cls(layout, description, SHM, lease, limit, own_prefix(), clock)
+
+    def create(
+        self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, first: int = 0
+    ) -> PendingWrite | None:
+        """A file for a state; its bytes are reserved, so that writing cannot meet a full disk or memory."""
+        path, place = self._path(name), -1
+        if path.exists():
             self.counts["exists"] += 1
             return None
-        memory = np.empty(HEADER.size + self._layout.nbytes(key), np.uint8)
+        partial = path.with_name(f"{self._prefix}{name}.{secrets.token_hex(4)}{PARTIAL}")
+
+        def allocate(size: int) -> np.ndarray:
+            nonlocal place
+            place = create(partial, 0o600)
+            fcntl.flock(place, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            os.truncate(place, size)  # from now on others see what it takes
+            if not self._has_room():
+                raise OSError("over the limit")
+            os.posix_fallocate(place, 0, size)
+            return np.frombuffer(mmap.mmap(place, size), np.uint8)
+
+        lease = {} if self._lease is None else {"lease": self._lease}
+        try:
+            data = StateBytes(self._layout, {**descriptor, **lease}, tokens, first, allocate)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            if place >= 0:
+                os.close(place)
+            self.counts["full"] += 1
+            return None
 
         def done(whole: bool) -> bool:
-            if whole:
-                try:
-                    self._store(key, memory)
-                except ArtifactError:
-                    self.counts["full"] += 1
-                    return False
-                self._written.add(key.name)
+            try:
+                if whole:
+                    os.utime(place, (self._clock(),) * 2)
+                    os.rename(partial, path)
+            except OSError:
+                whole = False
             self.counts["stored" if whole else "abandoned"] += 1
+            if whole and self._lease is not None:
+                self._held[name] = place
+            else:
+                partial.unlink(missing_ok=True)
+                os.close(place)
             return whole
 
-        return Writer(key, self._layout, memory, done)
+        return PendingWrite(data, done)
 
-    def offer(self, transfer: str, keys: Sequence[Key]) -> None:
-        """Promises that they stay for the lease; nobody has to ask, since objects are found by their names."""
-        self._leases.add(transfer, (key.name for key in keys))
+    def get(self, address: StateAddress, until: float) -> SequenceState | None:
+        """A state; a damaged file is removed, and so is one that was leased."""
+        state, reason = self._read(address.name) if time.monotonic() < until else (None, "timeout")
+        self.counts[reason] += 1
+        if reason == "corrupt" or (self._lease is not None and state is not None):
+            self.remove(address.name)
+        return state
 
-    def renew(self, source: Source, until: float) -> str:
-        """Sets the time of the lease's file."""
-        return self._leases.renew(source.transfer)
+    def has(self, name: str) -> bool:
+        """Whether there is a file of a name."""
+        return self._path(name).is_file()
 
-    def sent(self) -> set[str]:
-        """The transfers whose leases are over, or all without one; files written here for them alone are removed."""
-        over, names = self._leases.take_over()
-        for name in names & self._written:
-            self._written.remove(name)
-            (self._folder / f"{name}{SUFFIX}").unlink(missing_ok=True)
-            self.counts["released"] += 1
-        return over
+    def remove(self, name: str) -> None:
+        """Removes a state, if it is there."""
+        self._path(name).unlink(missing_ok=True)
 
-    def touch(self, keys: Sequence[Key]) -> list[Key]:
+    def release(self, address: StateAddress, until: float) -> None:
+        """Removes a leased file."""
+        self.remove(address.name)
+
+    def renew(self, address: StateAddress, until: float) -> str:
+        """Sets the time of a leased file."""
+        try:
+            os.utime(self._path(address.name), (self._clock(),) * 2, follow_symlinks=False)
+        except OSError:
+            return "refused"
+        return "renewed"
+
+    def ended(self) -> set[str]:
+        """Leased states whose files are gone, or whose leases are over."""
+        assert self._lease is not None
+        found = set()
+        for name, place in [*self._held.items()]:
+            status = os.fstat(place)
+            if status.st_nlink and status.st_mtime + self._lease > self._clock():
+                continue
+            self.counts["expired" if status.st_nlink else "pulled"] += 1
+            self._end(name)
+            found.add(name)
+        return found
+
+    def touch(self, names: list[str]) -> set[str]:
         """Notes that files were used now, the first one last; gives those that are not there."""
-        gone = []
-        for key in reversed(keys):
+        gone = set()
+        for name in reversed(names):
             try:
-                os.utime(self._path(key))
+                os.utime(self._path(name))
             except OSError:
-                gone.append(key)
+                gone.add(name)
         return gone
 
-    def trim(self, most: int) -> None:
-        """Removes the files that were not used for longest until the others have ``most`` bytes; tells ``removed``.
+    def trim(self, most: int) -> set[str]:
+        """Removes the files that were not used for longest until the others have ``most`` bytes; their names.
 
         Who reads one of them meanwhile has all of it: it is open.
         """
-        found = []
-        for entry in os.scandir(self._folder):
-            if entry.name.startswith(PREFIX) and entry.name.endswith(SUFFIX):
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    found.append((status.st_mtime_ns, entry.name, status.st_size))
-        total = sum(size for *_, size in found)
-        for _, name, size in sorted(found):
+        found = sorted(
+            (status.st_mtime_ns, path, status.st_size) for path, status in _files(self._folder, self._prefix)
+        )
+        total, gone = sum(size for *_, size in found), set()
+        for _, path, size in found:
             if total <= most:
-                return
-            (self._folder / name).unlink(missing_ok=True)
+                break
+            path.unlink(missing_ok=True)
             total -= size
             self.counts["evicted"] += 1
-            self.removed.append(name.removesuffix(SUFFIX))
+            gone.add(path.name.removeprefix(self._prefix).removesuffix(self._suffix))
+        return gone
 
-    def look(self, key: Key) -> Presence:
-        """Whether there is a file of the object's name."""
-        return Presence.READY if self._path(key).is_file() else Presence.ABSENT
-
-    def fetch(self, keys: Sequence[Key], source: Source | None, until: float) -> list[np.ndarray | None]:
-        """The objects' payloads; a damaged file is removed."""
-        if not keys and source is not None:
-            self._leases.give_back(source.transfer)
-        found = []
-        for key in keys:
-            payload, reason = self._read(key) if time.monotonic() < until else (None, "timeout")
-            self.counts[reason] += 1
-            if reason == "corrupt":
-                self._path(key).unlink(missing_ok=True)
-            found.append(payload)
-        return found
+    def sweep(self) -> None:
+        """Removes what killed processes have left."""
+        for _ in collect(self._folder, self._prefix, local=self._folder == SHM, dry_run=False, clock=self._clock):
+            self.counts["swept"] += 1
 
     def close(self) -> None:
-        """Ends what was promised; files stay."""
-        self._leases.close()
+        """Removes what is leased; other files stay."""
+        for name in [*self._held]:
+            self._end(name)
 
-    def _path(self, key: Key) -> Path:
-        return self._folder / f"{key.name}{SUFFIX}"
+    def _end(self, name: str) -> None:
+        self.remove(name)
+        os.close(self._held.pop(name))
 
-    def _store(self, key: Key, memory: np.ndarray) -> None:
-        head = _head(self._layout, key, memory[: HEADER.size].tobytes())
-        with replacing(self._path(key), len(head) + memory.nbytes) as file:
-            file.write(head)
-            file.write(memory[HEADER.size :].data)
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{self._prefix}{name}{self._suffix}"
 
-    def _read(self, key: Key) -> tuple[np.ndarray | None, str]:
+    def _read(self, name: str) -> tuple[SequenceState | None, str]:
+        path = self._path(name)
         try:
-            with opened(self._folder, self._path(key).name) as file:
-                header = read_header(file.read(LENGTH.size), file.read)
-                fault = header.fault(key, self._layout)
-                if fault is not None:
-                    return None, fault
-                file.seek(0)
-                head = _head(self._layout, key, header.pack())
-                payload = np.empty(header.length, np.uint8)
-                whole = file.read(len(head)) == head and file.readinto(payload.data) == header.length
-                whole = whole and header.state == State.READY and not file.read(1)
-                return (payload, "hit") if whole and header.crc(payload) == header.crc32 else (None, "corrupt")
+            with opened(self._folder, path.name) as file:
+                status = os.fstat(file.fileno())
+                if status.st_uid != os.geteuid():
+                    return None, "miss"
+                return read_state(file, status.st_size, self._layout, self._description), "hit"
         except FileNotFoundError:
             return None, "miss"
+        except StateMismatch:
+            return None, "other_state"
         except (OSError, ValueError):
             return None, "corrupt"
 
+    def _has_room(self) -> bool:
+        if self._limit is None or self._bytes() <= self._limit:
+            return True
+        self.sweep()
+        return self._bytes() <= self._limit
 
-def collect(folder: Path, *, dry_run: bool) -> Iterator[tuple[str, int, str]]:
-    """Removes files that are no whole objects, and what killed writers left; gives name, bytes and reason of each."""
-    for path in sorted(folder.glob(f"{PREFIX}*{SUFFIX}")):
-        try:
-            with opened(folder, path.name) as file:
-                header = read_header(file.read(LENGTH.size), file.read)
-                reason = "" if header.state == State.READY else "dead"
-        except (OSError, ValueError) as error:
-            reason = f"no object: {error.strerror if isinstance(error, OSError) else error}"
-        if reason:
-            yield from _removed(path, reason, dry_run)
-    yield from left_behind(folder, dry_run=dry_run)
+    def _bytes(self) -> int:
+        return sum(status.st_size for _, status in _files(self._folder, self._prefix))
 
 
-def left_behind(folder: Path, *, dry_run: bool) -> Iterator[tuple[str, int, str]]:
-    """Removes what killed writers left; gives name, bytes and reason of each."""
-    for path in sorted(folder.glob(f".{PREFIX}*{SUFFIX}.partial-*")):
-        pid = path.name.rpartition("partial-")[2].partition("-")[0]
-        if pid.isdigit() and start_of(int(pid)) is None and time.time() - path.stat().st_mtime > YOUNG:
-            yield from _removed(path, f"its writer, process {pid}, is gone", dry_run)
-    for path in sorted(folder.glob(f"{PREFIX}*{LEASE}")):
+def collect(
+    folder: Path, prefix: str, *, local: bool, dry_run: bool, clock: Callable[[], float] = time.time
+) -> Iterator[tuple[str, int, str]]:
+    """Removes what nobody can use any more; gives name, bytes and reason of each.
+
+    That is what a killed writer did not end, what is no state, and leased states whose process is gone.
+
+    Args:
+        folder: Where.
+        prefix: What the names of states begin with there.
+        local: Whether only processes of this machine write there: then a state without a lock is one without a
+            process. Else its lease has to be over, too.
+        dry_run: Remove nothing.
+        clock: Seconds since 1970.
+    """
+    for path, status in _files(folder, prefix):
+        age, reason = clock() - status.st_mtime, ""
         with suppress(OSError), opened(folder, path.name) as file:
-            old = time.time() - os.fstat(file.fileno()).st_mtime > YOUNG
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # who offers it has a lock
-            if old:
-                yield from _removed(path, "a lease of a process that is gone", dry_run)
+            if path.name.endswith(PARTIAL):
+                reason = "its writer is gone" if age > YOUNG and _unlocked(file.fileno()) else ""
+            else:
+                try:
+                    lease = read_record(file).get("lease")
+                except ValueError as error:
+                    reason = f"no state: {error}"
+                else:
+                    over = local or not isinstance(lease, (int, float)) or age > lease + YOUNG
+                    leased = path.name.endswith(LEASED + SUFFIX)
+                    reason = "its process is gone" if leased and over and _unlocked(file.fileno()) else ""
+        if reason:
+            if not dry_run:
+                path.unlink(missing_ok=True)
+            yield path.name, status.st_size, reason
 
 
-def read_header(length: bytes, read: Callable[[int], bytes]) -> Header:
-    """The header in a file's metadata.
-
-    Raises:
-        ValueError: There is none; the text follows "found".
-    """
-    found = safetensors_metadata(length, read, LARGEST_HEAD)
-    text = found.get(METADATA)
-    if not isinstance(text, str):
-        raise ValueError("a file without the header of an object")
-    return Header.parse(bytes.fromhex(text))
-
-
-def safetensors_metadata(length: bytes, read: Callable[[int], bytes], largest: int) -> dict[str, Any]:
-    """The metadata in the header of a safetensors file: the names that it has are not checked, nor is the rest.
-
-    Args:
-        length: The first eight bytes.
-        read: Gives the next bytes.
-        largest: Most bytes of the header.
+def refuse_earlier(folder: Path, what: str) -> None:
+    """Passes where a folder has no states of earlier versions of this program.
 
     Raises:
-        ValueError: There is none; the text follows "found".
+        TransferError: It has some: nobody would read them, and they would count as this version's.
     """
-    if len(length) != LENGTH.size or (size := LENGTH.unpack(length)[0]) > largest:
-        raise ValueError("no safetensors file")
-    tree = parse_json(read(size), largest)
-    found = tree.get("__metadata__") if isinstance(tree, dict) else None
-    return found if isinstance(found, dict) else {}
+    found = [entry.name for entry in os.scandir(folder) if entry.name.startswith(EARLIER)]
+    if found:
+        raise TransferError(
+            f"{what}: expected states of this version, found {len(found)} files of an earlier one "
+            f"({min(found)}), in {folder}",
+            "take another folder, or remove those files",
+        )
 
 
-def safetensors_head(tensors: Iterable[tuple[str, Sequence[int], str]], metadata: Mapping[str, str]) -> bytes:
-    """What stands before the tensors of a safetensors file, of a length that is a multiple of 8.
-
-    Args:
-        tensors: Name, shape and dtype of each, in the order of their bytes.
-        metadata: What else is to stand there.
-    """
-    tree: dict[str, object] = {"__metadata__": dict(metadata)}
-    at = 0
-    for name, shape, dtype in tensors:
-        size = BY_NAME[dtype].nbytes * math.prod(shape)
-        tree[name] = {"dtype": BY_NAME[dtype].code, "shape": list(shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(tree, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return LENGTH.pack(len(text)) + text
+def _make_private(folder: Path) -> None:
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = shared_with(folder)
+    except OSError as error:
+        found = str(error.strerror)
+    if found:
+        raise TransferError(
+            f"file: expected a folder that this user alone can write, found {found}, at {folder}",
+            "whoever can write there decides answers: take a folder of your own, or `chmod 700` it",
+        )
 
 
-def _head(layout: Layout, key: Key, header: bytes) -> bytes:
-    """What stands before an object's payload."""
-    tensors = (
-        (f"{piece.name}.{layer}", layout.shape(piece, key.heads, key.tokens), piece.dtype)
-        for layer in range(layout.layers[key.kind])
-        for piece in layout.of(key.kind)
-    )
-    return safetensors_head(tensors, {METADATA: header.hex()})
+def _files(folder: Path, prefix: str) -> list[tuple[Path, os.stat_result]]:
+    """The states of this user."""
+    found, user = [], os.geteuid()
+    with os.scandir(folder) as entries:  # a tenth of the time of paths
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                if not entry.name.startswith(prefix):
+                    continue
+                status = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(status.st_mode) and status.st_uid == user:
+                    found.append((Path(entry.path), status))
+    return sorted(found)
 
 
-def _removed(path: Path, reason: str, dry_run: bool) -> Iterator[tuple[str, int, str]]:
-    size = path.lstat().st_size
-    if not dry_run:
-        path.unlink(missing_ok=True)
-    yield path.name, size, reason
+def _unlocked(place: int) -> bool:
+    """Whether nobody has a lock on a file. A file system without locks has none."""
+    try:
+        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True

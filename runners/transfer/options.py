@@ -1,4 +1,4 @@
-"""Which of an engine's sequences' states leave it and come to it, and how. Imports nothing heavy: command lines do."""
+"""How states leave an engine and come to it, and where they are kept. Imports nothing heavy: command lines read it."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ class Transfer:
         carrier: ``shm``, ``tcp`` or ``file``.
         role: ``prefill`` gives states away, ``decode`` takes them, ``both`` does both.
         host: With ``tcp``, the address at which others reach this process.
-        port: With ``tcp``, the base port: this process listens at the next one; 0 for any that is free.
+        port: With ``tcp``, its port; 0 for any that is free.
         folder: With ``file``, where the states are.
         limit: Bytes that states may take: in shared memory those of all processes of this user, else of this one.
         lease: Seconds that a state is kept for whoever was promised it.

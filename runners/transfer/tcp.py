@@ -1,90 +1,68 @@
-"""Objects over TCP: whoever has them listens, whoever wants them pulls a transfer, once, by its id.
+"""States over TCP: whoever has them listens, and whoever wants one takes it by its name, once.
 
 Both ends prove to each other that they know the secret (``hosts.rendezvous``) before either says more. Then:
 
-    puller to holder  ASK     transfer, part, parts, names
-    holder to puller  OBJECT  header and payload, for each name in order; or REFUSED
-    puller to holder  TAKEN
+    taker to holder   ASK     what is wanted (take, renew or release), and the state's name
+    holder to taker   STATE   its bytes, for take; DONE for the others; or REFUSED
+    taker to holder   DONE    once it has all bytes
 
-An ASK for part 0 of 0 and for no names renews the transfer's lease; the holder answers RENEWED, or REFUSED. Each part
-of a transfer is pulled once, however that ends. The transfer ends with the last of them, when a puller asks
-for no names, and when its lease is over. What follows the proofs is neither signed nor encrypted.
+A state is taken once, however that ends. What follows the proofs is neither signed nor encrypted.
 """
 
+import io
 import re
 import socket
 import threading
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from ling3export.machine.service import is_loopback
 from ling3export.runners.hosts.hosts import SHARE
-from ling3export.runners.hosts.rendezvous import (
-    CALLERS,
-    GREETING,
-    HEAD,
-    REFUSED,
-    challenge,
-    hear,
-    prove,
-    receive,
-    send,
-    tell,
-)
+from ling3export.runners.hosts.rendezvous import CALLERS, GREETING, HEAD, REFUSED, challenge, hear, prove, receive, tell
 from ling3export.runners.hosts.rendezvous import HostsError as SecretError
-from ling3export.runners.transfer.backend import PAUSE, Presence, Source, TransferError, Writer
-from ling3export.runners.transfer.objects import HEADER, Header, Key, Layout, State
+from ling3export.runners.hosts.rendezvous import send as say
+from ling3export.runners.state.layout import StateLayout, StateMismatch
+from ling3export.runners.state.sequence_state import SequenceState, StateBytes, read_state
+from ling3export.runners.transfer.store import PendingWrite, StateAddress, TransferError
 
-ROLES = ("puller", "holder")
-ASK, OBJECT, TAKEN, RENEWED = b"A", b"B", b"K", b"N"
-MOST_PARTS = 1024
-LARGEST_ASK = 1 << 20  # bytes of what a puller asks, 30,000 names
-TRANSFER = re.compile("[0-9a-f]{32}")
+ROLES = ("taker", "holder")
+ASK, STATE, DONE = b"A", b"B", b"K"
+TAKE, RENEW, RELEASE = "take", "renew", "release"
+NAME = re.compile("[0-9a-f]{32}")
 TICK = 0.5  # seconds between two looks for leases that are over
-
-
-class _Offer:
-    """A transfer's objects until somebody pulls it, or its lease is over."""
-
-    def __init__(self, objects: dict[str, np.ndarray], until: float) -> None:
-        self.objects, self.until = objects, until
-        self.parts = 0  # of the first pull, and so of all
-        self.pulled: set[int] = set()
+PAUSE = 0.002  # seconds until the next caller is taken where the system lacks something
+LARGEST_HEAD = 1 << 20  # bytes that a state has beside its arrays
 
 
 @dataclass
-class _Fresh:
-    """An object that transfers will offer which are being saved: it stays until they have, whoever else lets go."""
-
+class _Leased:
     memory: np.ndarray
-    until: float  # a save that failed offers nothing
-    saves: int = 0
+    size: int  # as it was counted
+    until: float
 
 
-class RefusedError(Exception):
-    """The holder does not know a transfer, or has given it away."""
+class _RefusedError(Exception):
+    """The holder does not know a state, or has given it away."""
 
 
-class Tcp:
-    """Objects over TCP.
+class TcpStore:
+    """States over TCP.
 
     Args:
-        layout: What objects hold.
-        limit: Bytes of objects that are kept for others.
-        deadline: Seconds that one pull may take at this end.
+        layout: What states hold.
+        description: What decides whether one fits (``description_of``).
+        limit: Bytes of states that are kept for others.
+        deadline: Seconds that one answer may take at this end.
         address: Where to listen: host and port, port 0 for any that is free.
         secret: What both ends know; needed where other machines reach the address.
-        lease: Seconds that a transfer is kept for its puller.
+        lease: Seconds that a state is kept for its taker.
         clock: Gives the seconds by which leases end.
-
-    Attributes:
-        port: Where this end listens.
 
     Raises:
         TransferError: The port is taken, or there is no secret where other machines reach it.
@@ -92,7 +70,8 @@ class Tcp:
 
     def __init__(
         self,
-        layout: Layout,
+        layout: StateLayout,
+        description: Mapping[str, Any],
         limit: int,
         deadline: float,
         address: tuple[str, int],
@@ -103,196 +82,134 @@ class Tcp:
         host, port = address
         if not (secret or is_loopback(host)):
             raise TransferError(f"tcp {host}: expected a secret where other machines reach it, found none", SHARE)
-        self._layout, self._limit, self._deadline, self._secret, self._lease = layout, limit, deadline, secret, lease
-        self._clock = clock
+        self._layout, self._description, self._limit, self._deadline = layout, description, limit, deadline
+        self._secret, self._lease, self._clock = secret, lease, clock
         self.counts: Counter[str] = Counter()
-        self.removed: list[str] = []
         self._lock = threading.Lock()
-        self._objects: weakref.WeakValueDictionary[str, np.ndarray] = weakref.WeakValueDictionary()
-        self._fresh: dict[str, _Fresh] = {}
-        self._offers: dict[str, _Offer] = {}
-        self._sent: set[str] = set()
+        self._bytes = 0  # of all states, those that are written or sent, too
+        self._leased: dict[str, _Leased] = {}
+        self._ended: set[str] = set()
+        self._greeted: dict[socket.socket, None] = {}  # callers that have not proven the secret, the oldest first
         self._closed = threading.Event()
-        self._room = threading.BoundedSemaphore(CALLERS)
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=CALLERS)
         except OSError as error:
             raise TransferError(
                 f"tcp: expected a free port of this machine, found {error.strerror}, at {host} port {port}",
-                "choose another base port: rank r listens at base + 2 r + 1",
+                "choose another one: --transfer-port",
             ) from error
-        self.port = int(self._listener.getsockname()[1])
+        self.address = host, int(self._listener.getsockname()[1])
         self._listener.settimeout(TICK)
         self._listening = threading.Thread(target=self._listen, name="ling3-transfer", daemon=True)
         self._listening.start()
 
-    def create(self, key: Key) -> Writer | None:
-        """An object in memory."""
+    def create(
+        self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, first: int = 0
+    ) -> PendingWrite | None:
+        """A state in memory."""
+        data = StateBytes(self._layout, descriptor, tokens, first)
+        size = data.memory.nbytes
         with self._lock:
-            if (there := self._objects.get(key.name)) is not None:
-                self.counts["exists"] += 1
-                self._keep_fresh(key.name, there)
-                return None
-            size = HEADER.size + self._layout.nbytes(key)
-            if sum(each.nbytes for each in self._objects.values()) + size > self._limit:
+            if self._bytes + size > self._limit:
                 self.counts["full"] += 1
                 return None
-            self._objects[key.name] = memory = np.empty(size, np.uint8)
+            self._bytes += size
 
         def done(whole: bool) -> bool:
-            self.counts["stored" if whole else "abandoned"] += 1
             with self._lock:
+                self.counts["stored" if whole else "abandoned"] += 1
                 if whole:
-                    self._keep_fresh(key.name, memory)
+                    self._leased[name] = _Leased(data.memory, size, self._clock() + self._lease)
                 else:
-                    self._objects.pop(key.name, None)
-                    self._fresh.pop(key.name, None)
+                    self._bytes -= size
             return whole
 
-        return Writer(key, self._layout, memory, done)
+        return PendingWrite(data, done)
 
-    def offer(self, transfer: str, keys: Sequence[Key]) -> None:
-        """Keeps objects for whoever pulls ``transfer`` until the lease is over. Those not written are left out."""
-        with self._lock:
-            found = {key.name: memory for key in keys if (memory := self._objects.get(key.name)) is not None}
-            self._offers[transfer] = _Offer(found, self._clock() + self._lease)
-            for name in found.keys() & self._fresh.keys():
-                self._fresh[name].saves -= 1
-                if not self._fresh[name].saves:
-                    del self._fresh[name]
-
-    def _keep_fresh(self, name: str, memory: np.ndarray) -> None:
-        fresh = self._fresh.setdefault(name, _Fresh(memory, 0.0))
-        fresh.saves, fresh.until = fresh.saves + 1, self._clock() + self._lease
-
-    def look(self, key: Key) -> Presence:
-        """Never ready: without a transfer's id nothing can be pulled."""
-        return Presence.ABSENT
-
-    def fetch(self, keys: Sequence[Key], source: Source | None, until: float) -> list[np.ndarray | None]:
-        """Pulls a transfer; what arrived whole before the other end broke off counts."""
-        found: list[np.ndarray | None] = []
-        reasons: list[str] = []
+    def get(self, address: StateAddress, until: float) -> SequenceState | None:
+        """Takes a state from its holder."""
+        state, reason = None, "hit"
         try:
-            if source is None:
-                raise FileNotFoundError
-            with self._asking(source, [key.name for key in keys], until) as peer:
-                for key in keys:
-                    payload, reason = self._pull(peer, key, until)
-                    found.append(payload)
-                    reasons.append(reason)
-                send(peer, TAKEN, b"")
-            last = ""
-        except FileNotFoundError:
-            last = "miss"
+            with self._asking(address, TAKE, until) as peer:
+                coming = _Coming(peer, until)
+                kind, size = HEAD.unpack(coming.read(HEAD.size))
+                if kind == REFUSED:
+                    raise _RefusedError
+                if kind != STATE or size > self._layout.nbytes(address.tokens) + 4 * address.tokens + LARGEST_HEAD:
+                    raise ConnectionError("another message than a state")
+                state = read_state(coming, size, self._layout, self._description)
+                with suppress(OSError):  # all is here, whatever becomes of the holder
+                    say(peer, DONE, b"")
         except TimeoutError:
-            last = "timeout"
-        except (RefusedError, SecretError):
-            last = "refused"
-        except (OSError, ValueError):
-            last = "peer_gone"
-        self.counts.update([*reasons, *[last] * (len(keys) - len(reasons))])
-        return found + [None] * (len(keys) - len(found))
+            reason = "timeout"
+        except (_RefusedError, SecretError):
+            reason = "refused"
+        except StateMismatch:
+            reason = "other_state"
+        except OSError:
+            reason = "peer_gone"
+        except ValueError:
+            reason = "corrupt"
+        self.counts[reason] += 1
+        return state
 
-    def renew(self, source: Source, until: float) -> str:
+    def release(self, address: StateAddress, until: float) -> None:
+        """Tells the holder."""
+        with suppress(OSError, ValueError, SecretError), self._asking(address, RELEASE, until) as peer:
+            receive(peer, 0, until)
+
+    def renew(self, address: StateAddress, until: float) -> str:
         """Asks the holder."""
         try:
-            with self._asking(source._replace(part=0, parts=0), [], until) as peer:
-                return "renewed" if receive(peer, 0, until)[0] == RENEWED else "refused"
+            with self._asking(address, RENEW, until) as peer:
+                return "renewed" if receive(peer, 0, until)[0] == DONE else "refused"
         except SecretError:
             return "refused"
         except (OSError, ValueError):
             return "peer_gone"
 
-    def sent(self) -> set[str]:
-        """Transfers that were pulled, broken off, or whose lease is over."""
+    def ended(self) -> set[str]:
+        """States that were taken, given back or broken off, or whose lease is over."""
         with self._lock:
-            found, self._sent = self._sent, set()
+            for name in [name for name, each in self._leased.items() if each.until < self._clock()]:
+                self._end(name, "expired")
+            found, self._ended = self._ended, set()
         return found
 
     def close(self) -> None:
-        """Closes the port; pulls that run are not waited for."""
+        """Closes the port; what is being sent is not waited for."""
         self._closed.set()
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
         self._listening.join()
-        with self._lock:
-            self._offers.clear()
-            self._fresh.clear()
+        self._leased.clear()
 
     @contextmanager
-    def _asking(self, source: Source, names: list[str], until: float) -> Iterator[socket.socket]:
+    def _asking(self, address: StateAddress, what: str, until: float) -> Iterator[socket.socket]:
         """A connection on which a holder was asked."""
-        with socket.create_connection(source[:2], max(0.001, until - time.monotonic())) as peer:
+        with socket.create_connection((address.host, address.port), max(0.001, until - time.monotonic())) as peer:
             prove(peer, self._secret, 0, until, ROLES)
-            tell(peer, ASK, transfer=source.transfer, part=source.part, parts=source.parts, names=names)
+            tell(peer, ASK, what=what, name=address.name)
             yield peer
-
-    def _pull(self, peer: socket.socket, key: Key, until: float) -> tuple[np.ndarray | None, str]:
-        """The next object and ``hit``, or the reason why there is none."""
-        memory = self._arrived(peer, key, until)
-        if memory is None:
-            return None, "miss"
-        try:
-            header = Header.parse(memory[: HEADER.size].tobytes())
-        except ValueError:
-            return None, "corrupt"
-        payload = memory[HEADER.size :]
-        fault = header.fault(key, self._layout)
-        if fault is None and (header.state != State.READY or header.crc(payload) != header.crc32):
-            fault = "corrupt"
-        return (payload, "hit") if fault is None else (None, fault)
-
-    def _arrived(self, peer: socket.socket, key: Key, until: float) -> np.ndarray | None:
-        """The bytes of the next object, None where the holder does not have it."""
-        head = np.empty(HEAD.size, np.uint8)
-        _into(peer, head, until)
-        kind, length = HEAD.unpack(head.tobytes())
-        if kind == REFUSED:
-            raise RefusedError
-        if (kind, length) == (OBJECT, 0):
-            return None
-        if kind != OBJECT or length != HEADER.size + self._layout.nbytes(key):
-            raise ConnectionError("another message than an object")
-        memory = np.empty(length, np.uint8)
-        _into(peer, memory, until)
-        return memory
-
-    def _hand(self, caller: socket.socket, memory: np.ndarray) -> object:
-        """Sends an object; gives what has to stay until the puller has it."""
-        caller.sendall(HEAD.pack(OBJECT, memory.nbytes))
-        caller.sendall(memory.data)
-        return memory
 
     def _listen(self) -> None:
         with self._listener:
             while not self._closed.is_set():
-                self._expire()
                 try:
                     caller, _ = self._listener.accept()
                 except TimeoutError:
                     continue
                 except OSError:
-                    if self._closed.is_set():
-                        return
                     time.sleep(PAUSE)  # the system lacks something now; callers call again
                     continue
-                if self._room.acquire(blocking=False):
-                    threading.Thread(target=self._serve, args=(caller,), name="ling3-holder", daemon=True).start()
-                else:
-                    caller.close()
-                    self._note("stranger")
-
-    def _expire(self) -> None:
-        """Gives up transfers whose lease is over, and what none will offer any more."""
-        with self._lock:
-            for name in [name for name, fresh in self._fresh.items() if fresh.until < self._clock()]:
-                del self._fresh[name]
-            for transfer in [name for name, offer in self._offers.items() if offer.until < self._clock()]:
-                del self._offers[transfer]
-                self._sent.add(transfer)
-                self.counts["expired"] += 1
+                with self._lock:
+                    if len(self._greeted) >= CALLERS:  # who says nothing keeps nobody out
+                        with suppress(OSError):
+                            next(iter(self._greeted)).shutdown(socket.SHUT_RDWR)
+                        del self._greeted[next(iter(self._greeted))]
+                    self._greeted[caller] = None
+                threading.Thread(target=self._serve, args=(caller,), name="ling3-holder", daemon=True).start()
 
     def _serve(self, caller: socket.socket) -> None:
         with caller:
@@ -300,84 +217,92 @@ class Tcp:
                 until = time.monotonic() + min(GREETING, self._deadline)
                 caller.settimeout(GREETING)
                 challenge(caller, self._secret, until, ROLES)
-                asked = hear(caller, ASK, until, LARGEST_ASK, transfer=str, part=int, parts=int, names=list)
-                part, parts, names = asked["part"], asked["parts"], asked["names"]
-                renews = (part, parts, names) == (0, 0, [])
-                if not TRANSFER.fullmatch(asked["transfer"]) or not (renews or 0 <= part < parts <= MOST_PARTS):
-                    raise ConnectionError("no transfer")
-                if not all(isinstance(name, str) for name in names):
-                    raise ConnectionError("no names")
+                asked = hear(caller, ASK, until, what=str, name=str)
+                if asked["what"] not in (TAKE, RENEW, RELEASE) or not NAME.fullmatch(asked["name"]):
+                    raise ConnectionError("no state")
             except (OSError, ValueError):
-                return self._note("stranger")
+                with self._lock:
+                    self.counts["stranger"] += 1
+                return
             finally:
-                self._room.release()
-            if renews:
-                return self._keep(caller, asked["transfer"])
-            self._give(caller, **asked)
-
-    def _keep(self, caller: socket.socket, transfer: str) -> None:
-        """Begins a transfer's lease anew, if it is not over."""
-        with self._lock:
-            offer = self._offers.get(transfer)
-            if offer is not None:
-                offer.until = self._clock() + self._lease
-            self.counts["unknown" if offer is None else "renewed"] += 1
-        with suppress(OSError):
-            send(caller, REFUSED if offer is None else RENEWED, b"")
-
-    def _take(self, transfer: str, part: int, parts: int, names: list[str]) -> _Offer | None:
-        """The offer that a puller may have a part of; with the last part it ends. None where there is none."""
-        with self._lock:
-            offer = self._offers.get(transfer)
-            if offer is None or part in offer.pulled or offer.parts not in (0, parts):
-                return None
-            offer.parts = parts
-            offer.pulled.add(part)
-            if len(offer.pulled) == parts or not names:
-                del self._offers[transfer]
-            return offer
-
-    def _give(self, caller: socket.socket, transfer: str, part: int, parts: int, names: list[str]) -> None:
-        """Sends what a transfer has under these names."""
-        until = time.monotonic() + self._deadline
-        offer = self._take(transfer, part, parts, names)
-        if offer is None:
-            self._note("unknown")
+                with self._lock:
+                    self._greeted.pop(caller, None)
             with suppress(OSError):
-                send(caller, REFUSED, b"")
-            return
-        outcome, kept = "broken_off", []
+                self._answer(caller, **asked)
+
+    def _answer(self, caller: socket.socket, what: str, name: str) -> None:
+        with self._lock:
+            leased = self._leased.get(name)
+            if leased is not None and leased.until < self._clock():
+                leased = None  # which ``ended`` counts
+            elif leased is not None and what == RENEW:
+                leased.until = self._clock() + self._lease
+                self.counts["renewed"] += 1
+            elif leased is not None and what == RELEASE:
+                self._end(name, "given_back")
+            elif leased is not None:
+                del self._leased[name]
+            else:
+                self.counts["unknown"] += 1
+        if leased is None:
+            say(caller, REFUSED, b"")
+        elif what == TAKE:
+            self._send(caller, name, leased)
+        else:
+            say(caller, DONE, b"")
+
+    def _send(self, caller: socket.socket, name: str, leased: _Leased) -> None:
+        """Sends a state; nobody else can have it any more, however this ends."""
+        until, outcome = time.monotonic() + self._deadline, "broken_off"
         try:
-            for name in names:
-                caller.settimeout(max(0.001, until - time.monotonic()))
-                if (memory := offer.objects.get(name)) is None:
-                    send(caller, OBJECT, b"")
-                else:
-                    kept.append(self._hand(caller, memory))
-            if receive(caller, 0, until)[0] == TAKEN:
-                outcome = "pulled" if names else "given_back"
-        except OSError:
-            pass  # the puller is gone, and so is the transfer
-        with self._lock:
-            self.counts[outcome] += 1
-            if self._offers.get(transfer) is not offer:
-                self._sent.add(transfer)
+            caller.settimeout(self._deadline)
+            caller.sendall(HEAD.pack(STATE, leased.memory.nbytes))
+            caller.sendall(leased.memory.data)
+            if receive(caller, 0, until)[0] == DONE:
+                outcome = "pulled"
+        finally:
+            with self._lock:
+                self._leased[name] = leased
+                self._end(name, outcome)
 
-    def _note(self, what: str) -> None:
-        with self._lock:
-            self.counts[what] += 1
+    def _end(self, name: str, how: str) -> None:
+        leased = self._leased.pop(name)
+        self._bytes -= leased.size
+        self._ended.add(name)
+        self.counts[how] += 1
 
 
-def _into(peer: socket.socket, memory: np.ndarray, until: float) -> None:
-    """Fills an array [bytes] uint8 from a connection.
+class _Coming(io.RawIOBase):
+    """What comes from a connection.
+
+    Args:
+        peer: The connection.
+        until: When all has to be here, on the monotonic clock.
 
     Raises:
-        OSError: The other end is gone, or too slow.
+        OSError: In any call: the other end is gone, or too slow.
     """
-    view = memory.data
-    while view.nbytes:
-        peer.settimeout(max(0.001, until - time.monotonic()))
-        count = peer.recv_into(view, min(view.nbytes, 1 << 20))
-        if not count:
-            raise ConnectionError("its connection was closed")
-        view = view[count:]
+
+    def __init__(self, peer: socket.socket, until: float) -> None:
+        self._peer, self._until = peer, until
+
+    def readable(self) -> bool:
+        """It is."""
+        return True
+
+    def read(self, size: int = -1) -> bytes:
+        """So many bytes."""
+        data = bytearray(size)
+        self.readinto(data)
+        return bytes(data)
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills all of a buffer."""
+        view = memoryview(buffer).cast("B")
+        while view.nbytes:
+            self._peer.settimeout(max(0.001, self._until - time.monotonic()))
+            count = self._peer.recv_into(view, min(view.nbytes, 1 << 20))
+            if not count:
+                raise ConnectionError("its connection was closed")
+            view = view[count:]
+        return memoryview(buffer).nbytes

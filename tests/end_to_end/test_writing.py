@@ -20,8 +20,6 @@ EXCEPTIONS = {
     "machine.kernels": "memory without a name",
     "artifacts.catalog.pull": "room of the catalogue: copies into a new folder",
     "artifacts.catalog.remote": "room of the catalogue: a remote store has no links",
-    "runners.transfer.backend": "room of states: follows no link",
-    "runners.transfer.shm": "room of states: new files, or files without links whose owner is checked",
 }
 
 

@@ -12,7 +12,7 @@ import zmq
 from ling3export.runners.route.blocks import Blocks, MalformedError, Tokens, events_of
 from ling3export.runners.route.events import Feed, place_of
 from ling3export.runners.serve.kv_events import END, Publisher, encoded
-from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
+from ling3export.runners.state.prefix_cache import Cleared, Removed, Stored
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import mutated, mutated_bytes
 

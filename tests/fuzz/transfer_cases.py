@@ -1,78 +1,72 @@
-"""Damaged objects of sequence states: in shared memory, in files, and on both ends of a connection."""
+"""Damaged states of sequences: in shared memory, in files, and on both ends of a connection."""
 
-import hashlib
 import json
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 from ling3export.runners.engine.request import request_of
 from ling3export.runners.hosts.rendezvous import HEAD, challenge, prove, receive
-from ling3export.runners.state.form import empty, storable
-from ling3export.runners.state.saved import Saved, _tensors, read_saved, write_saved
+from ling3export.runners.state.sequence_state import load_state, save_state
 from ling3export.runners.transfer import folder as folders
-from ling3export.runners.transfer import shm
-from ling3export.runners.transfer.backend import Source
-from ling3export.runners.transfer.folder import safetensors_head
-from ling3export.runners.transfer.objects import HEADER
-from ling3export.runners.transfer.tcp import ASK, OBJECT, ROLES, Tcp
+from ling3export.runners.transfer.store import StateAddress, put
+from ling3export.runners.transfer.tcp import ASK, ROLES, STATE, TAKE, TcpStore
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
-from tests.support.transfers import DESCRIPTION, TARGET_LAYOUT, backend, keys, same, segment, write
+from tests.support.transfers import DESCRIPTION, LAYOUT, address, file_of, name_of, random_state, same, store
 
-TRANSFER = "0" * 32
-HOST = "127.0.0.1"
+NAME, HOST = name_of(7), "127.0.0.1"
 
 
 @contextmanager
 def objects(folder: Path) -> Iterator[Case]:
-    """Segments and files with damage in their headers or anywhere: a miss, or the very bytes; gc looks at them, too."""
-    with closing(backend("shm", folder, deadline=0.05)) as shared, closing(backend("file", folder)) as files:
+    """Files and segments with damage in their heads or anywhere: a miss, or the very bytes; gc looks at them, too."""
+    with closing(store("shm", folder)) as shared, closing(store("file", folder)) as files:
 
         def case(rng: Random) -> None:
-            name, end = rng.choice((("shm", shared), ("file", files)))
-            key = rng.choice(keys())
-            write(end, key)
-            path = segment(key) if name == "shm" else folder / f"{key.name}.safetensors"
+            kind, end = rng.choice((("shm", shared), ("file", files)))
+            state, path = random_state(rng.randint(1, 30)), file_of(kind, folder, NAME)
+            put(end, NAME, state)
             data = path.read_bytes()
-            split = rng.choice((HEADER.size if name == "shm" else 1500, len(data)))
+            split = rng.choice((600, len(data)))
             path.write_bytes(mutated_bytes(rng, data[:split]) + data[split:])
             if rng.random() < 0.3:
-                collected = shm.collect(dry_run=False) if name == "shm" else folders.collect(folder, dry_run=False)
-                list(collected)
-            (payload,) = end.fetch([key], None, time.monotonic() + 5)
-            if payload is not None and not same(key, payload):
-                raise WrongResultError("another payload than was written")
+                prefix = folders.own_prefix() if kind == "shm" else folders.PREFIX
+                list(folders.collect(path.parent, prefix, local=kind == "shm", dry_run=False))
+            found = end.get(StateAddress(NAME), time.monotonic() + 5)
             path.unlink(missing_ok=True)
+            end.ended()
+            if found is not None and not same(found, state):
+                raise WrongResultError("another state than was written")
 
         yield case
 
 
 @contextmanager
 def pulls(folder: Path) -> Iterator[Case]:
-    """Damaged words of a puller, behind its proof or before it; damaged words of a holder. Right ones are served."""
-    with closing(backend("tcp", folder, deadline=2.0)) as holder, closing(backend("tcp", folder)) as puller:
-        assert isinstance(holder, Tcp)
-        source = Source(HOST, holder.port, TRANSFER)
+    """Damaged words of a taker, behind its proof or before it; damaged words of a holder. Right ones are served."""
+    with closing(store("tcp", folder, deadline=2.0)) as holder, closing(store("tcp", folder)) as taker:
+        assert isinstance(holder, TcpStore)
 
         def case(rng: Random) -> None:
-            key = rng.choice(keys())
-            write(holder, key)
-            memory = holder._objects[key.name]  # held here, so that it can be offered again
-            holder.offer(TRANSFER, [key])
+            state = random_state(20)
+            put(holder, NAME, state)
+            memory = holder._leased[NAME].memory.tobytes()
             if rng.random() < 0.5:
-                _ask(rng, source, key.name)
-                holder.offer(TRANSFER, [key])
-                found, damaged = puller.fetch([key], source, time.monotonic() + 5)[0], False
-                holder.offer(TRANSFER, [])
+                _ask(rng, address(holder, NAME))
+                put(holder, NAME, state)  # which the damaged words may have taken
+                found, damaged = taker.get(address(holder, NAME), time.monotonic() + 5), False
             else:
-                found, damaged = _answered(rng, puller, key, memory.tobytes()), True
-            if not same(key, found) and not (damaged and found is None):
-                raise WrongResultError(f"a right pull got {found}; {dict(puller.counts)}")
+                found, damaged = _answered(rng, taker, memory), True
+                taker.release(address(holder, NAME), time.monotonic() + 5)
+            if not same(found, state) and not (damaged and found is None):
+                raise WrongResultError(f"a right pull got {found}; {dict(taker.counts)}")
 
         yield case
 
@@ -81,8 +75,7 @@ def pulls(folder: Path) -> Iterator[Case]:
 def saved(folder: Path) -> Iterator[Case]:
     """Damaged files of saved sequences, half of them with the right digest: refused, or as whole as they say."""
     path, record = folder / "state", {"prompt_ids": [1, 2, 3], "max_tokens": 9, "sampling": {"seed": 3}}
-    state = storable(empty(TARGET_LAYOUT, 1))
-    write_saved(path, Saved(record, ((3, (-0.5, ((3, -0.5),))), (4, None)), 4, state), TARGET_LAYOUT, DESCRIPTION)
+    save_state(path, replace(random_state(4), descriptor={"state": DESCRIPTION, "request": record}), LAYOUT)
     data = path.read_bytes()
     head = 8 + int.from_bytes(data[:8], "little")
     text = json.loads(data[8:head])["__metadata__"]["ling3.state"]
@@ -91,27 +84,30 @@ def saved(folder: Path) -> Iterator[Case]:
         right = rng.random() < 0.5
         if right:
             other = json_text(mutated(rng, json.loads(text), 2)).decode("utf-8", "replace")
-            digest = hashlib.sha256(other.encode() + data[head:]).hexdigest()
-            tensors = [(name, shape, dtype) for name, shape, dtype in _tensors(TARGET_LAYOUT, 4)]
-            path.write_bytes(safetensors_head(tensors, {"ling3.state": other, "sha256": digest}) + data[head:])
+            tree = json.loads(data[8:head])
+            check = f"{zlib.crc32(data[head:], zlib.crc32(other.encode())):08x}"
+            tree["__metadata__"] = {"ling3.state": other, "crc32": check}
+            start = json.dumps(tree, separators=(",", ":")).encode()
+            start += b" " * (-(8 + len(start)) % 64)
+            path.write_bytes(len(start).to_bytes(8, "little") + start + data[head:])
         else:
             split = rng.choice((8, head, len(data)))
             path.write_bytes(mutated_bytes(rng, data[:split]) + data[split:])
-        found = read_saved(path, TARGET_LAYOUT, DESCRIPTION, 100)
+        found = load_state(path, LAYOUT, DESCRIPTION)
         with suppress(LookupError, TypeError):
-            request_of(found.request)
-        if not right and (found.request, found.stored) != (record, 4):
+            request_of(found.descriptor["request"])
+        if not right and (found.descriptor["request"], found.stop) != (record, 4):
             raise WrongResultError(f"another sequence than was saved: {found}")
 
     yield case
 
 
-def _ask(rng: Random, source: Source, name: str) -> None:
-    """Says what a puller says, damaged."""
-    text = json_text(mutated(rng, {"transfer": TRANSFER, "part": 0, "parts": 1, "names": [name, name]}))
+def _ask(rng: Random, where: StateAddress) -> None:
+    """Says what a taker says, damaged."""
+    text = json_text(mutated(rng, {"what": TAKE, "name": NAME}))
     whole = HEAD.pack(ASK if rng.random() < 0.9 else rng.randbytes(1), len(text)) + text
     whole = mutated_bytes(rng, whole) if rng.random() < 0.3 else whole
-    with socket.create_connection(source[:2], 2) as peer, suppress(OSError):
+    with socket.create_connection((where.host, where.port), 2) as peer, suppress(OSError):
         if rng.random() < 0.8:
             prove(peer, "", 0, time.monotonic() + 2, ROLES)
         peer.sendall(whole)
@@ -120,10 +116,10 @@ def _ask(rng: Random, source: Source, name: str) -> None:
             pass
 
 
-def _answered(rng: Random, puller, key, data: bytes):
-    """What a puller makes of a holder that proves the secret and sends damaged bytes."""
-    split = 5 + HEADER.size if rng.random() < 0.5 else len(data) + 5
-    whole = HEAD.pack(OBJECT, len(data)) + data
+def _answered(rng: Random, taker, data: bytes):
+    """What a taker makes of a holder that proves the secret and sends damaged bytes."""
+    split = 600 if rng.random() < 0.5 else len(data) + 5
+    whole = HEAD.pack(STATE, len(data)) + data
     whole = mutated_bytes(rng, whole[:split]) + whole[split:]
     with socket.create_server((HOST, 0)) as listener:
         listener.settimeout(2)
@@ -138,7 +134,6 @@ def _answered(rng: Random, puller, key, data: bytes):
 
         thread = threading.Thread(target=serve)
         thread.start()
-        source = Source(HOST, listener.getsockname()[1], TRANSFER)
-        (found,) = puller.fetch([key], source, time.monotonic() + 2)
+        found = taker.get(StateAddress(NAME, HOST, listener.getsockname()[1], 20), time.monotonic() + 2)
         thread.join()
     return found

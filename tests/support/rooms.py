@@ -12,8 +12,9 @@ RUNNERS = (
     ("runners.serve", "runners.evals", "runners.bench_serving", "runners.doctor", "runners.adapters"),
     ("runners.calibrate",),
     ("runners.engine",),
-    ("runners.ffn", "runners.state"),
-    ("runners.load", "runners.transfer", "runners.fleet"),
+    ("runners.ffn", "runners.transfer"),
+    ("runners.state",),
+    ("runners.load", "runners.fleet"),
     ("runners.hosts", "runners.text"),
     ("runners.endpoint", "runners.flight"),
 )

@@ -28,17 +28,17 @@ class Rig:
         cache=True,
         every=16,
         evict="lru",
-        worth=None,
+        cost=None,
         tell=None,
     ):
         self.backend = FakeBackend(slots, pages, page_size, CHUNK, snapshots)
         self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes, snapshots)
         shared = snapshots and cache
-        self.cache = PrefixCache(self.blocks, page_size, "root", every, evict, worth, tell) if shared else None
+        self.cache = PrefixCache(self.blocks, page_size, "root", every, evict, cost, tell) if shared else None
         self.limits = Limits(context, VOCAB, pages, page_size)
         shapes = Shapes(prefill, decode, CHUNK)
         self.scheduler = Scheduler(
-            self.backend, shapes, self.blocks, VOCAB, ahead=ahead, cache=self.cache, moves=snapshots > 0
+            self.backend, shapes, self.blocks, VOCAB, ahead=ahead, cache=self.cache, supports_state_copy=snapshots > 0
         )
         self.sequences: list[Sequence] = []
         self.size = slots, pages

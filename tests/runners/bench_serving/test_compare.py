@@ -27,8 +27,7 @@ from ling3export.runners.bench_serving.server_process import RUNNER, ServerProce
 from ling3export.runners.bench_serving.workloads import SampleRequest
 from ling3export.runners.cli.main import main
 from ling3export.runners.endpoint import Endpoint
-from ling3export.runners.state.form import layout_of
-from ling3export.runners.transfer.objects import Key, Kind
+from ling3export.runners.state.layout import layout_of
 from tests.support import toy_artifact
 from tests.support.builds import SCRIPT
 
@@ -171,12 +170,9 @@ def metrics(url):
 
 
 def state_bytes(path, tokens):
-    """What a state is by the artifact's layout: blocks as long as they are filled, and a snapshot."""
+    """What a state is by the artifact's layout."""
     manifest = read_manifest(path)
-    layout = layout_of(next(iter(manifest.targets.values())))
-    sizes = [min(layout.block, tokens - at) for at in range(0, tokens, layout.block)]
-    keys = [Key("", Kind.BLOCK, b"", (0, 1), size) for size in sizes]
-    return sum(map(layout.nbytes, [*keys, Key("", Kind.SNAPSHOT, b"", (0, layout.heads), 0)]))
+    return layout_of(next(iter(manifest.targets.values()))).nbytes(tokens)
 
 
 @pytest.mark.parametrize("carrier", ["shm", "tcp", "file"])

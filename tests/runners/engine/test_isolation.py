@@ -17,7 +17,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import RequestBroken, RequestHandle
 from ling3export.runners.engine.request import Limits, Request, Sampling
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.runners.state.form import Carried
+from ling3export.runners.state.sequence_state import TransferredState
 from ling3export.runners.text.detokenize import TextStream
 from ling3export.runners.text.grammar import Grammars, Matcher
 from tests.support import toy_artifact
@@ -152,8 +152,8 @@ async def read(handle: RequestHandle) -> None:
 
 def test_tokens_that_a_request_comes_with_may_fail_it_alone(monkeypatch):
     rig = Rig()
-    carried = Carried(((3, None), (4, None)), 0, None)
-    mine = Sequence(Request((1, 2), 9, name="mine"), 0, 9, frozenset(), carried=carried)
+    transferred = TransferredState(((3, None), (4, None)), None)
+    mine = Sequence(Request((1, 2), 9, name="mine"), 0, 9, frozenset(), transferred=transferred)
     monkeypatch.setattr(mine, "accept", Mock(side_effect=IndexError("mine")))
     rig.scheduler.submit(mine)
     rig.sequences.append(Sequence(Request((5,), 7), 1, 7, frozenset()))

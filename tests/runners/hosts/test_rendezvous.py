@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -35,7 +36,7 @@ from ling3export.runners.hosts.hosts import Hosts, find_hosts, read_secret
 from ling3export.runners.hosts.rendezvous import HEAD, HELLO, REFUSED, HostsError, Identity, announced, meet
 from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTIFIES
 from ling3export.runners.load.loader import Timings, load
-from ling3export.runners.state.prefix_store import FollowingStore, PrefixStore
+from ling3export.runners.transfer.prefix_store import FollowingStore, PrefixStore
 from tests.support.builds import environment
 from tests.support.fake_backend import VOCAB, FakeBackend
 from tests.support.scheduler_rig import Rig
@@ -724,8 +725,7 @@ class Written(PrefixStore):
 
     def __init__(self, channel, busy):
         self._channel, self.fetched, self._there, self._jobs = channel, [], set(), self
-        self.counts, self._layout, self._root, self.busy = {"skipped": 0}, Rig().blocks, "0" * 64, busy
-        self._layout.block, self._layout.heads = 4, 1
+        self.counts, self._layout, self.busy = {"skipped": 0}, SimpleNamespace(page=4), busy
 
     def qsize(self):
         return self.busy.pop() if self.busy else 0

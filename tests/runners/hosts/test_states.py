@@ -13,8 +13,9 @@ from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.load.arrays import packed, unpacked
-from ling3export.runners.load.kept import PAGED, Kept, Shards, Whole
-from ling3export.runners.state.form import Carried
+from ling3export.runners.load.sharded import PAGED, ShardedState, Shards
+from ling3export.runners.state.layout import CONV, LATENT, RECURRENT
+from ling3export.runners.state.sequence_state import SequenceState, TransferredState
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
 from tests.support.faults import STATED
 from tests.support.hosting import hosting
@@ -49,6 +50,11 @@ def state(seed: int) -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
 
 
+def sequence_state(seed: int) -> SequenceState:
+    arrays = dict(zip((LATENT, RECURRENT, CONV), state(seed).values(), strict=True))
+    return SequenceState({}, np.arange(4 + seed, dtype=np.int32), arrays)
+
+
 def test_arrays_travel_bit_for_bit():
     arrays = [np.arange(6, dtype="<i4").reshape(2, 3), np.float32([[np.nan, -0.0]]), np.empty((0, 4), np.float32)]
     said, found = unpacked(packed({"a": [1, "\0é"]}, [*arrays, arrays[0].T]))
@@ -60,40 +66,43 @@ def test_arrays_travel_bit_for_bit():
 def test_the_states_that_requests_come_with_reach_every_host():
     tokens = ((3, (-0.5, ((3, -0.5), (4, -1.5)))), (4, None))
     arrivals = (
-        Arrival(1, Request((1, 2), 5), 7.5, Carried(tokens, 9, Whole(state(0)), {"queue": 1.0}), True),
+        Arrival(1, Request((1, 2), 5), 7.5, TransferredState(tokens, sequence_state(5), {"queue": 1.0}), True),
         Arrival(2, Request((1,), 1)),
-        Arrival(3, Request((1, 2), 5), None, Carried((), 4, Whole(state(1)))),
-        Arrival(4, Request((1, 2), 5), None, Carried(tokens, 0, None)),
+        Arrival(3, Request((1, 2), 5), None, TransferredState((), sequence_state(0))),
+        Arrival(4, Request((1, 2), 5), None, TransferredState(tokens, None)),
     )
     found = decode(encode(StepInputs(arrivals, saved=(7,))))
     assert found.saved == (7,) and [each.saved for each in found.arrivals] == [True, False, False, False]
     assert found.arrivals[1] == arrivals[1]
     for mine, its in zip(arrivals, found.arrivals, strict=True):
-        if mine.carried is not None:
-            assert (its.carried.tokens, its.carried.stored) == (mine.carried.tokens, mine.carried.stored)
-            assert (its.carried.state is None) == (mine.carried.state is None)
-    for seed, each in enumerate((found.arrivals[0], found.arrivals[2])):
-        for name, array in state(seed).items():
-            assert np.array_equal(each.carried.state.arrays[name], array)
+        if mine.transferred is not None:
+            assert (its.transferred.tokens, its.transferred.stored) == (
+                mine.transferred.tokens,
+                mine.transferred.stored,
+            )
+            assert (its.transferred.state is None) == (mine.transferred.state is None)
+    for seed, each in ((5, found.arrivals[0]), (0, found.arrivals[2])):
+        for name, array in sequence_state(seed).arrays.items():
+            assert np.array_equal(each.transferred.state.arrays[name], array)
 
 
 def test_the_first_host_has_what_all_hosts_have():
     """Two hosts with half of the heads each; both have all latents, which do not travel."""
     whole, places = state(0), np.array([0, 1, 2])
 
-    def part(host: int) -> Kept:
+    def part(host: int) -> ShardedState:
         call = {PAGED: Shards(whole[PAGED].shape, {tuple((0, n) for n in whole[PAGED].shape): whole[PAGED]})}
         for name in ("kda_recurrent", "kda_conv"):
             ends = [(0, n) for n in whole[name].shape]
             ends[1] = (2 * host, 2 * host + 2)
             call[name] = Shards(whole[name].shape, {tuple(ends): whole[name][:, 2 * host : 2 * host + 2]})
-        return Kept((call,), (places,))
+        return ShardedState((call,), (places,))
 
     message = part(1).split()
     assert len(message) < sum(array.nbytes for array in whole.values()) / 2
-    joined = part(0).joined([part(0).split(), message]).whole()
+    joined = part(0).joined([part(0).split(), message]).arrays()
     for name, array in whole.items():
-        assert np.array_equal(joined.arrays[name], array)
+        assert np.array_equal(joined[name], array)
 
 
 def test_ffn_workers_refuse_what_moves_states(tmp_path):

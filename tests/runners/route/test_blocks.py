@@ -7,7 +7,7 @@ import pytest
 
 from ling3export.runners.route.blocks import Blocks, BlockStored, MalformedError, Tokens, events_of
 from ling3export.runners.serve.kv_events import History, encoded
-from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
+from ling3export.runners.state.prefix_cache import Cleared, Removed, Stored
 from tests.support.scheduler_rig import Rig, prompt
 
 

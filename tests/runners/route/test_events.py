@@ -16,7 +16,7 @@ from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.events import Feed, place_of
 from ling3export.runners.route.workers import best, blocks_of
 from ling3export.runners.serve.kv_events import Publisher, encoded
-from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
+from ling3export.runners.state.prefix_cache import Cleared, Removed, Stored
 from tests.support.serving import Server
 
 HOST = "127.0.0.1"

@@ -9,7 +9,7 @@ import zmq
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.serve.kv_events import END, History, Publisher, encoded, number_of, pieces
-from ling3export.runners.transfer.protocol import Cleared, Removed, Stored
+from ling3export.runners.state.prefix_cache import Cleared, Removed, Stored
 
 NAMES = tuple(bytes([n]) * 32 for n in range(1, 9))
 WAIT = 20_000  # milliseconds

@@ -18,7 +18,7 @@ class Tree:
     def names(self, tokens, salt=""):
         return list(self.cache.names(self.cache.start(salt), tokens))
 
-    def add(self, tokens, *snapshots, salt="", passing=False):
+    def add(self, tokens, *snapshots, salt="", transient=False):
         """Stores a sequence with snapshots at these lengths."""
         names, table = self.names(tokens, salt), self.blocks.admit(len(tokens))
         node = self.cache.insert(names, table.pages)
@@ -26,7 +26,7 @@ class Tree:
             count = at // self.cache.block
             node = self.cache.insert(names[:count], table.pages)
             text = Text(salt, lambda start, stop: tokens[start:stop])
-            self.cache.keep(node, self.cache.room(passing=passing), passing=passing, text=text)
+            self.cache.keep(node, self.cache.room(transient=transient), transient=transient, text=text)
         self.blocks.release(table)
         return node
 
@@ -91,14 +91,14 @@ def test_the_least_recently_used_leaf_goes_first_and_what_somebody_holds_stays()
 def test_the_end_of_a_turn_takes_no_place_of_what_others_begin_from():
     tree = Tree(snapshots=2)
     tree.add(range(512), 512)
-    tree.add(range(9000, 9512), 256, passing=True)
-    assert tree.cache.room(passing=False) is not None, "the oldest goes, whatever it is"
+    tree.add(range(9000, 9512), 256, transient=True)
+    assert tree.cache.room(transient=False) is not None, "the oldest goes, whatever it is"
     assert tree.look_up(range(600)).reason == "evicted"
-    tree.cache.room(passing=True)
+    tree.cache.room(transient=True)
     assert tree.look_up(range(9000, 9512)).reason == "evicted"
     tree = Tree(snapshots=1)
     tree.add(range(512), 512)
-    assert tree.cache.room(passing=True) is None
+    assert tree.cache.room(transient=True) is None
 
 
 def test_by_flops_the_snapshot_that_saves_least_goes_first():
@@ -108,7 +108,7 @@ def test_by_flops_the_snapshot_that_saves_least_goes_first():
         tree.add(range(1024), 1024)
         tree.add(range(9000, 9256), 256)
         tree.add(range(7000, 8024), 1024)
-        tree.cache.room(passing=False)
+        tree.cache.room(transient=False)
         assert tree.look_up(gone).reason == "evicted", policy
         hits = [tree.look_up(each).tokens for each in (range(1100), range(9000, 9300), range(7000, 8100))]
         assert sum(hit > 0 for hit in hits) == 2

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ling3export.runners.state.worth import Worth
+from ling3export.runners.state.snapshot_cost import SnapshotCost
 from tests.support.scheduler_rig import Rig, prompt
 
 
@@ -45,7 +45,7 @@ def test_snapshots_lie_at_multiples_and_prefill_ends_there():
 
 def test_no_snapshot_is_kept_that_costs_more_than_to_make_it_again():
     """One costs as much as 20 tokens: no call ends at 16 or 20, neither of a prompt nor of an answer."""
-    rig, rng = Rig(snapshots=8, every=16, pages=60, worth=Worth(40.0, 2.0, "bytes")), random.Random(2)
+    rig, rng = Rig(snapshots=8, every=16, pages=60, cost=SnapshotCost(40.0, 2.0, "bytes")), random.Random(2)
     ids = prompt(rng, 45)
     rig.submit(ids, 1)
     rig.run()

@@ -10,63 +10,70 @@ from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.saving import check_savable
-from ling3export.runners.load.kept import PAGED
-from ling3export.runners.state.form import canonical, description_of, empty, layout_of, root_of, storable, token_of
-from ling3export.runners.state.saved import Saved, StateFileError, read_saved, write_saved
-from ling3export.runners.transfer.objects import StateMismatch
-from tests.support.transfers import TARGET_LAYOUT as LAYOUT
+from ling3export.runners.state.layout import LATENT, StateMismatch, check_same_state, description_of, layout_of, root_of
+from ling3export.runners.state.sequence_state import (
+    SequenceState,
+    StateBytes,
+    StateFileError,
+    canonical,
+    fill,
+    load_state,
+    save_state,
+    token_of,
+)
+from tests.support.transfers import DESCRIPTION, LAYOUT, random_state, same
 
 TOLD = {"check": "programs", "report": lambda text: None}
 PROMPT = tuple(range(20, 90))
-WHAT = {"state_abi": "a", "weights": "b"}
 VOCAB = 100
-
-
-def whole(count, seed=0):
-    """A random state of so many pages, as a program gives it."""
-    own = {
-        piece.name: np.random.default_rng(seed).standard_normal(array.shape).astype(array.dtype)
-        for piece, array in zip(LAYOUT.pieces, empty(LAYOUT, count).values(), strict=True)
-    }
-    return storable(own)
 
 
 @pytest.fixture
 def file(tmp_path):
-    """Eleven positions of a request, in blocks of eight."""
-    tokens = ((3, (-0.5, ((3, -0.5), (4, -1.5)))), (4, None))
-    write_saved(tmp_path / "a", Saved({"prompt_ids": [1] * 10}, tokens, 11, whole(2)), LAYOUT, WHAT)
+    """Eleven positions of a request, in pages of eight."""
+    state = replace(random_state(11), descriptor={"state": DESCRIPTION, "request": {"prompt_ids": [1] * 10}})
+    save_state(tmp_path / "a", state, LAYOUT)
     return tmp_path / "a"
 
 
 def test_what_was_written_is_read_bit_for_bit(file):
-    read = read_saved(file, LAYOUT, WHAT, VOCAB)
-    assert read.request == {"prompt_ids": [1] * 10} and read.stored == 11
-    assert read.tokens == ((3, (-0.5, ((3, -0.5), (4, -1.5)))), (4, None))
-    mine, theirs = canonical(LAYOUT, whole(2)), canonical(LAYOUT, read.state)
-    for name, array in mine.items():
-        if name == "mla.latent":  # what is behind the last position does not travel
-            assert not theirs[name][:, 2, 3:].any()
-            array, theirs[name] = array[:, 1:].copy(), theirs[name][:, 1:]
-            array[:, 1, 3:] = 0
-        assert array.tobytes() == theirs[name].tobytes(), name
+    read = load_state(file, LAYOUT, DESCRIPTION)
+    assert read.descriptor == {"state": DESCRIPTION, "request": {"prompt_ids": [1] * 10}} and read.stop == 11
+    assert same(read, random_state(11))
+    assert read.nbytes == LAYOUT.nbytes(11) == 2 * 11 * 6 * 2 + 3 * 4 * 3 * 2 * 4 + 3 * 3 * 4 * 3 * 3 * 2
 
 
-def test_pages_of_another_size_hold_the_same_positions(file):
-    again = read_saved(file, replace(LAYOUT, block=4), WHAT, VOCAB)
-    latents = read_saved(file, LAYOUT, WHAT, VOCAB).state.arrays[PAGED]
-    assert again.state.arrays[PAGED].shape == (2, 3, 4, 6)
-    flat = [array.reshape(2, -1, 6)[:, :11].tobytes() for array in (again.state.arrays[PAGED], latents)]
-    assert flat[0] == flat[1]
+@pytest.mark.parametrize("page", [1, 4, 8, 16])
+def test_pages_of_any_size_hold_the_same_positions(page):
+    state = random_state(11)
+    pools = state.pool_arrays(page)
+    assert pools["mla_latent"].shape == (2, -(-11 // page), page, 6) and pools["kda_conv"].shape == (3, 4, 27)
+    again = SequenceState(
+        state.descriptor, state.tokens, {**(found := canonical(pools)), LATENT: found[LATENT][:, :11]}
+    )
+    assert same(again, state)
+
+
+def test_groups_of_layers_fill_a_state_one_by_one():
+    """What a call gives of a group has as many layers as the largest one; of the last group the first are another's."""
+    state, pools = random_state(11), random_state(11).pool_arrays(8)
+    data = StateBytes(LAYOUT, state.descriptor, state.tokens)
+    for mla, kda in ((range(0, 1), range(0, 2)), (range(1, 2), range(2, 3))):
+        layers = {"mla_latent": mla, "kda_recurrent": kda, "kda_conv": kda}
+        part = {
+            name: array[min(layers[name].start, 1) :][: 1 + (name != "mla_latent")] for name, array in pools.items()
+        }
+        fill(data.state, part, layers)
+    assert same(data.state, state)
 
 
 def test_any_reader_of_safetensors_opens_a_file(file):
     from safetensors import safe_open
 
     with safe_open(file, "numpy") as opened:
-        assert sorted(opened.keys()) == ["kda.conv", "kda.recurrent", "mla.latent"]
+        assert sorted(opened.keys()) == ["kda.conv", "kda.recurrent", "mla.latent", "tokens"]
         assert opened.get_slice("mla.latent").get_shape() == [2, 11, 6]
-        assert json.loads(opened.metadata()["ling3.state"])["stored"] == 11
+        assert json.loads(opened.metadata()["ling3.state"])["tokens"] == 11
 
 
 def test_a_file_that_is_not_whole_is_refused_by_name(file, tmp_path):
@@ -77,25 +84,39 @@ def test_a_file_that_is_not_whole_is_refused_by_name(file, tmp_path):
         data[:-1]: "bytes in a file of",
         data + b"x": "bytes in a file of",
         data[:head] + bytes([data[head] ^ 1]) + data[head + 1 :]: "bytes of another digest",
-        data.replace(b'version\\": 1', b'version\\": 2'): "a state of another version",
+        data.replace(b'version\\": 2', b'version\\": 1'): "version 1 of a state, where this is 2",
+        data.replace(b"crc32", b"sha25"): "version 2 of a state",
         data.replace(b"ling3.state", b"ling4.state"): "a file without a saved state",
-        data.replace(b'stored\\": 11', b'stored\\": 10'): "another header",
-        data.replace(b"[4, null]", b"[5, null]"): "bytes of another digest",
+        data.replace(b'tokens\\": 11', b'tokens\\": 10'): "another header",
+        data.replace(b"[1, 1,", b"[1, 5,"): "bytes of another digest",
     }
+    assert len(cases) == 9
     for damaged, found in cases.items():
         (tmp_path / "b").write_bytes(damaged)
         with pytest.raises(StateFileError, match=rf"^state `b`: expected a whole file .*found .*{found}"):
-            read_saved(tmp_path / "b", LAYOUT, WHAT, VOCAB)
+            load_state(tmp_path / "b", LAYOUT, DESCRIPTION)
     for path, found in ((tmp_path / "none", "No such file or directory"), (tmp_path, "a folder")):
         with pytest.raises(StateFileError, match=found):
-            read_saved(path, LAYOUT, WHAT, VOCAB)
-    with pytest.raises(StateFileError, match="outside of the vocabulary"):
-        read_saved(file, LAYOUT, WHAT, 4)
+            load_state(path, LAYOUT, DESCRIPTION)
+
+
+def test_every_bit_counts(file, tmp_path):
+    data = bytearray(file.read_bytes())
+    for bit in range(0, 8 * len(data), 61):
+        data[bit // 8] ^= 1 << bit % 8
+        (tmp_path / "b").write_bytes(data)
+        with pytest.raises((StateFileError, StateMismatch)):
+            load_state(tmp_path / "b", LAYOUT, DESCRIPTION)
+        data[bit // 8] ^= 1 << bit % 8
 
 
 def test_the_state_of_another_artifact_is_refused_by_what_differs(file):
     with pytest.raises(StateMismatch, match=r"^state of another artifact: expected the same weights, found others"):
-        read_saved(file, LAYOUT, WHAT | {"weights": "c"}, VOCAB)
+        load_state(file, LAYOUT, DESCRIPTION | {"weights": "c"})
+    other = {"config": {"heads": 4, "theta": 5.0, "more": 1}, "weights": "b" * 64, "format": 2}
+    with pytest.raises(StateMismatch, match=r"expected the same config\.more, config\.theta, weights, found others"):
+        check_same_state(DESCRIPTION, other)
+    check_same_state(DESCRIPTION, dict(reversed(DESCRIPTION.items())))
 
 
 def test_a_number_too_large_for_a_float_is_refused_like_any_other():
@@ -182,12 +203,21 @@ def test_what_cannot_be_saved_or_resumed_is_refused(engine, other, artifact, tmp
     manifest = artifact.manifest("micro-tp1-snapshots")
     (target,) = manifest.targets.values()
     layout, description = layout_of(target), description_of(manifest, target)
-    for request in ({"prompt_ids": [1]}, {"prompt_ids": [1], "max_tokens": 1, "sampling": {}, "x": 1}):
-        write_saved(tmp_path / "b", Saved(request, (), 0, None), layout, description)
-        with pytest.raises(StateFileError, match=r"^state `b`: expected a request, found another form"):
+
+    def refused(request: dict, generated: list, found: str) -> None:
+        descriptor = {"state": description, "request": request, "generated": generated}
+        save_state(tmp_path / "b", SequenceState(descriptor, np.empty(0, np.int32), {}), layout)
+        with pytest.raises(StateFileError, match=found):
             engine.resume(tmp_path / "b")
+
+    for request in ({"prompt_ids": [1]}, {"prompt_ids": [1], "max_tokens": 1, "sampling": {}, "x": 1}):
+        refused(request, [], r"^state `b`: expected a whole file that Engine.save wrote, found another form")
     request = {"prompt_ids": [1], "max_tokens": 1, "sampling": {}}
-    write_saved(tmp_path / "b", Saved(request, ((1, None), (2, None)), 0, None), layout, description)
-    with pytest.raises(StateFileError, match="expected fewer positions than tokens, found 0 stored of 3, 2 of 1"):
+    refused(request, [(1, None), (2, None)], "expected fewer positions than tokens, found 0 stored of 3, 2 of 1")
+    refused(request, [(1 << 20, None)], "found a token outside of the vocabulary")
+    tokens = np.asarray([2], np.int32)
+    data = StateBytes(layout, {"state": description, "request": request, "generated": [(1, None)]}, tokens)
+    (tmp_path / "b").write_bytes(data.seal().tobytes())
+    with pytest.raises(StateFileError, match="found the state of other tokens"):
         engine.resume(tmp_path / "b")
     assert engine.stopped is None

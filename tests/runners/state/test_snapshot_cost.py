@@ -6,7 +6,7 @@ import pytest
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.state.worth import Worth, worth_of
+from ling3export.runners.state.snapshot_cost import SnapshotCost, snapshot_cost
 
 
 @pytest.fixture
@@ -18,9 +18,9 @@ def target(artifact):
 def test_measured_seconds_come_first(target):
     prefill = target.paddings("prefill")[-1]
     measured = {"copy@8": 3e-3, f"prefill@{prefill}": 1e-3 * prefill}
-    assert worth_of(target, measured) == Worth(3e-3, pytest.approx(1e-3), "s")
-    assert worth_of(target, measured).least == 4, "three tokens cost as much as the copy"
-    assert worth_of(target, {"copy@8": 3e-3}).unit == "bytes", "one side alone says nothing"
+    assert snapshot_cost(target, measured) == SnapshotCost(3e-3, pytest.approx(1e-3), "s")
+    assert snapshot_cost(target, measured).least == 4, "three tokens cost as much as the copy"
+    assert snapshot_cost(target, {"copy@8": 3e-3}).unit == "bytes", "one side alone says nothing"
 
 
 def test_bytes_where_nobody_knows_the_device(target):
@@ -29,13 +29,13 @@ def test_bytes_where_nobody_knows_the_device(target):
     own = [leaf for leaf in fetch.outputs if leaf.group == "out" and leaf.name in ("kda_recurrent", "kda_conv")]
     state = sum(leaf.nbytes for leaf in own)
     prefill = target.cells[f"prefill@{target.paddings('prefill')[-1]}"]
-    worth = worth_of(target, {})
-    assert worth == Worth(2 * state, prefill.bytes_accessed / prefill.padding, "bytes")
+    worth = snapshot_cost(target, {})
+    assert worth == SnapshotCost(2 * state, prefill.bytes_accessed / prefill.padding, "bytes")
     assert (worth.least - 1) * worth.token <= worth.keep < worth.least * worth.token
     silent = {name: replace(cell, bytes_accessed=None) for name, cell in target.cells.items()}
-    assert worth_of(replace(target, cells=silent), {}) is None
+    assert snapshot_cost(replace(target, cells=silent), {}) is None
 
 
 def test_stats_print_both_sides(artifact, target):
     with Engine(artifact("micro-tp1-snapshots"), report=lambda text: None) as engine:
-        assert engine.stats()["prefix_cache"]["worth"] == worth_of(target, {}).record()
+        assert engine.stats()["prefix_cache"]["worth"] == snapshot_cost(target, {}).record()

@@ -4,11 +4,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from ling3export.artifacts.schema import Target
-from ling3export.runners.state.form import layout_of
-from ling3export.runners.transfer.objects import Key, Kind
+from ling3export.runners.state.layout import layout_of, nbytes
 
 
-class Worth(NamedTuple):
+class SnapshotCost(NamedTuple):
     """Both sides of whether a snapshot is kept. It is where ``keep < tokens before it · token``.
 
     Attributes:
@@ -33,7 +32,7 @@ class Worth(NamedTuple):
         return {"keep": self.keep, "prefill_token": self.token, "unit": self.unit, "least_tokens": self.least}
 
 
-def worth_of(target: Target, measured: Mapping[str, float]) -> Worth | None:
+def snapshot_cost(target: Target, measured: Mapping[str, float]) -> SnapshotCost | None:
     """What snapshots of a target with programs that move states are worth; None where nothing says so.
 
     Args:
@@ -47,9 +46,11 @@ def worth_of(target: Target, measured: Mapping[str, float]) -> Worth | None:
     )
     for keep, whole in seconds:
         if keep and whole:
-            return Worth(keep, whole / prefill.padding, "s")
+            return SnapshotCost(keep, whole / prefill.padding, "s")
     if not prefill.bytes_accessed:
         return None
     layout = layout_of(target)
-    state = layout.nbytes(Key(target.state_abi, Kind.SNAPSHOT, b"", (0, layout.heads)))
-    return Worth(2 * state / target.tp, prefill.bytes_accessed / prefill.padding, "bytes")  # it is read and written
+    state = nbytes(layout.recurrent) + nbytes(layout.conv)
+    return SnapshotCost(
+        2 * state / target.tp, prefill.bytes_accessed / prefill.padding, "bytes"
+    )  # it is read and written

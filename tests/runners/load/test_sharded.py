@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from ling3export.runners.load.kept import Kept, Shards
+from ling3export.runners.load.sharded import ShardedState, Shards
 
 
 def shards(*shape, value):
@@ -16,7 +16,7 @@ def test_what_later_calls_say_of_slot_0_counts_for_nothing():
         first = {"kda_recurrent": shards(2, 3, value=1), "mla_latent": shards(1, 2, value=1)}
         middle = {"kda_recurrent": shards(2, 3, value=slot_0), "mla_latent": shards(1, 2, value=1)}
         last = {"kda_recurrent": shards(2, 3, value=slot_0), "mla_latent": shards(1, 2, value=latent)}
-        return Kept((first, middle, last))
+        return ShardedState((first, middle, last))
 
     assert kept(5).compared(kept(6)) == (6 + 3 * 2, 0)
     assert kept(5).compared(kept(5, latent=9)) == (12, 2)
@@ -28,7 +28,7 @@ def test_padding_of_the_last_call_counts_for_nothing():
     def kept(padding, last=1):
         pages = np.array([[[last], [padding]]], np.float32)
         first = {"mla_latent": shards(1, 2, 1, value=1)}
-        return Kept(
+        return ShardedState(
             (first, {"mla_latent": Shards(pages.shape, {((0, 1), (0, 2), (0, 1)): pages})}),
             (np.array([0, 1]), np.array([2, -1])),
         )

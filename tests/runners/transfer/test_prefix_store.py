@@ -1,6 +1,7 @@
 """Prefixes in a folder: a later process hits what an earlier one knew, and nothing that is not whole is taken."""
 
 import os
+import stat
 import threading
 
 import pytest
@@ -8,10 +9,10 @@ import pytest
 from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
-from ling3export.runners.transfer.folder import SUFFIX
-from ling3export.runners.transfer.objects import Kind
+from ling3export.runners.transfer.folder import PARTIAL, PREFIX, FolderStore
 from ling3export.runners.transfer.options import PrefixFolder
-from tests.support import transfers
+from ling3export.runners.transfer.store import TransferError, put
+from tests.support.transfers import DESCRIPTION, LAYOUT, random_state
 
 TOLD = {"check": "programs", "report": lambda text: None}
 PROMPT = tuple(range(20, 90))
@@ -57,10 +58,10 @@ def test_damage_is_a_miss_and_is_written_again(artifact, alone, tmp_path):
     folder, (right,) = tmp_path / "known", alone(PROMPT)
     with opened(artifact, folder) as engine:
         engine.complete([ask(PROMPT)])
-    left = folder / f".l3x_{'0' * 32}{SUFFIX}.partial-999999999-00000000"  # of a writer that was killed
+    left = folder / f"{PREFIX}{'0' * 32}.00000000{PARTIAL}"  # of a writer that was killed
     left.write_bytes(b"half")
     os.utime(left, (0, 0))
-    whole = {path.name: path.stat().st_size for path in folder.glob("l3x_*")}
+    whole = {path.name: path.stat().st_size for path in folder.glob(f"{PREFIX}*.safetensors")}
     victim = folder / min(whole)
     victim.write_bytes(victim.read_bytes()[:-1] + b"\x55\x55")
     with opened(artifact, folder) as engine:
@@ -101,18 +102,47 @@ def test_two_engines_on_one_small_folder_stay_within_it_and_right(artifact, alon
     assert sum(path.stat().st_size for path in folder.iterdir()) <= limit + 4 * largest
 
 
+def test_a_state_whose_beginning_is_gone_is_a_miss_and_is_written_again(artifact, alone, tmp_path):
+    """Each file has the latents since the snapshot before it: without that one it is worth nothing."""
+    folder, longer = tmp_path / "known", [*PROMPT, *range(100, 132)]
+    with opened(artifact, folder) as engine:
+        engine.complete([ask(PROMPT)])
+    (first,) = folder.iterdir()
+    with opened(artifact, folder) as engine:
+        engine.complete([ask(longer)])
+    assert len([*folder.iterdir()]) == 2
+    first.unlink()
+    for cached in (0, 96):
+        with opened(artifact, folder) as engine:
+            (done,) = engine.complete([ask(longer)])
+        assert (done.token_ids, done.cached_tokens) == (alone(longer)[0], cached)
+
+
 def test_what_was_not_used_for_longest_goes_first(tmp_path):
-    end, (a, b, c, last) = transfers.backend("file", tmp_path), transfers.keys(20)
-    for at, key in enumerate((a, b, c, last)):
-        assert transfers.write(end, key)
-        os.utime(end._path(key), (at, at))
-    assert end.touch([a]) == []
-    sizes = {key: end._path(key).stat().st_size for key in (a, b, c, last)}
-    end.trim(sizes[a] + sizes[last])
-    assert [end._path(key).exists() for key in (a, b, c, last)] == [True, False, False, True]
-    assert end.removed == [b.name, c.name] and end.counts["evicted"] == 2
-    assert end.touch([a, b]) == [b]
-    assert last.kind == Kind.SNAPSHOT
+    end, names = FolderStore(LAYOUT, DESCRIPTION, tmp_path), [f"{number:032x}" for number in range(4)]
+    for at, name in enumerate(names):
+        assert put(end, name, random_state())
+        os.utime(tmp_path / f"{PREFIX}{name}.safetensors", (at, at))
+    (size,) = {path.stat().st_size for path in tmp_path.iterdir()}
+    assert end.touch([names[0]]) == set()
+    assert end.trim(2 * size) == {*names[1:3]} and end.counts["evicted"] == 2
+    assert [end.has(name) for name in names] == [True, False, False, True]
+    assert end.touch(names) == {*names[1:3]}
+
+
+def test_files_are_for_their_user_alone_and_those_of_earlier_versions_are_refused(artifact, tmp_path):
+    """Files had mode 0644, and a folder of mode 777 was taken: whoever writes there decides answers."""
+    folder = tmp_path / "known"
+    with opened(artifact, folder) as engine:
+        engine.complete([ask(PROMPT)])
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    (folder / "l3x_00.safetensors").write_bytes(b"")
+    with pytest.raises(TransferError, match="--prefix-store: expected states of this version, found 1 files of an e"):
+        opened(artifact, folder)
+    folder.chmod(0o777)
+    with pytest.raises(TransferError, match="expected a folder that this user alone can write, found mode 777"):
+        opened(artifact, folder)
 
 
 def test_what_cannot_be_is_refused(artifact, tmp_path):
@@ -121,7 +151,7 @@ def test_what_cannot_be_is_refused(artifact, tmp_path):
     ):
         opened(artifact, tmp_path / "known", 9)
     (tmp_path / "file").write_text("")
-    with pytest.raises(Ling3Error, match="file: expected a folder, found File exists"):
+    with pytest.raises(Ling3Error, match="found File exists"):
         opened(artifact, tmp_path / "file")
     with pytest.raises(
         ArtifactError, match=r"^prefix store: expected a prefix cache, found it off or without snapshots"

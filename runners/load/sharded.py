@@ -1,10 +1,10 @@
-"""One sequence's state in host memory: what ``fetch`` gave, on each host the shards of its own devices.
+"""One sequence's state in host memory as ``offload`` gave it: on each host the shards of its own devices.
 
-A state that goes back to the devices that it came from needs nothing of other hosts. One that travels is ``Whole``: one
-host has all of it, in an order that knows neither devices nor TP.
+A state that goes back to the devices that it came from needs nothing of other hosts. One that leaves the engine is
+gathered on host 0, and then is a ``SequenceState`` (:mod:`ling3export.runners.state.sequence_state`).
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -60,50 +60,30 @@ class Shards:
 
 
 @dataclass(frozen=True)
-class Whole:
-    """A sequence's state on one host.
-
-    Attributes:
-        arrays: By the name of the pool: of the slot ``[layers, ...]``, of the pages ``[layers, pages, page, width]``,
-            in the order of the sequence.
-    """
-
-    arrays: dict[str, np.ndarray]
-
-    def whole(self) -> "Whole":
-        """Itself."""
-        return self
-
-    def call(self, places: np.ndarray) -> dict[str, Shards]:
-        """What one call of ``store`` takes: the pages that stand at ``places``; -1 is any of them, for padding."""
-        paged = self.arrays[PAGED][:, places]
-        arrays = {**self.arrays, PAGED: paged}
-        return {name: Shards(each.shape, {tuple((0, n) for n in each.shape): each}) for name, each in arrays.items()}
-
-
-@dataclass(frozen=True)
-class Kept:
-    """A sequence's state, as as many calls of ``fetch`` gave it: by the name of the pool.
+class ShardedState:
+    """A sequence's state, with one entry for each call of the program that offloads it.
 
     The first call has the slot's state, the others that of slot 0, which counts for nothing.
 
     Attributes:
-        calls: What each call gave.
+        calls: What each call gave, by the name of the pool.
         places: Of each call, which of the sequence's pages stands where; -1 for padding.
     """
 
     calls: tuple[dict[str, Shards], ...]
     places: tuple[np.ndarray, ...] = ()
 
-    def whole(self) -> "Whole":
-        """The state in the order of the sequence, where this host has all of it."""
+    def arrays(self) -> dict[str, np.ndarray]:
+        """The whole state by the name of the pool, its pages in the order of the sequence, where this host has it."""
         arrays = {name: shards.whole() for name, shards in self.calls[0].items()}
         first = arrays[PAGED]
         count = 1 + max(int(places.max()) for places in self.places)
+        if len(self.calls) == 1 and np.array_equal(self.places[0][:count], np.arange(count)):
+            return {**arrays, PAGED: first[:, :count]}
         arrays[PAGED] = np.empty((first.shape[0], count, *first.shape[2:]), first.dtype)
         for call, places in zip(self.calls, self.places, strict=True):
             arrays[PAGED][:, places[places >= 0]] = call[PAGED].whole()[:, places >= 0]
-        return Whole(arrays)
+        return arrays
 
     def split(self) -> bytes:
         """The parts of this host that other hosts may not have, as a message (``arrays``)."""
@@ -116,23 +96,25 @@ class Kept:
         ]
         return packed([which for which, _ in found], [part for _, part in found])
 
-    def joined(self, messages: Iterable[bytes]) -> "Kept":
+    def joined(self, messages: Iterable[bytes]) -> "ShardedState":
         """The state with the parts of other hosts, each of which ``split`` its own."""
         calls = tuple({name: Shards(each.shape, {**each.parts}) for name, each in call.items()} for call in self.calls)
         for message in messages:
             for (number, name, place), part in zip(*unpacked(message), strict=True):
                 calls[number][name].parts[tuple((low, high) for low, high in place)] = part
-        return Kept(calls, self.places)
+        return ShardedState(calls, self.places)
 
-    def replaced(self, made: Callable[[tuple[int, ...]], np.ndarray]) -> "Kept":
+    def replaced(self, made: Callable[[tuple[int, ...]], np.ndarray]) -> "ShardedState":
         """A state of the same form with numbers that ``made`` gives for a shape; equal parts stay equal."""
 
         def again(each: Shards) -> Shards:
             return Shards(each.shape, {at: made(part.shape).astype(part.dtype) for at, part in each.parts.items()})
 
-        return Kept(tuple({name: again(each) for name, each in call.items()} for call in self.calls), self.places)
+        return ShardedState(
+            tuple({name: again(each) for name, each in call.items()} for call in self.calls), self.places
+        )
 
-    def compared(self, other: "Kept") -> tuple[int, int]:
+    def compared(self, other: "ShardedState") -> tuple[int, int]:
         """(numbers that count, those of them that have other bits in ``other``); pages that are padding do not."""
         total = wrong = 0
         for number, (call, its) in enumerate(zip(self.calls, other.calls, strict=True)):
@@ -147,6 +129,12 @@ class Kept:
                     total += part.size
                     wrong += int(np.sum(part.view(bits) != theirs.view(bits)))
         return total, wrong
+
+
+def call_of(arrays: Mapping[str, np.ndarray], places: np.ndarray) -> dict[str, Shards]:
+    """What one call that onloads a whole state takes: the pages that stand at ``places``; -1 is any, for padding."""
+    arrays = {**arrays, PAGED: arrays[PAGED][:, places]}
+    return {name: Shards(each.shape, {tuple((0, n) for n in each.shape): each}) for name, each in arrays.items()}
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> Place:

@@ -1,0 +1,122 @@
+"""What the states of an artifact's sequences hold, and which other artifacts may go on from them."""
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ling3export.artifacts.records import sha256_of
+from ling3export.artifacts.schema import Manifest, Target
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import ArtifactError, Ling3Error, listed
+
+LATENT, RECURRENT, CONV, TOKENS = "mla.latent", "kda.recurrent", "kda.conv", "tokens"
+POOLS = {LATENT: "mla_latent", RECURRENT: "kda_recurrent", CONV: "kda_conv"}
+FORMAT = 2  # of a state's bytes; states of another one are refused
+
+Form = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
+
+
+class StateMismatch(Ling3Error):
+    """Two artifacts whose sequences cannot go on from each other's state."""
+
+
+@dataclass(frozen=True)
+class StateLayout:
+    """The arrays of a state.
+
+    Attributes:
+        latent: The form of one token's latents, ``[layers, width]``.
+        recurrent: ``[layers, heads, key, value]``.
+        conv: ``[layers, 3 (q, k, v), heads, key, taps]``, the oldest tap first.
+        page: Tokens a page of the target's own pools; it decides nothing about the state.
+    """
+
+    latent: Form
+    recurrent: Form
+    conv: Form
+    page: int
+
+    def forms(self, tokens: int) -> list[Form]:
+        """The arrays of a state with the latents of so many tokens, in the order of its bytes; none for no token."""
+        if not tokens:
+            return []
+        name, (layers, width), dtype = self.latent
+        return [self.recurrent, (TOKENS, (tokens,), "int32"), (name, (layers, tokens, width), dtype), self.conv]
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the latents of so many tokens and of the recurrent and conv state behind them."""
+        return sum(nbytes(form) for form in self.forms(tokens) if form[0] != TOKENS)
+
+
+def nbytes(form: Form) -> int:
+    """Bytes of an array."""
+    _, shape, dtype = form
+    return BY_NAME[dtype].nbytes * math.prod(shape)
+
+
+def layout_of(target: Target, what: str = "transfer") -> StateLayout:
+    """What the states of a target's sequences hold.
+
+    Raises:
+        ArtifactError: It has no programs that move states; ``what`` says who needs them.
+    """
+    paddings = target.paddings("fetch")
+    if not paddings:
+        raise ArtifactError(
+            f"{what}: expected the programs fetch and store, found none", "build the artifact again with --snapshots N"
+        )
+    leaves = {leaf.name: leaf for leaf in target.cells[f"fetch@{paddings[0]}"].outputs if leaf.group == "out"}
+    latent, recurrent, conv = (leaves[POOLS[name]] for name in (LATENT, RECURRENT, CONV))
+    layers, heads, key = recurrent.shape[:3]
+    return StateLayout(
+        (LATENT, (latent.shape[0], latent.shape[3]), latent.dtype),
+        (RECURRENT, tuple(recurrent.shape), recurrent.dtype),
+        (CONV, (layers, 3, heads, key, conv.shape[2] // 3 // key), conv.dtype),
+        target.state.page_size,
+    )
+
+
+def description_of(manifest: Manifest, target: Target) -> dict[str, object]:
+    """What decides whether states fit, in few words: they name what differs."""
+    config = {name: value for name, value in manifest.config.items() if not name.endswith("token_id")}
+    weights = {name: tensor.sha256 for name, tensor in manifest.weights.index.items()}
+    layout = layout_of(target)
+    return {
+        "state_abi": target.state_abi,
+        "config": sha256_of(config)[:16],
+        "weights": sha256_of(weights)[:16],
+        "dtypes": [layout.latent[2], layout.recurrent[2], layout.conv[2]],
+        "format": FORMAT,
+    }
+
+
+def root_of(manifest: Manifest, target: Target) -> str:
+    """What names of states begin with: another one where the form of the state or the weights differ."""
+    (name,) = (name for name, each in manifest.targets.items() if each is target)
+    return sha256_of(manifest.state_of(name))
+
+
+def check_same_state(mine: Mapping[str, object], theirs: Mapping[str, object]) -> None:
+    """Passes where both artifacts may exchange state; the arguments are what ``description_of`` gave.
+
+    Raises:
+        StateMismatch: They may not; it names the fields that differ.
+    """
+    if sha256_of(mine) == sha256_of(theirs):
+        return
+    ours, others = dict(_flat(mine)), dict(_flat(theirs))
+    names = sorted(name for name in {*ours, *others} if ours.get(name) != others.get(name))
+    raise StateMismatch(
+        f"state of another artifact: expected the same {listed(names)}, found others",
+        "both sides must serve the same weights in the same format; paddings, TP and batch may differ",
+    )
+
+
+def _flat(tree: object, name: str = "") -> Iterator[tuple[str, str]]:
+    """(dotted name, JSON) of every leaf."""
+    if isinstance(tree, Mapping) and tree:
+        for key, value in tree.items():
+            yield from _flat(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, json.dumps(tree)

@@ -1,0 +1,324 @@
+"""States of an engine's sequences on their way out and in, in a thread of their own that drives the connector.
+
+The engine's thread only dispatches: what leaves is offloaded to host memory and written here, and what comes is in host
+memory, whole and checked, before the engine hears of it.
+"""
+
+import queue
+import re
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter as now
+from typing import Any, NamedTuple, Protocol
+
+from ling3export.artifacts.schema import Manifest, Target
+from ling3export.foundation.errors import Ling3Error
+from ling3export.runners.load.segments import Hand, PendingSave, groups_of
+from ling3export.runners.load.sharded import ShardedState
+from ling3export.runners.state.layout import StateLayout, description_of, layout_of, root_of
+from ling3export.runners.state.sequence_state import Arrays, SequenceState, Token, TransferredState, token_of
+from ling3export.runners.transfer.connector import Connector, Layers
+from ling3export.runners.transfer.folder import FolderStore
+from ling3export.runners.transfer.options import Transfer
+from ling3export.runners.transfer.store import StateAddress, StateStore
+from ling3export.runners.transfer.tcp import TcpStore
+
+IDLE = 1.0  # seconds between two looks for leases that are over
+LAST = 60.0  # that the thread may take for its last job
+
+Exported = Callable[[], ShardedState | SequenceState]  # waits for a state that leaves the engine
+Saved = Callable[[dict[str, Any] | None], bool]
+Loaded = Callable[[TransferredState | None], None]
+
+
+class Asked(Protocol):
+    """What matters here of a request."""
+
+    @property
+    def prompt_ids(self) -> tuple[int, ...]:
+        """The prompt."""
+
+    @property
+    def cache_salt(self) -> str:
+        """Who gives another one shares nothing."""
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """What it has to say of a transfer."""
+
+
+@dataclass
+class _Ticket:
+    """A request as the connector knows it."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    cache_salt: str
+    kv_transfer_params: Mapping[str, Any] | None
+
+
+def _ticket(number: int, request: Asked) -> _Ticket:
+    return _Ticket(str(number), request.prompt_ids, request.cache_salt, request.kv_transfer_params)
+
+
+class _Waiting(NamedTuple):
+    """A request whose state is being loaded."""
+
+    ticket: _Ticket
+    begun: float
+    tail: Token
+    done: Loaded
+
+
+class KVTransferManager:
+    """Saves states for other engines, and loads theirs.
+
+    Args:
+        connector: Who does it.
+        store: What the connector uses, for its counts.
+        groups: The layers of each of the connector's groups.
+        vocab_size: Token ids are below it.
+        report: Told of what failed.
+
+    Attributes:
+        counts: What happened how often, by name.
+    """
+
+    def __init__(
+        self,
+        connector: Connector,
+        store: StateStore,
+        groups: Sequence[Layers],
+        vocab_size: int,
+        report: Callable[[str], None],
+    ) -> None:
+        self._connector, self._store, self._groups = connector, store, groups
+        self._vocab_size, self._report = vocab_size, report
+        self.counts: Counter[str] = Counter()
+        self._early: dict[str, _Ticket] = {}  # saved already, of requests that have not ended
+        self._loads: dict[str, _Waiting] = {}
+        self._buffers: dict[str, SequenceState] = {}
+        connector.register_kv_caches(self._buffers)
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ling3-exchange", daemon=True)
+        self._thread.start()
+
+    def save(self, number: int, request: Asked, exported: Exported | None, done: Saved) -> None:
+        """Offers the state behind a prompt to whoever ``done`` tells of it.
+
+        Args:
+            number: The request's.
+            request: What was asked.
+            exported: Waits for the state; None where it was saved early.
+            done: Gets what the client is given, None where that failed; in this thread. Says whether the client is
+                still there: else the state is freed.
+        """
+        self._jobs.put(lambda: self._save(_ticket(number, request), exported, done))
+
+    def save_early(self, saves: list[PendingSave]) -> Hand:
+        """Saves the states of sequences group by group, in a step whose groups are being computed.
+
+        Returns:
+            What takes the states of each group in order, of all sequences together, and then None.
+        """
+        groups: queue.SimpleQueue[list[Callable[[], ShardedState]] | None] = queue.SimpleQueue()
+        self._jobs.put(lambda: self._save_early([_ticket(each.number, each.request) for each in saves], groups))
+        return groups.put
+
+    def load(self, number: int, request: Asked, done: Loaded) -> None:
+        """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails."""
+        begun = now()
+        self._jobs.put(lambda: self._load(_ticket(number, request), begun, done))
+
+    def drop(self, number: int) -> None:
+        """Nobody waits for a request's load any more, or will take its state."""
+        self._jobs.put(lambda: self._drop(str(number)))
+
+    def record(self) -> dict[str, int]:
+        """All counts, as JSON."""
+        counted = (self.counts, self._store.counts, self._connector.counts)
+        return dict(sorted(sum((each.copy() for each in counted), Counter[str]()).items()))
+
+    def close(self) -> None:
+        """Ends the thread; what has not been carried is not. May be called again.
+
+        A thread that waits for a device which does not answer is left.
+        """
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(LAST)
+
+    def _run(self) -> None:
+        try:
+            while True:
+                try:
+                    job = self._jobs.get(timeout=IDLE)
+                except queue.Empty:
+                    job = _nothing
+                if job is None:
+                    return
+                job()
+                self._finish()
+        finally:
+            self._connector.shutdown()
+
+    def _step(self, tickets: Sequence[_Ticket], states: Callable[[int], Mapping[str, Callable[[], Arrays]]]) -> None:
+        """One step of the connector: begins loads, and saves the prompts' states; ``states`` waits for a group's."""
+        connector = self._connector
+        meta = connector.build_connector_meta(tickets)
+        connector.bind_connector_metadata(meta)
+        try:
+            connector.start_load_kv(lambda: self._jobs.put(_nothing))
+            for group in range(len(self._groups) if meta.saves else 0):
+                connector.wait_for_layer_load(group)
+                connector.save_kv_layer(group, states(group))
+        except BaseException:
+            connector.handle_preemptions({each.request_id for each in meta.saves})
+            raise
+        finally:
+            connector.wait_for_save()
+            connector.clear_connector_metadata()
+
+    def _save_early(
+        self, tickets: list[_Ticket], groups: "queue.SimpleQueue[list[Callable[[], ShardedState]] | None]"
+    ) -> None:
+        def states(group: int) -> Mapping[str, Callable[[], Arrays]]:
+            found = groups.get()
+            if found is None:
+                raise Ling3Error(f"expected {len(self._groups)} groups of layers, found {group}")
+            self.counts["groups_saved"] += len(found)
+            return {
+                ticket.request_id: lambda given=given: given().arrays()  # type: ignore[misc]
+                for ticket, given in zip(tickets, found, strict=True)
+            }
+
+        try:
+            self._step(tickets, states)
+            self._early |= {ticket.request_id: ticket for ticket in tickets}
+        except Exception as error:
+            self.counts["save_failed"] += len(tickets)
+            names = ", ".join(ticket.request_id for ticket in tickets)
+            self._report(f"transfer of {names}: expected its state to be saved by group, found {error}")
+
+    def _save(self, ticket: _Ticket, exported: Exported | None, done: Saved) -> None:
+        params = None
+        try:
+            if exported is not None:
+                state = exported()
+                arrays = state.arrays() if isinstance(state, ShardedState) else state.pool_arrays(1)
+                self._step([ticket], lambda group: {ticket.request_id: lambda: arrays})
+            if (
+                exported is not None or self._early.pop(ticket.request_id, None) is not None
+            ):  # else it failed, which was reported
+                _, params = self._connector.request_finished(ticket)
+                self.counts["saved" if params else "save_failed"] += 1
+        except Exception as error:
+            self.counts["save_failed"] += 1
+            self._report(f"transfer of {ticket.request_id}: expected its state to be saved, found {error}")
+        if not done(params) and params is not None:
+            self._take_back(params)
+
+    def _drop(self, request_id: str) -> None:
+        """Frees what was saved of a request whose client will not hear of it."""
+        self._connector.handle_preemptions({request_id})
+        self._loads.pop(request_id, None)
+        if (ticket := self._early.pop(request_id, None)) is not None:
+            _, params = self._connector.request_finished(ticket)
+            if params is not None:
+                self._take_back(params)
+
+    def _take_back(self, params: Mapping[str, Any]) -> None:
+        """Frees what was offered, as whoever wants it no more does."""
+        self._connector.give_back(StateAddress(params["transfer_id"], params["remote_host"], params["remote_port"]))
+
+    def _load(self, ticket: _Ticket, begun: float, done: Loaded) -> None:
+        tokens, tail = 0, None
+        try:
+            said = (ticket.kv_transfer_params or {})["tail"]
+            tail = token_of(said["token"], said.get("likely"), self._vocab_size)
+            tokens, _ = self._connector.get_num_new_matched_tokens(ticket, 0)
+        except (LookupError, TypeError, ValueError, AttributeError):
+            self.counts["bad_params"] += 1
+        self._connector.update_state_after_alloc(ticket, tokens)  # for 0 the giver is told, if it can be
+        if tokens and tail is not None:
+            self._loads[ticket.request_id] = _Waiting(ticket, begun, tail, done)
+        self._step([], lambda group: {})
+        if not tokens:
+            self.counts["not_loaded"] += tail is not None
+            done(None)
+
+    def _finish(self) -> None:
+        """Tells those whose loads have ended."""
+        _, received = self._connector.get_finished()
+        for request_id in received:
+            state = self._buffers.pop(request_id, None)
+            if (waiting := self._loads.pop(request_id, None)) is None:
+                continue
+            if state is None:
+                self.counts["load_failed"] += 1
+                waiting.done(None)
+                continue
+            self.counts["loaded"] += 1
+            self.counts["loaded_bytes"] += state.nbytes
+            phases = _phases((waiting.ticket.kv_transfer_params or {}).get("phases_ms"))
+            phases["transfer"] = 1e3 * (now() - waiting.begun)
+            waiting.done(TransferredState((waiting.tail,), state, phases, state.nbytes))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _phases(given: object) -> dict[str, float]:
+    """Milliseconds by name that another process measured; nothing where it is of another form."""
+    if not isinstance(given, Mapping):
+        return {}
+    return {
+        name: float(each)
+        for name, each in given.items()
+        if isinstance(name, str) and re.fullmatch("[a-z]{1,20}", name) and type(each) in (int, float)
+    }
+
+
+def store_of(layout: StateLayout, description: Mapping[str, Any], transfer: Transfer) -> StateStore:
+    """The store of a carrier.
+
+    Raises:
+        TransferError: The port is taken, the folder cannot be made, or there is no shared memory.
+    """
+    if transfer.carrier == "shm":
+        return FolderStore.shared_memory(layout, description, transfer.limit, transfer.lease)
+    if transfer.carrier == "file":
+        assert transfer.folder is not None
+        return FolderStore(layout, description, transfer.folder, transfer.lease)
+    address = transfer.host, transfer.port
+    return TcpStore(layout, description, transfer.limit, transfer.deadline, address, transfer.secret, transfer.lease)
+
+
+def transfer_manager(
+    manifest: Manifest, target: Target, transfer: Transfer, report: Callable[[str], None]
+) -> KVTransferManager:
+    """An engine's manager.
+
+    Raises:
+        ArtifactError: The target has no programs that move states.
+        TransferError: The carrier's store cannot start.
+    """
+    layout, description = layout_of(target), description_of(manifest, target)
+    groups: Sequence[Layers] = groups_of(manifest, target)
+    if target.segments == "none":
+        groups = [{array.name: range(array.shape[0]) for array in target.state.arrays}]
+    store = store_of(layout, description, transfer)
+    connector = Connector(
+        store,
+        layout,
+        description,
+        root_of(manifest, target),
+        deadline=transfer.deadline,
+        lease=transfer.lease,
+        groups=groups,
+        report=report,
+    )
+    return KVTransferManager(connector, store, groups, manifest.vocab_size, report)

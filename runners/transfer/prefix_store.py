@@ -1,0 +1,249 @@
+"""What a prefix cache knows, in a folder: it outlives its process, and several servers share it.
+
+A thread of its own reads and writes. A request whose beginning is longer in the folder than in the cache arrives with
+that state. When a sequence ends, the snapshots of its path are written, each with the latents since the snapshot before
+it. Files are there whole or not at all, and whoever reads one checks it: a process may be killed at any time, and two
+may write one file. One whose predecessor is gone is removed, too, and written again when the prompt comes again.
+"""
+
+import hashlib
+import json
+import queue
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from ling3export.artifacts.schema import Manifest, Target
+from ling3export.foundation.errors import Ling3Error
+from ling3export.runners.hosts.channel import Channel
+from ling3export.runners.load.sharded import ShardedState
+from ling3export.runners.state.layout import LATENT, description_of, layout_of, root_of
+from ling3export.runners.state.prefix_cache import Node, PrefixCache
+from ling3export.runners.state.sequence_state import SequenceState, TransferredState
+from ling3export.runners.transfer.folder import FolderStore, refuse_earlier
+from ling3export.runners.transfer.options import PrefixFolder
+from ling3export.runners.transfer.store import StateAddress, put
+
+if TYPE_CHECKING:
+    from ling3export.runners.transfer.manager import Asked
+
+QUEUE = 8  # jobs; while there are more, what could be written is not
+LOADED = 16  # states in host memory that wait for a slot; while there are more, prompts are computed
+DEADLINE = 30.0  # seconds to read one
+CLOSING = 60.0  # and to write what waits when the engine is closed
+
+
+Fetching = Callable[[int, Sequence[int]], Callable[[], ShardedState]]
+
+
+class _Piece(NamedTuple):
+    """The end of a path's snapshot, and the first block that is written with it."""
+
+    last: int
+    first: int
+
+
+class FollowingStore:
+    """A prefix store on the hosts beside host 0: it fetches what host 0 writes, so that all make the same calls.
+
+    Args:
+        channel: To host 0.
+    """
+
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+
+    def keep(self, path: Sequence[Node], tokens: Sequence[int], fetching: Fetching) -> None:
+        """Takes part in ``PrefixStore.keep``."""
+        for piece in json.loads(self._channel.shared()) if path else ():
+            _fetched(path, _Piece(*piece), fetching)
+
+
+class PrefixStore:
+    """A folder of states behind a prefix cache.
+
+    Args:
+        manifest: The artifact's.
+        target: Whose states they are.
+        where: The folder, and how large it may become.
+        cache: What need not be read; only asked here what it knows.
+        report: Told of what failed.
+        channel: To the other hosts, each of which has a ``FollowingStore``; None where this host runs alone.
+
+    Attributes:
+        counts: What happened how often, by name.
+
+    Raises:
+        Ling3Error: The folder may not hold a single state.
+        TransferError: It cannot be made, is something else, others can write to it, or it has states of an earlier
+            version.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        target: Target,
+        where: PrefixFolder,
+        cache: PrefixCache,
+        report: Callable[[str], None],
+        channel: Channel | None = None,
+    ) -> None:
+        self._channel, self._description = channel, description_of(manifest, target)
+        self._layout, self._root = layout_of(target, "prefix store"), root_of(manifest, target)
+        self._limit, self._cache, self._report = where.limit, cache, report
+        if where.limit < (needed := self._layout.nbytes(self._layout.page)):
+            raise Ling3Error(
+                f"--prefix-store-bytes: expected at least {needed:,}, a block and a snapshot, found {where.limit:,}"
+            )
+        self._folder = FolderStore(self._layout, self._description, where.folder)
+        refuse_earlier(where.folder, "--prefix-store")
+        self.counts: Counter[str] = Counter()
+        self._there: set[str] = set()  # names of files, as far as they are known
+        self._loaded: list[weakref.ref[SequenceState]] = []
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ling3-prefixes", daemon=True)
+        self._thread.start()
+
+    def load(self, number: int, request: "Asked", done: Callable[[TransferredState | None], None]) -> None:
+        """Tells ``done`` the state of the request's longest beginning, None where the cache knows as much."""
+        del number  # a read is short: nobody gives it up
+        self._jobs.put(partial(self._load, request, done))
+
+    def keep(self, path: Sequence[Node], tokens: Sequence[int], fetching: Fetching) -> None:
+        """Writes the snapshots of a path that are not there, and notes that the path was used; only dispatches here.
+
+        Args:
+            path: From the tree's root on.
+            tokens: Those of the path.
+            fetching: ``ModelRunner.fetching``.
+        """
+        pieces = self._pieces(path)
+        if self._channel is not None and path:
+            self._channel.shared(json.dumps(pieces).encode())
+        size = self._layout.page
+        for piece in pieces:
+            ids = tokens[piece.first * size : (piece.last + 1) * size]
+            name = self._name(path[piece.last].name)
+            self._jobs.put(partial(self._write, name, ids, piece.first * size, _fetched(path, piece, fetching)))
+        kept = [self._name(node.name) for node in path if node.snapshot is not None]
+        if kept:
+            self._jobs.put(lambda: self._forget(self._folder.touch(kept)))
+
+    def _pieces(self, path: Sequence[Node]) -> list[_Piece]:
+        """What is to be written of a path."""
+        found: list[_Piece] = []
+        first = 0
+        for at, node in enumerate(path):
+            if node.snapshot is None:
+                continue
+            if (name := self._name(node.name)) not in self._there:
+                if self._jobs.qsize() + len(found) >= QUEUE:
+                    self.counts["skipped"] += 1
+                    break
+                found.append(_Piece(at, first))
+                self._there.add(name)
+            first = at + 1
+        return found
+
+    def record(self) -> dict[str, int]:
+        """All counts, as JSON."""
+        return dict(sorted((self.counts + self._folder.counts).items()))
+
+    def close(self) -> None:
+        """Writes what waits, and ends the thread. May be called again."""
+        self._jobs.put(None)
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSING)
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:
+                self.counts["failed"] += 1
+                self._report(f"prefix store: expected its folder to be read and written, found {error}")
+
+    @staticmethod
+    def _name(block: bytes) -> str:
+        """The file's of a state, by the digest of all tokens up to its end."""
+        return hashlib.blake2b(block, digest_size=16).hexdigest()
+
+    def _load(self, request: "Asked", done: Callable[[TransferredState | None], None]) -> None:
+        found = None
+        try:
+            found = self._found(request)
+        finally:
+            done(None if found is None else TransferredState((), found))
+
+    def _found(self, request: "Asked") -> SequenceState | None:
+        size, prompt = self._layout.page, request.prompt_ids
+        most = (len(prompt) - 1) // size
+        names = list(self._cache.names(self._cache.start(request.cache_salt), prompt[: most * size]))
+        known = self._cache.look_up(names, len(prompt) - 1).tokens // size
+        self._loaded = [each for each in self._loaded if each() is not None]
+        for count in range(most, known, -1):
+            if not self._folder.has(self._name(names[count - 1])):
+                continue
+            if len(self._loaded) >= LOADED:
+                self.counts["busy"] += 1
+                return None
+            if (state := self._read(names[:count], prompt)) is not None:
+                self._loaded.append(weakref.ref(state))
+                self.counts["loaded"] += 1
+                return state
+        return None
+
+    def _read(self, names: Sequence[bytes], prompt: Sequence[int]) -> SequenceState | None:
+        """The state behind some blocks, of as many files as it takes; they are removed where one of them is gone."""
+        size, until = self._layout.page, time.monotonic() + DEADLINE
+        count, files, read = len(names), list[str](), list[SequenceState]()
+        while count:
+            files.append(self._name(names[count - 1]))
+            state = self._folder.get(StateAddress(files[-1]), until)
+            if state is None or not self._fits(state, count, prompt):
+                for name in files if time.monotonic() < until else ():
+                    self._folder.remove(name)
+                self._forget(files)
+                return None
+            read.append(state)
+            count = state.first // size
+        self._there.update(files)
+        last, parts = read[0], [each.arrays[LATENT] for each in reversed(read)]
+        latents = parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
+        tokens = np.concatenate([each.tokens for each in reversed(read)])
+        return SequenceState(last.descriptor, tokens, {**last.arrays, LATENT: latents})
+
+    def _fits(self, state: SequenceState, count: int, prompt: Sequence[int]) -> bool:
+        """Whether a state is that of a prompt behind so many blocks."""
+        size = self._layout.page
+        whole = state.stop == count * size and state.first < state.stop and not state.first % size
+        return whole and state.tokens.tolist() == [*prompt[state.first : state.stop]]
+
+    def _write(self, name: str, tokens: Sequence[int], first: int, fetched: Callable[[], ShardedState]) -> None:
+        """Writes a snapshot and the latents before it, if it is not there."""
+        there = False
+        try:
+            if (needed := self._layout.nbytes(len(tokens))) > self._limit:
+                self.counts["too_large"] += 1
+                return
+            state = SequenceState.of(fetched(), {"state": self._description}, tokens, first)
+            self._forget(self._folder.trim(self._limit - needed))
+            there = put(self._folder, name, state) or self._folder.has(name)
+        finally:
+            if not there:
+                self._forget([name])
+
+    def _forget(self, names: Iterable[str]) -> None:
+        self._there.difference_update(names)
+
+
+def _fetched(path: Sequence[Node], piece: _Piece, fetching: Fetching) -> Callable[[], ShardedState]:
+    snapshot = path[piece.last].snapshot
+    assert snapshot is not None
+    return fetching(snapshot, [node.page for node in path[piece.first : piece.last + 1]])

@@ -1,0 +1,391 @@
+"""What a store gives is what was put into it, or a counted miss in time; leases end, and nothing is left behind."""
+
+import os
+import random
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from contextlib import suppress
+
+import pytest
+from click.testing import CliRunner
+from safetensors.numpy import load_file
+
+from ling3export.runners.cli.main import main
+from ling3export.runners.hosts.rendezvous import CALLERS
+from ling3export.runners.state.sequence_state import StateBytes
+from ling3export.runners.transfer import folder as folders
+from ling3export.runners.transfer.folder import FolderStore, own_prefix
+from ling3export.runners.transfer.store import StateAddress, TransferError, put
+from ling3export.runners.transfer.tcp import TcpStore
+from tests.support import transfers
+from tests.support.transfers import (
+    DESCRIPTION,
+    LAYOUT,
+    LEASE,
+    STORES,
+    address,
+    file_of,
+    name_of,
+    random_state,
+    remove_all,
+    same,
+    store,
+)
+
+DEADLINE, GRACE = 2.0, 5.0  # seconds that a reader has, and that a busy machine may take more
+NAME = name_of(1)
+
+
+def soon(seconds: float = 60.0) -> float:
+    return time.monotonic() + seconds
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = time.time()
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+@pytest.fixture(params=STORES)
+def kind(request):
+    remove_all()
+    return request.param
+
+
+@pytest.fixture
+def ends(kind, tmp_path, clock):
+    """Two ends of a store under one clock: who writes, and who reads."""
+    found = [store(kind, tmp_path, clock=clock) for _ in range(2)]
+    yield found
+    for end in found:
+        end.close()
+
+
+def until_ended(holder, name: str = NAME) -> None:
+    """Waits until a holder says that a state is over: one over TCP does so a moment after the other end."""
+    found, end = set(), soon()
+    while name not in found:
+        assert time.monotonic() < end
+        found |= holder.ended()
+
+
+def test_a_state_is_taken_whole_and_once(ends):
+    holder, taker = ends
+    wanted = random_state()
+    assert put(holder, NAME, wanted) and holder.ended() == set()
+    assert same(taker.get(address(holder, NAME), soon()), wanted)
+    until_ended(holder)
+    assert holder.ended() == set()
+    assert taker.get(address(holder, NAME), soon()) is None
+    counted = taker.counts
+    assert counted["hit"] == 1 and counted["refused"] + counted["miss"] == 1
+    assert (holder.counts["stored"], holder.counts["pulled"]) == (1, 1)
+
+
+def test_what_is_not_there_is_a_miss(ends):
+    holder, taker = ends
+    assert taker.get(address(holder, NAME), soon()) is None
+    assert taker.renew(address(holder, NAME), soon()) == "refused"
+    assert sum(taker.counts.values()) == 1
+
+
+def test_a_state_that_is_given_up_was_never_there(ends):
+    holder, taker = ends
+    state = random_state()
+    write = holder.create(NAME, state.descriptor, state.tokens)
+    write.state.arrays["kda.conv"][...] = 1
+    write.abandon()
+    assert taker.get(address(holder, NAME), soon()) is None
+    assert holder.counts["abandoned"] == 1 and put(holder, NAME, state)
+
+
+def test_a_lease_that_is_renewed_outlives_its_first_end_and_then_ends(ends, clock, tmp_path):
+    holder, taker = ends
+    assert put(holder, NAME, random_state())
+    for _ in range(3):
+        clock.now += LEASE - 1
+        assert holder.ended() == set()
+        assert taker.renew(address(holder, NAME), soon()) == "renewed"
+    for where, prefix, local in ((transfers.SHM, own_prefix(), True), (tmp_path, folders.PREFIX, False)):
+        assert [*folders.collect(where, prefix, local=local, dry_run=True)] == [], "gc takes none that is leased"
+    clock.now += LEASE + 1
+    assert holder.ended() == {NAME} and holder.counts["expired"] == 1
+    assert taker.renew(address(holder, NAME), soon()) == "refused"
+    assert taker.get(address(holder, NAME), soon()) is None
+
+
+def test_what_is_given_back_is_free_at_once(ends):
+    holder, taker = ends
+    assert put(holder, NAME, random_state())
+    taker.release(address(holder, NAME), soon())
+    until_ended(holder)
+    assert taker.get(address(holder, NAME), soon()) is None
+
+
+def test_what_is_leased_goes_with_its_store(kind, tmp_path):
+    holder = store(kind, tmp_path)
+    assert put(holder, NAME, random_state())
+    holder.close()
+    assert [*tmp_path.iterdir()] == [*transfers.SHM.iterdir()] == []
+
+
+def test_a_state_of_another_artifact_is_a_miss_and_not_read(kind, tmp_path):
+    holder, taker = store(kind, tmp_path), store(kind, tmp_path, description={**DESCRIPTION, "weights": "b"})
+    assert put(holder, NAME, random_state())
+    assert taker.get(address(holder, NAME), soon()) is None and taker.counts == {"other_state": 1}
+    holder.close()
+    taker.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "tcp"], indirect=True)
+def test_states_beyond_the_limit_find_no_room(kind, tmp_path):
+    """What is promised to somebody stays: the new one is not taken."""
+    state = random_state()
+    size = StateBytes(LAYOUT, state.descriptor, state.tokens).memory.nbytes
+    end, names = store(kind, tmp_path, limit=2 * size + 200), [name_of(number) for number in range(3)]
+    assert [put(end, name, state) for name in names] == [True, True, False]
+    assert end.counts == {"stored": 2, "full": 1}
+    end.release(address(end, names[0]), soon())
+    until_ended(end, names[0])
+    assert put(end, names[2], state)
+    end.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "file"], indirect=True)
+def test_files_are_this_users_alone_and_any_reader_of_safetensors_opens_them(kind, tmp_path):
+    folder = tmp_path / "made"
+    end, state = store(kind, folder), random_state()
+    assert put(end, NAME, state)
+    path = file_of(kind, folder, NAME)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert kind == "shm" or stat.S_IMODE(folder.stat().st_mode) == 0o700
+    found = load_file(path)
+    assert {*found} == {*state.arrays, "tokens"} and found["tokens"].tolist() == state.tokens.tolist()
+    end.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "file"], indirect=True)
+def test_a_flipped_bit_is_a_miss_and_the_file_is_removed(kind, tmp_path):
+    rng = random.Random(1)
+    end, path = store(kind, tmp_path), file_of(kind, tmp_path, NAME)
+    for _ in range(20):
+        assert put(end, NAME, random_state())
+        with open(path, "r+b") as file:
+            at = rng.randrange(path.stat().st_size)
+            file.seek(at)
+            (byte,) = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+        assert end.get(StateAddress(NAME), soon()) is None
+        end.release(StateAddress(NAME), soon())  # one that claims to be of another artifact stays
+        end.ended()
+    assert end.counts["corrupt"] + end.counts["other_state"] == 20 and end.counts["corrupt"] > 10
+    end.close()
+
+
+@pytest.mark.parametrize("found", ["mode", "link", "file"])
+def test_a_folder_that_others_can_write_to_is_refused(found, tmp_path):
+    """Whoever writes there decides answers: one of mode 777, and a link, were taken."""
+    folder = tmp_path / "states"
+    if found == "file":
+        folder.write_text("")
+    elif found == "link":
+        (tmp_path / "other").mkdir(mode=0o700)
+        folder.symlink_to(tmp_path / "other")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777)
+    said = {"mode": "mode 777", "link": "a symbolic link", "file": "File exists"}[found]
+    with pytest.raises(TransferError, match=f"file: expected a folder that this user alone can write, found {said}"):
+        FolderStore(LAYOUT, DESCRIPTION, folder)
+
+
+def test_a_folder_that_is_gone_stores_nothing(tmp_path):
+    end = store("file", tmp_path / "states")
+    (tmp_path / "states").rmdir()
+    assert not put(end, NAME, random_state()) and end.counts == {"full": 1}
+
+
+def test_a_store_that_cannot_start_says_why(tmp_path):
+    first = store("tcp", tmp_path)
+    host, port = first.address
+    try:
+        with pytest.raises(TransferError, match=f"tcp: expected a free port .* at 127.0.0.1 port {port}"):
+            TcpStore(LAYOUT, DESCRIPTION, 1, 1.0, (host, port), "", 1.0)
+        with pytest.raises(TransferError, match=r"tcp 0\.0\.0\.0: expected a secret where other machines reach it"):
+            TcpStore(LAYOUT, DESCRIPTION, 1, 1.0, ("0.0.0.0", 0), "", 1.0)
+    finally:
+        first.close()
+
+
+CHILD = """
+import sys, time
+from pathlib import Path
+from ling3export.runners.transfer.store import put
+from tests.support.transfers import random_state, store
+kind, folder, how, name = sys.argv[1:]
+end = store(kind, Path(folder), lease=600.0)
+state = random_state()
+if how == "half":
+    write = end.create(name, state.descriptor, state.tokens)
+    write.state.arrays["kda.conv"][...] = 1
+else:
+    assert put(end, name, state)
+if how == "stuck":
+    def send(caller, name, leased):
+        from ling3export.runners.hosts.rendezvous import HEAD
+        caller.sendall(HEAD.pack(b"B", leased.memory.nbytes))
+        caller.sendall(leased.memory.data[:leased.memory.nbytes // 2])
+        time.sleep(100)
+    end._send = send
+print(end.address[1], flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def child(tmp_path):
+    """Starts a process that has a state, or half of one; gives it and its port."""
+    started = []
+
+    def start(kind: str, how: str) -> tuple[subprocess.Popen, int]:
+        paths = os.pathsep.join(path for path in sys.path if path)
+        process = subprocess.Popen(
+            [sys.executable, "-c", CHILD, kind, str(tmp_path), how, NAME],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"PYTHONPATH": paths},
+        )
+        started.append(process)
+        return process, int(process.stdout.readline())
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+@pytest.mark.parametrize("kind", ["shm", "file"], indirect=True)
+@pytest.mark.parametrize("how", ["half", "whole"])
+def test_what_a_killed_process_left_goes_and_blocks_nobody(kind, how, child, tmp_path):
+    """States of a killed P stayed in a folder for ever, and a segment without its header blocked its name."""
+    process, _ = child(kind, how)
+    end, path = store(kind, tmp_path), file_of(kind, tmp_path, NAME)
+    assert len([*path.parent.iterdir()]) == 1 and path.exists() == (how == "whole"), "nobody touches a live one's"
+    process.kill()
+    process.wait()
+    if how == "half":
+        assert put(end, NAME, random_state()), "its name is free"
+        end.release(StateAddress(NAME), soon())
+        end.ended()
+    end.close()
+    os.utime(next(path.parent.iterdir()), (time.time() - 700.0,) * 2)
+    words = ["transfer", "gc"] + (["--folder", str(tmp_path)] if kind == "file" else [])
+    told = CliRunner().invoke(main, [*words, "--dry-run"])
+    assert (told.exit_code, told.stdout.count("is gone"), len([*path.parent.iterdir()])) == (0, 1, 1)
+    if kind == "file":
+        store(kind, tmp_path).close()  # whoever begins there removes it, too
+    else:
+        CliRunner().invoke(main, words)
+    assert [*path.parent.iterdir()] == []
+
+
+def test_gc_takes_what_is_no_state_and_leaves_a_users_own(tmp_path):
+    end = FolderStore(LAYOUT, DESCRIPTION, tmp_path)
+    assert put(end, NAME, random_state())
+    (tmp_path / "l3s_wrong.safetensors").write_bytes(b"no state")
+    (tmp_path / "mine.txt").write_text("a user's own")
+    told = CliRunner().invoke(main, ["transfer", "gc", "--folder", str(tmp_path)])
+    assert "l3s_wrong.safetensors\t8 bytes\tno state: no safetensors file" in told.stdout
+    assert {path.name for path in tmp_path.iterdir()} == {f"l3s_{NAME}.safetensors", "mine.txt"}
+    done = CliRunner().invoke(main, ["transfer", "gc", "--folder", "nowhere"])
+    assert (done.exit_code, done.stderr) == (1, "error: --folder `nowhere`: expected a folder, found none\n")
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"), [("killed", "peer_gone"), ("killed while it sends", "peer_gone"), ("stopped", "timeout")]
+)
+def test_a_holder_that_is_gone_is_a_miss_in_time(how, reason, child, tmp_path):
+    process, port = child("tcp", "stuck" if how == "killed while it sends" else "whole")
+    taker = store("tcp", tmp_path)
+    if how == "stopped":
+        process.send_signal(signal.SIGSTOP)
+    elif how == "killed":
+        process.kill()
+        process.wait()
+    else:
+        threading.Timer(0.3, process.kill).start()
+    begun = time.monotonic()
+    assert taker.get(StateAddress(NAME, "127.0.0.1", port, 20), begun + DEADLINE) is None
+    assert time.monotonic() - begun < DEADLINE + GRACE and taker.counts == {reason: 1}
+    taker.close()
+
+
+def test_of_two_who_take_a_state_at_once_one_has_it(tmp_path):
+    holder, takers = store("tcp", tmp_path), [store("tcp", tmp_path) for _ in range(2)]
+    state, found = random_state(), []
+    assert put(holder, NAME, state)
+    threads = [
+        threading.Thread(target=lambda end=end: found.append(end.get(address(holder, NAME), soon()))) for end in takers
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(same(each, state) for each in found) == [False, True]
+    assert sum((each.counts for each in takers), Counter()) == {"hit": 1, "refused": 1}
+    for end in (holder, *takers):
+        end.close()
+
+
+def test_a_taker_with_another_secret_is_a_stranger(tmp_path):
+    holder, taker = store("tcp", tmp_path, secret="a secret of sixteen"), store("tcp", tmp_path)
+    assert put(holder, NAME, random_state())
+    assert taker.get(address(holder, NAME), soon()) is None and taker.counts == {"refused": 1}
+    end = soon()
+    while not holder.counts["stranger"]:  # the holder counts after it has hung up
+        assert time.monotonic() < end
+    holder.close()
+    taker.close()
+
+
+def test_strangers_who_talk_or_are_silent_keep_nobody_out(tmp_path):
+    """64 silent connections without the secret closed the port for as long as they stayed."""
+    holder, taker, state = store("tcp", tmp_path), store("tcp", tmp_path), random_state()
+    assert put(holder, NAME, state)
+    rng, peers = random.Random(2), [socket.create_connection(holder.address, 5) for _ in range(CALLERS + 5)]
+    for peer in peers[::7]:
+        with suppress(OSError):
+            peer.sendall(rng.randbytes(rng.choice((1, 100, 100_000))))
+    assert same(taker.get(address(holder, NAME), soon(DEADLINE + GRACE)), state)
+    for peer in peers:
+        peer.close()
+    end = soon()
+    while holder.counts["stranger"] < len(peers):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    holder.close()
+    taker.close()
+
+
+def test_nobody_at_the_port_has_nothing(tmp_path):
+    holder, taker = store("tcp", tmp_path), store("tcp", tmp_path)
+    where = address(holder, NAME)
+    holder.close()
+    assert taker.renew(where, soon()) == "peer_gone" and taker.get(where, soon()) is None
+    assert taker.counts == {"peer_gone": 1}
+    taker.close()
