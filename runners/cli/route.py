@@ -18,6 +18,20 @@ from ling3export.runners.cli.options import Command, section
         "--weight", type=click.FloatRange(0), default=1.0, help="Of what a server knows of a prompt, against its load."
     ),
     click.option(
+        "--max-local-prefill",
+        type=click.IntRange(0),
+        default=0,
+        metavar="TOKENS",
+        help="Prompts that lack no more than these are prefilled where they are decoded.",
+    ),
+    click.option(
+        "--max-queue",
+        type=click.IntRange(1),
+        default=64,
+        metavar="REQUESTS",
+        help="And so is any while each server that prefills has so many.",
+    ),
+    click.option(
         "--timeout",
         type=click.FloatRange(0, min_open=True),
         default=600.0,
@@ -48,6 +62,8 @@ def route(
     prefill: tuple[str, ...],
     decode: tuple[str, ...],
     weight: float,
+    max_local_prefill: int,
+    max_queue: int,
     timeout: float,
     host: str,
     port: int,
@@ -66,7 +82,8 @@ def route(
         from ling3export.runners.serve.run import api_key, bound, own_names
 
         key = api_key(api_key_file)
-        router = Router(workers_of(prefill, key, timeout), workers_of(decode, key, timeout), Choice(weight))
+        how = Choice(weight, most_local=max_local_prefill, most_queued=max_queue)
+        router = Router(workers_of(prefill, key, timeout), workers_of(decode, key, timeout), how)
         listener = bound(host, port)
         policy = Policy("", key, max_connections, max_body, own_names(listener, allow_host))
         serve(router, policy, listener, Bounds(max_connections), grace)

@@ -29,7 +29,7 @@ from ling3export.runners.endpoint import Endpoint, Reply
 from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.events import Feed
 from ling3export.runners.route.prompts import Prompts
-from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, best, blocks_of, prefilled
+from ling3export.runners.route.workers import BUSY, TEXT_BLOCK, PrefillRefusedError, Worker, best, blocks_of, prefilled
 from ling3export.runners.serve.app import Front, Policy, received
 from ling3export.runners.serve.connection import Bounds
 from ling3export.runners.serve.responses import event, refused
@@ -37,6 +37,7 @@ from ling3export.runners.serve.run import BACKLOG, address, affordable, http_ser
 from ling3export.runners.serve.schema import ApiError, parse
 
 RESPONSES = "/v1/responses"
+BYTES_A_TOKEN = 4  # of a text, about
 HEARD = ("received", "gaps", "replays", "restarts", "malformed", "failed")
 GONE = (OSError, TimeoutError, h11.ProtocolError)
 
@@ -48,10 +49,14 @@ class Choice:
     Attributes:
         weight: Of a prompt's known share.
         every: Seconds between two looks at each server.
+        most_local: A prompt that lacks no more tokens than these is prefilled by who decodes it.
+        most_queued: And so is any prompt while each server that prefills has so many requests.
     """
 
     weight: float = 1.0
     every: float = 1.0
+    most_local: int = 0
+    most_queued: int = 64
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ class Router:
         prompt = _Prompt(blocks_of(body), await self._tokens(path, body))
         self._known.labels("memory" if prompt.tokens is None else "events").inc()
         if self.prefill and path != RESPONSES:  # has no kv_transfer_params: D computes the prompt
-            params = await self._prefilled(path, body, prompt)
+            params = await self._prefilled(path, body, prompt) if self._goes_apart(body, prompt) else None
             body = body if params is None else body | {"kv_transfer_params": params}
         tried: list[Worker] = []
         while (worker := self._pick(self.decode, prompt, tried)) is not None:
@@ -171,6 +176,26 @@ class Router:
             code="no_server",
             headers={"Retry-After": "1"},
         )
+
+    def _goes_apart(self, body: dict[str, Any], prompt: _Prompt) -> bool:
+        """Whether a prompt is long enough for a server that prefills, and one of them has room; why not is counted."""
+        if self._lacking(body, prompt) <= self._choice.most_local:
+            self._falls.labels("short").inc()
+            return False
+        if all(worker.queued + worker.live >= self._choice.most_queued for worker in self.prefill):
+            self._falls.labels("queue_full").inc()
+            return False
+        return True
+
+    def _lacking(self, body: dict[str, Any], prompt: _Prompt) -> int:
+        """How many tokens of a prompt the servers that decode lack; about that where the tokens are not known."""
+        if prompt.tokens is not None:
+            hits = [worker.feed.hit(prompt.tokens) for worker in self.decode if worker.feed.live]
+            return prompt.tokens.length - max(hits, default=0)
+        ids = body.get("prompt")
+        if isinstance(ids, list) and all(type(each) is int for each in ids):
+            return len(ids)
+        return len(prompt.blocks) * TEXT_BLOCK // BYTES_A_TOKEN
 
     async def _prefilled(self, path: str, body: dict[str, Any], prompt: _Prompt) -> dict[str, Any] | None:
         """The ``kv_transfer_params`` of a server that prefilled the prompt; None if none could.

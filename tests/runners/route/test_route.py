@@ -62,13 +62,15 @@ class Fake:
         writer.close()
 
 
-def routed(prefill, decode, body=BODY, path="/v1/completions"):
+def routed(prefill, decode, body=BODY, path="/v1/completions", choice=None, waiting=0):
     """The statuses and the body that a client gets; and the router."""
 
     async def run():
         async with AsyncExitStack() as stack:
             urls = [[(await stack.enter_async_context(fake)).url for fake in fakes] for fakes in (prefill, decode)]
-            router = Router(*(workers_of(each, None, 60.0) for each in urls), Choice())
+            router = Router(*(workers_of(each, None, 60.0) for each in urls), choice or Choice())
+            for worker in router.prefill:
+                worker.queued = waiting
             replies = []
             try:
                 async for reply in router.answer(path, body):
@@ -96,6 +98,19 @@ def test_a_prompt_is_prefilled_in_one_place_and_answered_in_another():
     }
     assert not {"stream_options", "max_completion_tokens"} & asked.keys()
     assert d.asked[0]["kv_transfer_params"] == PARAMS and d.asked[0]["max_tokens"] == 5
+
+
+@pytest.mark.parametrize(
+    ("prompt", "waiting", "why"),
+    [([1] * 33, 3, None), ([1] * 32, 0, "short"), ("a" * 512, 0, None), ([1] * 33, 4, "queue_full")],
+)
+def test_a_short_prompt_and_one_that_finds_a_full_queue_are_prefilled_where_they_are_decoded(prompt, waiting, why):
+    """A text counts as a quarter of its bytes, in blocks of 512."""
+    p, d = Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
+    choice = Choice(most_local=32, most_queued=4)
+    status, _, router = routed([p], [d], BODY | {"prompt": prompt}, choice=choice, waiting=waiting)
+    assert (status, bool(p.asked), "kv_transfer_params" in d.asked[0]) == (200, why is None, why is None)
+    assert why is None or f'ling3_route_fallbacks_total{{why="{why}"}} 1.0' in router.text().decode()
 
 
 @pytest.mark.parametrize("failing", [None, (503, {}), (429, {}), (200, {"id": 1})])
