@@ -1,0 +1,124 @@
+"""What holds of all tests: each asserts something, and none reads or replaces a private field of another class."""
+
+import ast
+import functools
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FILES = sorted((ROOT / "tests").rglob("*.py"))
+CHECKING = {"raises", "fail", "refusal"}
+# Names with an underscore that the libraries they belong to document.
+PUBLIC = {
+    "_asdict",
+    "_fields",
+    "_make",
+    "_replace",
+    "os._exit",
+    "config._attn_implementation",  # transformers
+    "config._experts_implementation",
+}
+# How many private names the files use that have not been mended yet: it only shrinks.
+LEFT = {
+    "tests/artifacts/catalog/test_catalog.py": 1,
+    "tests/artifacts/catalog/test_remote.py": 4,
+    "tests/artifacts/catalog/test_s3.py": 13,
+    "tests/artifacts/test_reading.py": 1,
+    "tests/artifacts/test_staging.py": 1,
+    "tests/build/cache/test_cache_keys.py": 3,
+    "tests/build/checkpoint/test_synth.py": 1,
+    "tests/build/checkpoint/test_train_demo.py": 1,
+    "tests/build/compile/test_replay.py": 1,
+    "tests/build/verify/test_portable.py": 1,
+    "tests/build/verify/test_reference.py": 1,
+    "tests/fuzz/artifact_cases.py": 1,
+    "tests/fuzz/build_cases.py": 1,
+    "tests/fuzz/event_cases.py": 6,
+    "tests/fuzz/transfer_cases.py": 1,
+    "tests/model/test_native.py": 3,
+    "tests/model/test_tiles.py": 3,
+    "tests/runners/cli/test_runner_file.py": 1,
+    "tests/runners/engine/test_choices.py": 4,
+    "tests/runners/engine/test_engine.py": 5,
+    "tests/runners/engine/test_loop.py": 10,
+    "tests/runners/engine/test_requests.py": 6,
+    "tests/runners/evals/test_backend.py": 4,
+    "tests/runners/ffn/test_connector.py": 3,
+    "tests/runners/fleet/test_pool.py": 1,
+    "tests/runners/hosts/test_rendezvous.py": 10,
+    "tests/runners/load/test_loader.py": 1,
+    "tests/runners/load/test_profile.py": 7,
+    "tests/runners/route/test_blocks.py": 7,
+    "tests/runners/route/test_events.py": 8,
+    "tests/runners/state/test_reuse.py": 3,
+    "tests/runners/test_flight.py": 4,
+    "tests/runners/text/test_chat.py": 1,
+    "tests/runners/text/test_tokenizer.py": 1,
+    "tests/support/toy_artifact.py": 1,
+}
+
+
+@functools.cache
+def parsed(file: Path) -> list[ast.AST]:
+    return list(ast.walk(ast.parse(file.read_text())))
+
+
+def functions(file: Path) -> Iterator[ast.FunctionDef]:
+    yield from (node for node in parsed(file) if isinstance(node, ast.FunctionDef))
+
+
+@functools.cache
+def called(function: ast.FunctionDef) -> set[str]:
+    calls = [node.func for node in ast.walk(function) if isinstance(node, ast.Call)]
+    return {each.id if isinstance(each, ast.Name) else getattr(each, "attr", "") for each in calls}
+
+
+def test_every_test_asserts_something():
+    """By itself, or in a function of the tests that it calls."""
+    found = [(file, function) for file in FILES for function in functions(file)]
+    checking = set(CHECKING)
+    for _, function in found:
+        asserts = any(isinstance(node, ast.Assert | ast.Raise) for node in ast.walk(function))
+        if asserts or any(name in CHECKING or name.startswith("assert_") for name in called(function)):
+            checking.add(function.name)
+    growing = True
+    while growing:
+        more = {function.name for _, function in found if called(function) & checking} - checking
+        checking |= more
+        growing = bool(more)
+    idle = [
+        f"{file.name}:{one.name}" for file, one in found if one.name.startswith("test_") and one.name not in checking
+    ]
+    assert idle == []
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__") and len(name) > 1
+
+
+def private_names(nodes: list[ast.AST]) -> list[str]:
+    """``object._name`` of anything but a method's own object, and ``setattr`` and ``getattr`` of such a name."""
+    found = []
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and private(node.attr):
+            own = ast.unparse(node.value) in ("self", "cls", "super()")
+            if not own and not {node.attr, ast.unparse(node)} & PUBLIC:
+                found.append(ast.unparse(node))
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+            names = [each.value for each in node.args if isinstance(each, ast.Constant) and isinstance(each.value, str)]
+            found += [ast.unparse(node) for name in names if any(map(private, name.split(".")))]
+    return found
+
+
+def test_no_test_reads_a_private_field_of_another_class():
+    found = {file.relative_to(ROOT).as_posix(): private_names(parsed(file)) for file in FILES}
+    assert {file: names for file, names in found.items() if len(names) > LEFT.get(file, 0)} == {}
+    assert [file for file in LEFT if not found.get(file)] == [], "mended: take these out of the table"
+
+
+def test_private_names_are_found():
+    text = "a._b\nself._b\na._replace()\nos._exit(1)\nm.setattr(a, '_b', 1)\nm.setattr('a._b.c', 1)\na.__class__\na.b"
+    assert Counter(private_names(list(ast.walk(ast.parse(text))))) == Counter(
+        ["a._b", "m.setattr(a, '_b', 1)", "m.setattr('a._b.c', 1)"]
+    )
