@@ -394,7 +394,7 @@ class Engine:
                 "build it again: ling3export build",
             )
         if request.grammar is not None:
-            self.files.grammars(self.limits.vocab_size).matcher(request.grammar, request.name)
+            self.files.grammars(self.limits.vocab_size).check(request.grammar, request.name)
         if request.score_from is not None:
             check_cells(self._record, self.target, self._artifact)
         if request.stop:

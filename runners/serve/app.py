@@ -99,6 +99,7 @@ class _Server:
         self._piece = asyncio.Lock()  # held while a piece of a large body is taken
         self._readers = ThreadPoolExecutor(2, "ling3-read")
         self._slow_readers = ThreadPoolExecutor(1, "ling3-read-large")
+        self._grammar_readers = ThreadPoolExecutor(1, "ling3-read-grammar")
         self.counters = Metrics(engine)
 
     async def completions(self, request: Request) -> Response:
@@ -158,7 +159,8 @@ class _Server:
         """What a request asks for: its body is received, and read in one of a few threads.
 
         Not in the event loop, which must not wait while long texts are tokenized; and not in a thread each, since many
-        large bodies at once would leave nobody else any time or memory. Small ones wait for no large one.
+        large bodies at once would leave nobody else any time or memory. Small ones wait for no large one, and those
+        without a grammar for none with one, which may take seconds to try.
         """
         kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
         if kind != "application/json":
@@ -180,7 +182,11 @@ class _Server:
                         await asyncio.sleep(0)
             elements = max(ELEMENTS, self._engine.limits.context)
             readers = self._readers if len(data) <= SMALL else self._slow_readers
-            return await asyncio.get_running_loop().run_in_executor(readers, lambda: read(parse(bytes(data), elements)))
+            loop = asyncio.get_running_loop()
+            body = await loop.run_in_executor(readers, parse, bytes(data), elements)
+            if calls.may_have_grammar(body):
+                readers = self._grammar_readers
+            return await loop.run_in_executor(readers, read, body)
         finally:
             self._held -= held
 

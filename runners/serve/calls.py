@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine, Prompt
     from ling3export.runners.text.tokenizer import Tokenizer
 
+GRAMMARS = ("response_format", "text", "tools", *structure.GUIDES)  # fields that may say what an answer has to be
 MAX_TOKENS = 16  # of /v1/completions if a body does not say, like OpenAI's API
 
 
@@ -76,6 +77,11 @@ class Names(NamedTuple):
 
     prompt: str
     form: str = "response_format"
+
+
+def may_have_grammar(body: dict[str, Any]) -> bool:
+    """Whether a body of any endpoint may say what its answer has to be."""
+    return any(body.get(name) for name in GRAMMARS)
 
 
 def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -> Call:
@@ -245,7 +251,7 @@ def _call(
     if grammar is not None:
         field = structure.field_of(asked, names.form) if formed else "tools"
         with _refusing(field):
-            engine.files.grammars(engine.limits.vocab_size).matcher(grammar_of(grammar, field), field)
+            engine.files.grammars(engine.limits.vocab_size).check(grammar_of(grammar, field), field)
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
         called = name if len(prompts) == 1 else f"{name} {number}"

@@ -5,6 +5,7 @@ import os
 import resource
 import signal
 import socket
+import threading
 from collections.abc import Sequence
 from contextlib import closing, nullcontext
 from dataclasses import replace
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.machine.service import is_loopback
+from ling3export.runners import flight
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.ffn import WAIT
 from ling3export.runners.hosts.hosts import Hosts
@@ -32,6 +34,7 @@ if TYPE_CHECKING:
 LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
 BACKLOG = 512  # connections that the system keeps until they are taken
 TURN = 16  # of them are taken at once
+LAST = 5.0  # seconds that threads have to end behind the last answer
 SPARE = 64  # files beside connections that a server may open, connections that were just taken or ended among them
 
 
@@ -51,7 +54,7 @@ def serve(
     ``prefix_store`` is the engine's, too. ``events`` tells others what prompts can hit here.
 
     At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled,
-    and their clients get an error.
+    and their clients get an error. The process ends LAST seconds later at most, whatever its threads do.
 
     Raises:
         Ling3Error: The artifact cannot be loaded.
@@ -98,6 +101,9 @@ def serve(
         print(address(listener), flush=True)
         server.run(sockets=[listener])
         say("serve: ended")
+        last = threading.Timer(LAST, flight.leave, [0])  # a thread that never returns would keep the process
+        last.daemon = True
+        last.start()
 
 
 def http_server(app: ASGIApp, bounds: Bounds, grace: float) -> uvicorn.Server:

@@ -4,16 +4,12 @@ import json
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal
-from math import inf
 from typing import Any
 
 from ling3export.runners.serve.schema import Body, ChatBody, refusal, shown
 from ling3export.runners.text.grammar import AS_WRITTEN, LARGEST, Grammar
 
 DEPTH = 64  # objects and lists within each other that a schema may have
-# Of a `multipleOf`, without zeros at its end and its point: 10,000 take 0.7 s to compile, 999,983 took 67 s.
-LARGEST_STEP = 10_000
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"  # around {"name": NAME, "arguments": OBJECT}, as Ling's templates write it
 # A text with one call at its end, or with none.
@@ -65,7 +61,7 @@ def schema_text(schema: Any, param: str) -> str:
     """A schema as JSON.
 
     Raises:
-        ApiError: It is too large, or nested too deeply, or a `multipleOf` has too many digits.
+        ApiError: It is too large or nested too deeply.
     """
     level, depth = [schema], 0
     while level:
@@ -73,20 +69,11 @@ def schema_text(schema: Any, param: str) -> str:
         if depth > DEPTH:
             raise refusal(param, f"a schema of at most {DEPTH} levels", "more")
         inner = [each for each in level if isinstance(each, (dict, list))]
-        for step in (each.get("multipleOf") for each in inner if isinstance(each, dict)):
-            if isinstance(step, (int, float)) and _digits(step) > LARGEST_STEP:
-                raise refusal(param, f"a multipleOf whose digits are a number up to {LARGEST_STEP:,}", shown(step))
         level = [value for each in inner for value in (each.values() if isinstance(each, dict) else each)]
     text = json.dumps(schema)
     if len(text) > LARGEST:
         raise refusal(param, f"a schema of at most {LARGEST:,} characters", f"{len(text):,}")
     return text
-
-
-def _digits(step: float) -> float:
-    """0.05 → 5, 1200 → 12; infinite for what is no number."""
-    number = Decimal(str(step) if isinstance(step, float) else step)
-    return int("".join(map(str, number.normalize().as_tuple().digits))) if number.is_finite() else inf
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """Which tokens may come next, where a request says what its text has to be: a JSON schema, a regex or a grammar.
 
-llguidance (extra ``structured``) follows the grammar byte by byte and fills a bit mask of tokens. Its work is bounded
-by counted steps and not by time, so that several hosts come to the same end.
+llguidance (extra ``structured``) follows the grammar byte by byte and fills a bit mask of tokens. Its work for a token
+is bounded by counted steps and not by time, so that several hosts come to the same end; what it does to compile a
+grammar has no bound, so every new one is compiled in another process first (``trial.py``).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -18,7 +19,8 @@ KINDS = ("json", "regex", "lark")
 LARGEST = 1 << 16  # characters of a schema, regex or grammar
 # Blanks as Python and the templates of tools write them: a model that may choose them may never come to an end.
 AS_WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-KEPT = 32  # of the last ones, what they were compiled to: half a second for a large one
+KEPT = 32  # of the last ones, what they were compiled to
+TRIED = 1024  # of the last ones, what their trial said
 
 
 class Grammar(NamedTuple):
@@ -77,13 +79,16 @@ class Grammars:
         tokenizer: Text of tokenizer.json.
         vocab_size: Token ids of the model are below it.
         eos: Ids that end a text.
+        trial: What ``check`` asks of a grammar before it is compiled here: what is wrong with it, or an empty text.
 
     Raises:
         RequestError: llguidance is not installed.
         ArtifactError: llguidance cannot read the tokenizer.
     """
 
-    def __init__(self, tokenizer: str, vocab_size: int, eos: Iterable[int]) -> None:
+    def __init__(
+        self, tokenizer: str, vocab_size: int, eos: Iterable[int], trial: Callable[[Grammar], str] | None = None
+    ) -> None:
         try:
             import llguidance
         except ImportError:
@@ -92,29 +97,59 @@ class Grammars:
                 "pip install 'ling3export[structured]'",
             ) from None
         self._library = llguidance
-        self._made = lru_cache(KEPT)(self._make)
-        self._words = -(-vocab_size // 32)
+        self._compiled, self._refusal = lru_cache(KEPT)(self._compile), lru_cache(TRIED)(self._try)
+        self._words, self._trial = -(-vocab_size // 32), trial
         try:
             self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos))
         except ValueError as error:
             raise ArtifactError(f"tokenizer: expected one that llguidance reads, found {error}") from error
 
-    def matcher(self, grammar: Grammar, name: str = "grammar") -> Matcher:
-        """A matcher at the begin of a text.
+    def check(self, grammar: Grammar, name: str = "grammar") -> None:
+        """Refuses a grammar that cannot be used; one that is new takes the time of two processes to compile it.
 
         Raises:
             RequestError: The grammar is malformed or too large, or no text fits it.
         """
-        try:
-            return Matcher(
-                self._made(grammar).deep_copy()
-            )  # not by name: it is checked under one, and runs under another
-        except RequestError as error:
-            raise RequestError(f"{name}: {error.message}") from None
+        # The result is kept without the name: a grammar is checked under one, and runs under another.
+        if refusal := self._refusal(grammar):
+            raise RequestError(f"{name}: {refusal}")
 
-    def _make(self, grammar: Grammar) -> Any:
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the begin of a text.
+
+        Raises:
+            RequestError: For the reasons that ``check`` gives.
+        """
+        return Matcher(self._compiled(grammar).deep_copy())
+
+    def follow(self, grammar: Grammar, tokens: int) -> None:
+        """Takes the first tokens of a text, each from the middle of those that may follow.
+
+        Raises:
+            RequestError: For the reasons that ``check`` gives.
+        """
         import numpy as np
 
+        matcher, mask = self.matcher(grammar), np.zeros(self._words, np.int32)
+        for _ in range(tokens):
+            matcher.fill(mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+            if matcher.error or not len(allowed):
+                raise _unusable(grammar, matcher)
+            matcher.accept(int(allowed[len(allowed) // 2]))
+            if matcher.over:
+                return
+
+    def _try(self, grammar: Grammar) -> str:
+        refusal = "" if self._trial is None else self._trial(grammar)
+        if not refusal:
+            try:
+                self._compiled(grammar)  # so that the engine's thread finds it
+            except RequestError as error:
+                return error.message
+        return refusal
+
+    def _compile(self, grammar: Grammar) -> Any:
         kind, text = grammar
         make = self._library.LLMatcher
         try:
@@ -126,15 +161,20 @@ class Grammars:
                 inner = make.grammar_from_regex(text) if kind == "regex" else make.grammar_from_lark(text)
         except ValueError as error:
             raise RequestError(f"expected a {kind} grammar, found {error}") from None
-        found = Matcher(make(self._tokenizer, inner, log_level=0))
-        mask = np.zeros(self._words, np.int32)
-        if not found.error:
-            found.fill(mask)
-        if found.error or not mask.any():
-            why = " ".join(found.error.split())
-            why = "that no text fits it" if not why or why.startswith("NoExtension") else why
-            raise RequestError(f"expected a {kind} grammar that some text fits, found {why}")
-        return found.inner
+        # A mask takes at most 0.1 s of the engine's thread, 2.7 s by default; a matcher's states take up to 100 MB.
+        limits = self._library.LLParserLimits(
+            initial_lexer_fuel=200_000, step_lexer_fuel=50_000, max_lexer_states=50_000
+        )
+        compiled = make(self._tokenizer, inner, log_level=0, limits=limits)
+        if (matcher := Matcher(compiled)).error:
+            raise _unusable(grammar, matcher)
+        return compiled
+
+
+def _unusable(grammar: Grammar, matcher: Matcher) -> RequestError:
+    why = " ".join(matcher.error.split())
+    why = "that no text fits it" if not why or why.startswith("NoExtension") else why
+    return RequestError(f"expected a {grammar.kind} grammar that some text fits, found {why}")
 
 
 def grammar_of(value: object, name: str) -> Grammar:

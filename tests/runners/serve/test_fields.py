@@ -229,7 +229,7 @@ def test_any_json_object_or_length(engine):
         ({"multipleOf": True}, "Expected f64 for 'multipleOf'"),
         ({"multipleOf": 10**400}, "number out of range"),
         ({"multipleOf": 0.05}, None),
-        ({"multipleOf": 999_983}, "a number up to 10,000, found 999983"),
+        ({"multipleOf": 999_983}, "found one that takes more "),
         (False, "schema is false"),
         ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text fits it"),
     ],

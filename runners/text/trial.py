@@ -1,0 +1,95 @@
+"""Tries a grammar in a process of its own, which can be ended: a few bytes of one can take hours and gigabytes.
+
+The grammar of ``{"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}`` has 10^8 states, all of
+which are made before the first token. What a compiled grammar is cannot go from one process to another, so this one
+compiles again what the other has shown to be cheap.
+"""
+
+import resource
+import signal
+import threading
+import weakref
+from collections.abc import Iterable
+
+from ling3export.foundation.errors import RequestError
+from ling3export.foundation.processes import Child, Parent, ending
+from ling3export.runners.text.grammar import Grammar, Grammars
+
+SECONDS = 3.0  # of processor time that a grammar may take, its first masks among them; large ones take 0.1
+BYTES = 64 << 20  # of memory that it may take
+WAIT = 30.0  # seconds until a try is given up on a machine that is busy
+TOKENS = 3  # that are taken: some grammars fail behind their first token, whichever it is
+
+
+class Trial:
+    """A process that tries grammars for one tokenizer, one after the other. It starts with the first grammar.
+
+    Args:
+        tokenizer: Text of tokenizer.json.
+        vocab_size: Token ids of the model are below it.
+        eos: Ids that end a text.
+    """
+
+    def __init__(self, tokenizer: str, vocab_size: int, eos: Iterable[int]) -> None:
+        self._told = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos": sorted(eos)}
+        self._turn = threading.Lock()
+        self._child: Child | None = None
+
+    def refusal(self, grammar: Grammar) -> str:
+        """What is wrong with a grammar; empty where nothing is.
+
+        Raises:
+            RequestError: It took more than WAIT seconds, which the machine may be to blame for.
+        """
+        with self._turn:
+            child = self._child or self._started()
+            overdue = threading.Timer(WAIT, child.kill)
+            overdue.daemon = True
+            overdue.start()
+            child.send({"kind": grammar.kind, "text": grammar.text})
+            reply = child.receive()
+            overdue.cancel()
+            if reply is not None:
+                return str(reply["refusal"])
+            self._child = None
+            code, _ = child.ended()
+            self._close()
+        wanted = f"expected a {grammar.kind} grammar that takes at most {SECONDS:g} s and {BYTES >> 20} MiB to compile"
+        if code == -signal.SIGKILL:
+            raise RequestError(f"{wanted}, found one that was not compiled within {WAIT:g} s")
+        bounds = {-signal.SIGPROF: "more time", -signal.SIGABRT: "more memory"}
+        return (
+            f"{wanted}, found one that takes {bounds[code]}" if code in bounds else f"{wanted}, found it {ending(code)}"
+        )
+
+    def _started(self) -> Child:
+        child = self._child = Child(__spec__.name)
+        self._close = weakref.finalize(self, child.__exit__)
+        child.send(self._told)
+        return child
+
+
+def main() -> None:
+    """The other process: bounded by the system, since nothing else ends llguidance."""
+    parent = Parent()
+    told = parent.receive()
+    grammars = Grammars(told["tokenizer"], told["vocab_size"], told["eos"])
+    grammars.follow(Grammar("regex", "[a-z]+"), TOKENS)  # loads what is loaded once, before there is a bound
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
+    while True:
+        grammar = Grammar(**parent.receive())
+        with open("/proc/self/statm") as file:
+            held = int(file.read().split()[5]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_DATA, (held + BYTES, resource.RLIM_INFINITY))
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        try:
+            grammars.follow(grammar, TOKENS)
+            refusal = ""
+        except RequestError as error:
+            refusal = error.message
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        parent.send({"refusal": refusal})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Grammars of a few bytes that take hours or gigabytes to compile: they are refused, and nobody else waits for them."""
+
+import json
+import sys
+import threading
+import time
+from typing import Any
+
+import httpx2
+import pytest
+
+from ling3export.foundation.errors import RequestError
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.text.grammar import Grammar
+from ling3export.runners.text.trial import BYTES, SECONDS, WAIT
+from tests.support import toy_artifact
+from tests.support.serving import Server
+
+TOOK = (
+    f"expected a json grammar that takes at most {SECONDS:g} s and {BYTES >> 20} MiB to compile, found one that takes"
+)
+# A thread that never returns stands beside the server's own.
+STUCK = "import sys, threading, time; threading.Thread(target=time.sleep, args=(1e6,)).start(); "
+STUCK += "from ling3export.runners.cli.main import main; main(sys.argv[1:])"
+
+
+def hostile(*steps: int) -> dict[str, Any]:
+    """A request whose answer would be a multiple of all ``steps``, each of which alone is harmless."""
+    schema = {"type": "integer", "allOf": [{"multipleOf": step} for step in steps]}
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
+    return {"model": "toy", "prompt": [5], "max_tokens": 2, "response_format": form}
+
+
+def memory(server: Server) -> int:
+    """The most bytes that the server's process had at once so far."""
+    with open(f"/proc/{server.process.pid}/status") as file:
+        (line,) = (line for line in file if line.startswith("VmHWM:"))
+    return int(line.split()[1]) << 10
+
+
+def test_grammars_that_take_hours_stop_nobody():
+    """Two requests stopped all completions: 0.7 → 9.1 GB in two minutes, and the process outlived SIGTERM."""
+    with Server(toy_artifact.shared(), "--model", "toy", "--grace", 1) as server:
+        before, answers = memory(server), []
+
+        def ask(steps: tuple[int, ...]) -> None:
+            answers.append(httpx2.post(f"{server.url}/v1/completions", json=hostile(*steps), timeout=3 * WAIT))
+
+        threads = [threading.Thread(target=ask, args=(steps,)) for steps in ((9973, 9967), (9967, 9949))]
+        for thread in threads:
+            thread.start()
+        plain = {"model": "toy", "prompt": [5], "max_tokens": 2}
+        others = 0
+        while len(answers) < len(threads):
+            assert httpx2.post(f"{server.url}/v1/completions", json=plain, timeout=WAIT).status_code == 200
+            others += 1
+        for thread in threads:
+            thread.join()
+        assert others > 10
+        for answer in answers:
+            error = answer.json()["error"]
+            assert (answer.status_code, error["param"]) == (400, "response_format")
+            assert error["message"].startswith(f"response_format: {TOOK} more ")
+        assert memory(server) < before + (BYTES >> 1)
+        thread = threading.Thread(target=ask, args=((9949, 9941),))
+        thread.start()
+        time.sleep(0.3)
+        begun = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - begun < 1 + 20
+        thread.join()
+        assert answers[-1].status_code in (400, 503)  # by the time that this machine takes
+
+
+def test_sigterm_ends_a_server_whose_thread_never_returns():
+    """Python waited for the threads that read bodies."""
+    with Server(toy_artifact.shared(), "--grace", 1, runner=[sys.executable, "-c", STUCK]) as server:
+        begun = time.monotonic()
+        assert server.stop() == 0
+        assert time.monotonic() - begun < 1 + 20
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        Grammar("regex", "a{1000000}"),
+        Grammar("regex", "(((a{100}){100}){100})"),
+        Grammar(
+            "json", json.dumps({"type": "object", "properties": {f"p{at}": {"type": "integer"} for at in range(520)}})
+        ),
+    ],
+)
+def test_a_grammar_that_fails_behind_its_first_token_is_refused(grammar):
+    """It was taken, and then every request with it got a 500."""
+    with (
+        Engine(toy_artifact.shared(), report=lambda text: None) as engine,
+        pytest.raises(RequestError, match=f"expected a {grammar.kind} grammar that some text fits, found"),
+    ):
+        engine.submit(engine.request([5], 4, grammar=grammar))
