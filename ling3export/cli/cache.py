@@ -12,7 +12,8 @@ import click
 from ling3export.cache.use import CacheUse
 from ling3export.cli.options import BYTES, JSON, Parsed
 from ling3export.foundation.errors import PlanError
-from ling3export.runners.cli.options import PATH, Group
+from ling3export.runners.cli.command import Group
+from ling3export.runners.cli.options import PATH
 
 if TYPE_CHECKING:
     from ling3export.cache.explain import Looked

@@ -8,9 +8,9 @@ import click
 from ling3export.cli.options import JSON
 from ling3export.foundation.errors import CatalogError
 from ling3export.foundation.tables import aligned
-from ling3export.runners.cli.options import PATH, Group, trust_option
-from ling3export.runners.cli.pull import pull
-from ling3export.runners.cli.references import Artifact
+from ling3export.runners.cli.command import Group
+from ling3export.runners.cli.options import PATH, trust_option
+from ling3export.runners.cli.references import Artifact, pull
 
 
 @click.group(cls=Group)

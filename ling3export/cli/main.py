@@ -16,15 +16,25 @@ import click
 from ling3export.cache.use import POLICIES, CacheUse
 from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.catalog import catalog
-from ling3export.cli.options import IGNORE, JSON, WIDE, build_options, given
+from ling3export.cli.options import IGNORE, JSON, WIDE, build_options
 from ling3export.cli.signing import keygen, sign
-from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
 from ling3export.runners.cli.cluster import on_cluster
-from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.options import FOLDER, PATH, Group, cluster_options, section, shard_option, trust_option
+from ling3export.runners.cli.command import Group, given, require, section
+from ling3export.runners.cli.options import FOLDER, PATH, cluster_options, shard_option, trust_option
 from ling3export.runners.cli.references import Artifact
+
+# Options of `build` that ask for something else than a whole artifact, and what may not stand beside each of them.
+APART = {
+    "into": ("artifact", "replay"),
+    "shard": ("into", "replay", "kind"),
+    "no_weights": ("into", "replay", "shard", "kind"),
+    "on": ("shard", "into", "replay", "no_weights", "kind"),
+    "kind": ("into", "replay", "cache", "cache_dir", "explain", "jobs"),
+}
+COMMON_BUILD = "paddings tp max_running context targets snapshots dtype into force no_weights".split()
+COMMON_PLAN = "paddings tp max_running context targets snapshots dtype lengths artifact as_json".split()
 
 
 @contextmanager
@@ -68,7 +78,7 @@ def main() -> None:
     """
 
 
-@main.command()
+@main.command(common=COMMON_BUILD)
 @click.argument("checkpoint", required=False, type=Artifact(elsewhere=True, beside="replay"))
 @click.argument("artifact", required=False, type=FOLDER)
 @build_options
@@ -132,33 +142,17 @@ def build(
     from ling3export.cli.progress import Console
     from ling3export.compile import build as building
 
-    if into is not None and (artifact is not None or replay is not None):
-        raise click.UsageError(f"--into names the artifact: no {'--replay' if replay else 'ARTIFACT'} beside it")
-    if shard != WHOLE and (into is not None or replay is not None or kind != "artifact"):
-        raise click.UsageError("--shard compiles cells of an artifact alone: no --into, --replay or --format beside it")
-    if dummy_weights is not None and not no_weights:
-        raise click.UsageError("--dummy-weights belongs to --no-weights")
-    if no_weights and (into is not None or replay is not None or kind != "artifact" or shard != WHOLE):
-        raise click.UsageError("--no-weights makes an artifact: no --into, --replay, --shard or --format beside it")
-    if on is not None and (
-        shard != WHOLE or into is not None or replay is not None or no_weights or kind != "artifact"
-    ):
-        raise click.UsageError(
-            "--on builds an artifact: no --shard, --into, --replay, --no-weights or --format with it"
-        )
     chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir, explain)
+    _check_alone(chosen if kind != "artifact" else chosen - {"kind"})
     source = checkpoint or building.DEMO
-    destination = artifact or Path(
-        f"{source.resolve().name.removesuffix('.json')}.{'ling3' if kind == 'artifact' else kind}"
-    )
+    ending = "ling3" if kind == "artifact" else kind
+    destination = artifact or Path(f"{source.resolve().name.removesuffix('.json')}.{ending}")
+    how: dict[str, Any] = {"ignore": ignore, "cache": use}
+    whole: dict[str, Any] = how | {"force": force, "prove": prove}
     with _unwinding(), Console() as console:
         if kind == "savedmodel":
             from ling3export.savedmodel.export import build_savedmodel
 
-            for name in ("cache", "cache_dir", "explain", "jobs", "into", "replay"):
-                if name in chosen:
-                    hint = "nothing is compiled: TensorFlow does that when it loads"
-                    raise Ling3Error(f"--format savedmodel: expected no --{name.replace('_', '-')}, found it", hint)
             build_savedmodel(source, destination, what, console, force=force, ignore=ignore)
             console.note(f"wrote {destination}")
         elif replay is not None:
@@ -173,40 +167,41 @@ def build(
         elif shard != WHOLE:
             from ling3export.compile.share import build_share
 
-            build_share(source, destination, what, console, shard, ignore=ignore, cache=use)
+            build_share(source, destination, what, console, shard, **how)
         elif into is not None:
             from ling3export.compile.into import add_targets
 
-            manifest, names = add_targets(
-                into, what, chosen, console, checkpoint=checkpoint, force=force, ignore=ignore, cache=use, prove=prove
-            )
-            console.summary(into, manifest, names)
+            console.summary(into, *add_targets(into, what, chosen, console, checkpoint=checkpoint, **whole))
         elif no_weights:
-            manifest = building.build_programs(
-                source,
-                destination,
-                what,
-                console,
-                dummy=dummy_weights,
-                force=force,
-                ignore=ignore,
-                cache=use,
-                prove=prove,
-            )
+            manifest = building.build_programs(source, destination, what, console, dummy=dummy_weights, **whole)
             console.summary(destination, manifest)
         else:
             if on is not None:
                 from ling3export.compile.fleet import build_on
 
-                make_pool = partial(on_cluster, "build", on, replicas, resources)
-                build_on(make_pool, source, destination, what, console, ignore=ignore, cache=use)
-            manifest = building.build(
-                source, destination, what, console, force=force, ignore=ignore, cache=use, prove=prove
-            )
-            console.summary(destination, manifest)
+                build_on(
+                    partial(on_cluster, "build", on, replicas, resources), source, destination, what, console, **how
+                )
+            console.summary(destination, building.build(source, destination, what, console, **whole))
 
 
-@main.command()
+def _check_alone(chosen: set[str]) -> None:
+    """Refuses options of ``build`` that ask for different things.
+
+    Args:
+        chosen: Names of the options that were given; "kind" where another format than an artifact is asked for.
+    """
+    flags = {"artifact": "ARTIFACT", "kind": "--format"}
+    for name, others in APART.items():
+        for other in others if name in chosen else ():
+            if other in chosen:
+                first, second = (flags.get(each) or f"--{each.replace('_', '-')}" for each in (name, other))
+                raise click.UsageError(f"{first}: expected no {second} beside it, found one.")
+    if "dummy_weights" in chosen and "no_weights" not in chosen:
+        raise click.UsageError("--dummy-weights: expected --no-weights beside it, found none.")
+
+
+@main.command(common=COMMON_PLAN)
 @click.argument("checkpoint", required=False, type=PATH)
 @build_options
 @click.option("--lengths", type=PATH, metavar="FILE", help="A histogram of requests, as JSON lines.")

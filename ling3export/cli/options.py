@@ -1,14 +1,16 @@
 """The options of :class:`ling3export.plan.options.Options` as click's decorators."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
 
 from ling3export.plan.options import Options, parse_bytes, parse_paddings
-from ling3export.runners.cli.options import Decorator, section
+from ling3export.runners.cli.command import section
+from ling3export.runners.cli.options import field_option
 
-DEFAULTS = Options()
+_option = partial(field_option, Options)
 
 
 class Parsed(click.ParamType):
@@ -30,50 +32,55 @@ class Parsed(click.ParamType):
 PADDINGS, BYTES = Parsed("N,N,...", parse_paddings), Parsed("SIZE", parse_bytes)
 
 
-def _option(name: str, kind: Any, help: str, field: str | None = None, **settings: Any) -> Decorator:
-    """An option with the default of a field of Options, which has its name unless ``field`` says another."""
-    field = field or name.removeprefix("--").replace("-", "_")
-    shown = "[default: " not in help
-    default = getattr(DEFAULTS, field)
-    return click.option(name, field, type=kind, default=default, show_default=shown, help=help, **settings)
-
-
 PROGRAMS = section(
     "Programs",
-    _option("--paddings", PADDINGS, "Padded tokens of a prefill call.  [default: 16,128,512]"),
+    _option("paddings", PADDINGS, "Padded tokens of a prefill call.  [default: 16,128,512]"),
     _option(
-        "--decode-paddings",
+        "decode_paddings",
         PADDINGS,
         "Padded sequences of a decode step.  [default: 1, then --paddings up to --max-running]",
     ),
-    _option("--score-paddings", PADDINGS, "Padded tokens of a call that scores given tokens."),
-    _option("--segments", click.Choice(["none", "group"]), "Also cut prefill into a call for each group of layers."),
-    _option("--afd", int, "Also cut decode at the experts, for N processes.  [default: 0]", metavar="N"),
-    _option("--afd-dtype", click.Choice(["model", "int8"]), "What travels to the experts; int8 with a scale a token."),
-    _option("--kernels", click.Choice(["auto", "on", "off"]), "Native kernels in executables for cpu."),
-    _option("--dtype", click.Choice(["bfloat16", "float32"]), "float32 means highest matmul precision throughout."),
+    _option("score_paddings", PADDINGS, "Padded tokens of a call that scores given tokens."),
+    _option(
+        "segments",
+        click.Choice(["none", "group"]),
+        "group: also add programs that prefill one group of layers at a time, so that states leave group by group.",
+    ),
+    _option(
+        "afd",
+        int,
+        "Also add decode programs whose experts ffn-workers compute, for N attention processes.  [default: 0, none]",
+        metavar="N",
+    ),
+    _option(
+        "afd_dtype",
+        click.Choice(["model", "int8"]),
+        "With --afd: dtype of the tokens sent to ffn-workers, the model's own or int8 with a scale for each token.",
+    ),
+    _option("kernels", click.Choice(["auto", "on", "off"]), "Native kernels in executables for cpu."),
+    _option("dtype", click.Choice(["bfloat16", "float32"]), "float32 means highest matmul precision throughout."),
 )
 MACHINES = section(
     "Machines",
     _option(
-        "--target",
+        "targets",
         str,
         "PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
-        "targets",
+        flag="--target",
         multiple=True,
         metavar="TARGET",
     ),
-    _option("--tp", int, "Devices that share the model on cpu.  [default: 16, or fewer]", metavar="N"),
+    _option("tp", int, "Devices that share the model on cpu.  [default: 16, or fewer]", metavar="N"),
 )
 POOLS = section(
     "Memory",
-    _option("--max-running", int, "Sequences that hold state at once.", metavar="N"),
-    _option("--context", int, "Longest sequence in tokens.  [default: 8192, or the model's limit]", metavar="N"),
-    _option("--page-size", int, "Tokens a latent page.", metavar="N"),
-    _option("--pages", int, "Latent pages.  [default: what fits]", metavar="N"),
-    _option("--snapshots", int, "Copies of states that a prefix cache can keep.", metavar="N"),
-    _option("--memory-fraction", float, "Share of an accelerator's memory for weights and pools.", metavar="SHARE"),
-    _option("--state-memory", BYTES, "Memory for the state of all virtual cpu devices.  [default: 4GiB]"),
+    _option("max_running", int, "Sequences that hold state at once.", metavar="N"),
+    _option("context", int, "Longest sequence in tokens.  [default: 8192, or the model's limit]", metavar="N"),
+    _option("page_size", int, "Tokens a latent page.", metavar="N"),
+    _option("pages", int, "Latent pages.  [default: what fits]", metavar="N"),
+    _option("snapshots", int, "Copies of states that a prefix cache can keep.", metavar="N"),
+    _option("memory_fraction", float, "Share of an accelerator's memory for weights and pools.", metavar="SHARE"),
+    _option("state_memory", BYTES, "Memory for the state of all virtual cpu devices.  [default: 4GiB]"),
 )
 IGNORE = click.option(
     "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="Ignore a field of config.json."
@@ -86,9 +93,3 @@ def build_options(command: Callable[..., None]) -> Callable[..., None]:
     """Gives a command the options of :class:`ling3export.plan.options.Options`, ``jobs`` apart."""
     built: Callable[..., None] = PROGRAMS(MACHINES(POOLS(command)))
     return built
-
-
-def given(context: click.Context) -> set[str]:
-    """Names of the options that stand on the command line."""
-    source = click.core.ParameterSource.COMMANDLINE
-    return {name for name in context.params if context.get_parameter_source(name) is source}

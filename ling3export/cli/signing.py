@@ -4,8 +4,8 @@ from pathlib import Path
 
 import click
 
-from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.options import FOLDER, PATH, Command
+from ling3export.runners.cli.command import Command, require
+from ling3export.runners.cli.options import FOLDER, PATH
 
 
 @click.command(cls=Command)

@@ -8,27 +8,27 @@ import click
 
 from ling3export.foundation.shards import Shard
 from ling3export.runners.cli.cluster import hosts_each, on_cluster
-from ling3export.runners.cli.errors import require
+from ling3export.runners.cli.command import Group, require, section
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
-    Group,
     artifact_options,
     cluster_options,
     sampling_option,
-    section,
     shard_option,
     temperature_option,
 )
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.hosts.rendezvous import announced
 
+COMMON = "model max_tokens temperature seed shard force target programs on replicas".split()
+
 
 class _Batch(Group):
     """``batch ARTIFACT INPUT OUTPUT`` is short for ``batch run ARTIFACT INPUT OUTPUT``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and not args[0].startswith("-"):
+        if args and args[0] not in (*self.commands, *ctx.help_option_names):
             args.insert(0, "run")
         return super().parse_args(ctx, args)
 
@@ -41,7 +41,7 @@ def batch() -> None:
     """
 
 
-@batch.command()
+@batch.command(from_file=True, common=COMMON)
 @click.argument("artifact", type=ARTIFACT)
 @click.argument("source", metavar="INPUT", type=PATH)
 @click.argument("output", type=PATH)

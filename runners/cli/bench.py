@@ -11,17 +11,13 @@ import click
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners import flight
-from ling3export.runners.cli.errors import require
+from ling3export.runners.cli.command import INTERRUPTED, Decorator, Group, require, section
 from ling3export.runners.cli.eval import progress
 from ling3export.runners.cli.options import (
-    INTERRUPTED,
     PATH,
-    Decorator,
-    Group,
     artifact_options,
     check_option,
     programs_option,
-    section,
     step_timeout_option,
     trust_option,
 )
@@ -33,6 +29,7 @@ if TYPE_CHECKING:
 
 WORKLOADS = ("random", "sharegpt", "generated-shared-prefix", "prefix-repetition", "jsonl", "suite")
 POSITIVE = click.IntRange(1)
+COMMON = "url workload data num_prompts input_len output_len request_rate max_concurrency output html".split()
 
 
 @click.group("bench", cls=Group, sections={"Measure": ("serve", "compare"), "Look": ("check", "prefixes")})
@@ -95,7 +92,7 @@ _written: Decorator = section(
 )
 
 
-@bench.command()
+@bench.command(common=COMMON)
 @click.argument("artifact", type=ARTIFACT, required=False)
 @click.option("--url", help="Measure the server there.  [default: ARTIFACT in this process]")
 @_workload
@@ -133,7 +130,7 @@ def serve(
     _end(found)
 
 
-@bench.command()
+@bench.command(common=("configs", *COMMON))
 @click.argument("artifacts", type=ARTIFACT, nargs=-1, required=True)
 @click.option(
     "--configs",

@@ -9,16 +9,9 @@ import click
 from ling3export.artifacts.calibration import beside, write_calibration
 from ling3export.artifacts.files import replace_file
 from ling3export.foundation.errors import Ling3Error
+from ling3export.runners.cli.command import Command, section
 from ling3export.runners.cli.hosts import host_options, keep_stdout
-from ling3export.runners.cli.options import (
-    PATH,
-    Command,
-    check_option,
-    programs_option,
-    section,
-    target_option,
-    trust_option,
-)
+from ling3export.runners.cli.options import PATH, check_option, programs_option, target_option, trust_option
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.hosts.hosts import find_hosts
 from ling3export.runners.hosts.rendezvous import announced

@@ -13,7 +13,8 @@ from ling3export.artifacts.manifest import named_target, read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.targets import choose_target, platforms_here
-from ling3export.runners.cli.options import Command, target_option
+from ling3export.runners.cli.command import Command
+from ling3export.runners.cli.options import target_option
 from ling3export.runners.cli.references import ARTIFACT
 
 if TYPE_CHECKING:

@@ -14,16 +14,13 @@ import click
 from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.cluster import hosts_each, on_cluster
-from ling3export.runners.cli.errors import INVALID, NOT_DETERMINISTIC, REGRESSION
+from ling3export.runners.cli.command import INVALID, NOT_DETERMINISTIC, REGRESSION, Decorator, Group, section
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
-    Decorator,
-    Group,
     cluster_options,
-    prefix_cache_option,
+    engine_option,
     programs_option,
-    section,
     shard_option,
     step_timeout_option,
     stop_option,
@@ -100,7 +97,7 @@ def evaluate() -> None:
     """Evaluate an artifact: run suites, compare runs, check tasks."""
 
 
-@evaluate.command()
+@evaluate.command(common="suite data limit trials max_tokens temperature seed shard target transcripts".split())
 @click.argument("artifact", type=ARTIFACT)
 @click.argument("run_folder", metavar="RUN", type=PATH)
 @_suite_options(
@@ -130,12 +127,7 @@ def evaluate() -> None:
 )
 @section("Work", shard_option("batch"))
 @section(
-    "Artifact",
-    target_option,
-    programs_option,
-    trust_option,
-    step_timeout_option,
-    prefix_cache_option("off", default=False),
+    "Artifact", target_option, programs_option, trust_option, step_timeout_option, engine_option("prefix_cache", "off")
 )
 @cluster_options
 @host_options
@@ -209,7 +201,7 @@ def merge(shards: tuple[Path, ...], run_folder: Path, force: bool) -> None:
     _end(run_folder, summary, run.config["max_infra"])
 
 
-@evaluate.command()
+@evaluate.command(common="suite data limit runs alone max_tokens batch target programs".split())
 @click.argument("artifact", type=ARTIFACT)
 @_suite_options(
     click.option("--runs", type=click.IntRange(2), default=2, help="How often."),

@@ -2,20 +2,20 @@
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ling3export.foundation.errors import RequestError
 from ling3export.runners import flight
-from ling3export.runners.cli.options import PATH, section
-from ling3export.runners.ffn import FFN_ALONE
+from ling3export.runners.cli.command import section
+from ling3export.runners.cli.options import PATH, SECONDS
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 
-SECONDS = click.FloatRange(0, min_open=True)
 HOST_NAMES = ("coordinator", "num_hosts", "host_id", "start_timeout", "host_timeout", "secret_file", "trust_network")
 _host_section = section(
     "Several hosts",
@@ -59,32 +59,36 @@ def host_options(command: Callable[..., Any]) -> Any:
 
 
 def leading(
-    artifact: Path, place: Mapping[str, Any], *, ffn: Sequence[str] = (), grace: float | None = None, **engine: Any
+    artifact: Path,
+    place: Mapping[str, Any],
+    config: EngineConfig | None = None,
+    *,
+    grace: float | None = None,
+    **settings: Any,
 ) -> Hosts | None:
     """This process's place among several hosts, None where it is alone. Returns on host 0 only: the others follow it.
 
     Args:
         artifact: Its folder.
         place: What ``host_options`` gave.
-        ffn: FFN workers, which every one of several hosts refuses: none has to wait for another to hear it.
+        config: How host 0 runs its engine; the others are given the same.
         grace: Seconds that host 0 goes on after SIGTERM, so the others do, too; None where the signal ends it at once.
-        engine: The arguments with which host 0 makes its engine; ``follower.follow`` takes them.
+        settings: Fields of ``EngineConfig`` that replace those of ``config``.
 
     Raises:
-        Ling3Error: ``place`` names no host (``find_hosts``), or there are FFN workers; on the other hosts, what ended
-            them.
+        Ling3Error: ``place`` names no host (``find_hosts``), or the settings are none for several hosts; on the other
+            hosts, what ended them.
         SystemExit: On the other hosts, once host 0 has ended.
     """
-    hosts = find_hosts(**place)
+    hosts, config = find_hosts(**place), replace(config or EngineConfig(), **settings)
+    config.check_hosts(hosts)  # on each of them: none has to wait for another to hear it
     if hosts is None:
         return None
-    if ffn:
-        raise RequestError(*FFN_ALONE)
     keep_stdout()
     if hosts.number:
         from ling3export.runners.engine.follower import follow
 
-        follow(artifact, hosts, grace=grace, **engine)
+        follow(artifact, hosts, config, grace=grace)
         sys.exit(0)
     return hosts
 

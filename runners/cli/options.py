@@ -1,29 +1,32 @@
-"""Groups, commands and options as click draws them: nothing given is lost, help in sections, errors printed by name.
+"""The options that commands share: those of a configuration's fields, of sampling, of a work's share, of a cluster.
 
 The sampling options have the bounds, defaults and words that Python and HTTP have.
 """
 
-import atexit
-import gc
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import click
 
 from ling3export.artifacts.files import TRUST
+from ling3export.foundation.errors import RequestError
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.machine.verdict import CHECKS, POLICIES
-from ling3export.runners.cli.errors import guarded, require
+from ling3export.runners.cli.command import Decorator, Once, require, section
+from ling3export.runners.engine.config import EVICTIONS, EngineConfig
 from ling3export.runners.engine.request import BOUNDS, Sampling
+from ling3export.runners.hosts.hosts import read_secret
 from ling3export.runners.load.references import REFERENCE
-from ling3export.runners.transfer.options import PrefixFolder
+from ling3export.runners.transfer.options import CARRIERS, ROLES, PrefixFolder, Transfer
 
-INTERRUPTED = 130  # the exit code that shells give after SIGINT
 PATH = click.Path(path_type=Path)
-Decorator = Callable[[Any], Any]
+SECONDS = click.FloatRange(0, min_open=True)
+POSITIVE = click.IntRange(1)
+PORT = click.IntRange(0, 65535)
 
 
 class _Folder(click.Path):
@@ -40,113 +43,6 @@ class _Folder(click.Path):
 
 
 FOLDER = _Folder()
-
-
-@runtime_checkable
-class Later(Protocol):
-    """The value of a parameter that the others decide, too."""
-
-    def decided(self, context: click.Context) -> Any:
-        """The value, once ``context`` has those of the others."""
-        ...
-
-
-class Once(click.Option):
-    """An option that may not be given twice: where click takes the last value, a user may have meant both."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **(kwargs | {"multiple": True}))
-
-    def process_value(self, ctx: click.Context, value: Any) -> Any:
-        """The one value, or None.
-
-        Raises:
-            click.UsageError: The option was given more than once.
-        """
-        values = super().process_value(ctx, value) or ()
-        if len(values) > 1:
-            raise click.UsageError(f"{self.opts[0]}: expected it once, found it {len(values)} times.", ctx)
-        return values[0] if values else None
-
-
-class Command(click.Command):
-    """A command whose help shows its options in the sections that ``section`` gave them."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command, once every parameter has its value."""
-        for name, value in ctx.params.items():
-            if isinstance(value, Later):
-                ctx.params[name] = value.decided(ctx)
-            elif isinstance(value, tuple):
-                ctx.params[name] = tuple(each.decided(ctx) if isinstance(each, Later) else each for each in value)
-        return super().invoke(ctx)
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes a list of options for each section, and the other options last."""
-        rows: dict[str, list[tuple[str, str]]] = {}
-        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
-        for option in sorted(options, key=lambda option: not hasattr(option, "section")):
-            if (row := option.get_help_record(ctx)) is not None:
-                rows.setdefault(getattr(option, "section", "Options"), []).append(row)
-        for title, found in rows.items():
-            with formatter.section(title):
-                formatter.write_dl(found)
-
-
-class Group(click.Group):
-    """A group whose help shows its commands in sections. Errors are printed; an interrupted command ends with 130.
-
-    Args:
-        sections: The names of the commands by the section's title; all commands in one section by default.
-    """
-
-    command_class = Command
-
-    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> None:
-        super().__init__(*args, **settings)
-        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
-        self._sections = sections or {}
-
-    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes a list of commands for each section."""
-        if not self._sections:
-            return super().format_commands(ctx, formatter)
-        width = formatter.width - 6 - max(map(len, self.commands))
-        for title, names in self._sections.items():
-            with formatter.section(title):
-                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the command line as all that this process does."""
-        atexit.register(gc.freeze)  # it ends then: looking for cycles in all of jax's objects takes as long as a step
-        return super().__call__(*args, **kwargs)
-
-    def main(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the command line. Errors of parsing are printed like those of commands."""
-        return guarded(super().main)(*args, **kwargs)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command; when an interruption arrives here, the command has tidied up what it has to."""
-        try:
-            return super().invoke(ctx)
-        except KeyboardInterrupt:
-            click.echo("interrupted", err=True)
-            sys.exit(INTERRUPTED)
-
-
-def section(title: str, *options: Decorator) -> Decorator:
-    """Gives a command options, and shows them under a title of their own in its help."""
-
-    def add(command: Any) -> Any:
-        before = list(getattr(command, "__click_params__", ()))
-        for option in reversed(options):
-            command = option(command)
-        for param in command.__click_params__:
-            if param not in before:
-                param.section = title
-        return command
-
-    return add
 
 
 class Setting(click.ParamType):
@@ -172,6 +68,8 @@ class Setting(click.ParamType):
 class Switch(click.Choice[str]):
     """``on`` or ``off`` as True or False."""
 
+    name = "switch"
+
     def __init__(self) -> None:
         super().__init__(("on", "off"))
 
@@ -180,13 +78,7 @@ class Switch(click.Choice[str]):
         return value if isinstance(value, bool) else super().convert(value, param, ctx) == "on"
 
 
-def sampling_option(name: str, text: str) -> Decorator:
-    """``--temperature`` and its like: an option for the field ``name`` of Sampling, with the help ``text``."""
-    default = getattr(Sampling, name)
-    return click.option(f"--{name.replace('_', '-')}", type=Setting(name), default=default, help=text)
-
-
-class _Share(click.ParamType):
+class Share(click.ParamType):
     """The share of a work, as :meth:`ling3export.foundation.shards.Shard.parse` reads it."""
 
     name = "I/N"
@@ -196,16 +88,218 @@ class _Share(click.ParamType):
         return value if isinstance(value, Shard) else Shard.parse(value)
 
 
+def field_option(
+    config: type, name: str, kind: Any, text: str, default: Any = ..., flag: str = "", **settings: Any
+) -> Decorator:
+    """An option that gives a field of a configuration.
+
+    Args:
+        config: A dataclass, whose default the option has.
+        name: The field; the option has its name, with dashes.
+        kind: What the option takes.
+        text: What it does. Where it ends with "  [default: …]", that is shown in the place of the default.
+        default: A default for one command, in the place of the field's.
+        flag: The option's name where it is not the field's.
+        settings: What else click is told of the option.
+    """
+    if default is not ...:
+        text = text.partition("  [default: ")[0]
+    else:
+        default = getattr(config, name)
+    shown = "[default: " not in text
+    flag = flag or f"--{name.replace('_', '-')}"
+    return click.option(flag, name, type=kind, default=default, show_default=shown, help=text, **settings)
+
+
+class _Flag(NamedTuple):
+    """The option of a field of EngineConfig, which has the field's name and default.
+
+    Attributes:
+        kind: What the option takes.
+        text: What it does.
+        settings: What else click is told of it.
+    """
+
+    kind: Any
+    text: str
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+# The options of EngineConfig, by field.
+ENGINE = {
+    "target": _Flag(None, "One of the artifact's targets.  [default: the only one that fits]", {"cls": Once}),
+    "programs": _Flag(click.Choice(POLICIES), "Whether programs that do not fit this machine may be compiled here."),
+    "check": _Flag(
+        click.Choice(CHECKS),
+        "Which digests to check: programs leaves out the weights; copy uses a copy of them in memory, and checks it.",
+    ),
+    "step_timeout": _Flag(
+        SECONDS, "Fail what runs once a call of the devices takes longer.  [default: any time]", {"metavar": "SECONDS"}
+    ),
+    "max_requests": _Flag(POSITIVE, "Prompts at once, waiting ones too; more get 429."),
+    "prefix_cache": _Flag(
+        Switch(), "Compute prompts that begin alike once.  [default: on where the artifact has snapshots]"
+    ),
+    "evict": _Flag(
+        click.Choice(EVICTIONS),
+        "What the prefix cache gives up first: what was not used for longest, or what saves least work.",
+    ),
+    "ffn": _Flag(None, "An ffn-worker's --context; again for every worker.", {"multiple": True, "metavar": "NAME"}),
+    "ffn_timeout": _Flag(
+        SECONDS,
+        "Fail what runs once an ffn-worker does not come or does not answer for so long.",
+        {"metavar": "SECONDS"},
+    ),
+}
+# The options of PrefixFolder, which are those of EngineConfig.prefix_store.
+PREFIX_STORE = (
+    click.option(
+        "--prefix-store",
+        type=PATH,
+        metavar="FOLDER",
+        help="Keep what the prefix cache knows in this folder, for later and for other processes.  [default: it ends "
+        "with the process]",
+    ),
+    click.option(
+        "--prefix-store-bytes",
+        type=POSITIVE,
+        default=PrefixFolder.limit,
+        help="Bytes that the folder of --prefix-store may have; what was not used for longest goes.",
+    ),
+)
+# The options of Transfer by its fields, which are those of EngineConfig.transfer.
+TRANSFER = {
+    "carrier": click.option(
+        "--transfer",
+        "transfer_carrier",
+        type=click.Choice(CARRIERS),
+        help="How states go from servers that prefill to servers that decode.  [default: none does]",
+    ),
+    "role": click.option(
+        "--role",
+        "transfer_role",
+        type=click.Choice(ROLES),
+        default=Transfer.role,
+        help="With --transfer: prefill gives states, decode takes them, both does both.",
+    ),
+    "host": click.option(
+        "--transfer-host",
+        default=Transfer.host,
+        help="With --transfer tcp: address at which other servers reach this one.",
+    ),
+    "port": click.option(
+        "--transfer-port",
+        type=PORT,
+        default=Transfer.port,
+        help="With --transfer tcp: port of that address; 0 takes a free one.",
+    ),
+    "folder": click.option(
+        "--transfer-folder", type=PATH, help="With --transfer file: the folder that all servers see."
+    ),
+    "limit": click.option(
+        "--shm-bytes",
+        "transfer_limit",
+        type=POSITIVE,
+        default=Transfer.limit,
+        help="With --transfer: bytes that states may take until others have fetched them. While they are full, no "
+        "further state is kept.",
+    ),
+    "lease": click.option(
+        "--lease",
+        "transfer_lease",
+        type=SECONDS,
+        default=Transfer.lease,
+        help="With --transfer: seconds that a state is kept for the server that is to fetch it; then it is removed.",
+    ),
+    "deadline": click.option(
+        "--transfer-timeout",
+        "transfer_deadline",
+        type=SECONDS,
+        default=Transfer.deadline,
+        help="With --transfer: seconds that fetching a state may take; then the prompt is prefilled here.",
+    ),
+}
+# Fields of EngineConfig that have no option: a command sets them, or Python does.
+PYTHON_ONLY = ("overlap", "linger")
+SECTIONS = {
+    "Limits": ("max_requests",),
+    "Artifact": ("target", "programs", "check", "step_timeout"),
+    "Prefix cache": ("prefix_cache", "evict", "prefix_store"),
+    "Prefill and decode apart": ("transfer",),
+    "Attention and FFN apart": ("ffn", "ffn_timeout"),
+}
+
+
+def engine_option(name: str, default: Any = ...) -> Decorator:
+    """The option of a field of EngineConfig, with a default of this command's own where one is given."""
+    kind, text, settings = ENGINE[name]
+    return field_option(EngineConfig, name, kind, text, default, **settings)
+
+
+def engine_options(*names: str, **defaults: Any) -> Decorator:
+    """Gives a command the options of these fields of EngineConfig; it gets the configuration as ``engine``.
+
+    Args:
+        names: The fields.
+        defaults: Defaults of this command's own, by field.
+    """
+    parts: dict[str, Sequence[Decorator]] = {"prefix_store": PREFIX_STORE, "transfer": [*TRANSFER.values()]}
+
+    def add(command: Callable[..., Any]) -> Any:
+        @wraps(command)
+        def configured(**given: Any) -> Any:
+            made = {"prefix_store": _prefix_folder_of, "transfer": _transfer_of}
+            found: dict[str, Any] = {name: made[name](given) if name in made else given.pop(name) for name in names}
+            return command(engine=EngineConfig(**found), **given)
+
+        result: Any = configured
+        for title, group in reversed(SECTIONS.items()):
+            options: list[Decorator] = []
+            for name in group:
+                if name in names:
+                    options += parts.get(name) or [engine_option(name, defaults.get(name, ...))]
+            options += [trust_option] if title == "Artifact" else []
+            result = section(title, *options)(result) if options else result
+        return result
+
+    return add
+
+
+def _prefix_folder_of(given: dict[str, Any]) -> PrefixFolder | None:
+    folder, limit = given.pop("prefix_store"), given.pop("prefix_store_bytes")
+    return None if folder is None else PrefixFolder(folder, limit)
+
+
+def _transfer_of(given: dict[str, Any]) -> Transfer | None:
+    """What the options of Transfer say; None without ``--transfer``.
+
+    Raises:
+        RequestError: A role without a carrier.
+        Ling3Error: The carrier lacks its folder; the secret cannot be read.
+    """
+    how = {name: given.pop(f"transfer_{name}") for name in TRANSFER}
+    if how["carrier"] is None:
+        if how["role"] != Transfer.role:
+            raise RequestError(f"--role {how['role']}: expected --transfer with it, found none")
+        return None
+    return Transfer(**how, secret=read_secret(given["secret_file"]) if how["carrier"] == "tcp" else "")
+
+
+def sampling_option(name: str, text: str) -> Decorator:
+    """``--temperature`` and its like: an option for the field ``name`` of Sampling, with the help ``text``."""
+    return field_option(Sampling, name, Setting(name), text)
+
+
 def shard_option(what: str, does: str = "") -> Decorator:
     """``--shard``: every N-th ``what``; ``does`` says what else the command then does otherwise."""
     text = f"{does} Every N-th {what} from {what} I on; auto in a Slurm array, auto/N in an indexed job.".lstrip()
-    return click.option("--shard", type=_Share(), default=WHOLE, metavar="I/N", help=text)
+    return click.option("--shard", type=Share(), default=WHOLE, metavar="I/N", help=text)
 
 
 cluster_options = section(
     "Cluster",
     click.option("--on", metavar="ray[://HOST:PORT]", help="Work on a Ray cluster, of which this machine is a node."),
-    click.option("--replicas", type=click.IntRange(1), default=1, show_default=True, help="Workers there."),
+    click.option("--replicas", type=POSITIVE, default=1, show_default=True, help="Workers there."),
     click.option(
         "--resources",
         default='{"CPU": 1}',
@@ -215,27 +309,7 @@ cluster_options = section(
     ),
 )
 temperature_option = sampling_option("temperature", "0 takes the most likely token; at most 2.")
-target_option = click.option(
-    "--target", cls=Once, help="One of the artifact's targets.  [default: the only one that fits]"
-)
-programs_option = click.option(
-    "--programs",
-    type=click.Choice(POLICIES),
-    default="prebuilt-only",
-    help="Whether programs that do not fit this machine may be compiled here.",
-)
-check_option = click.option(
-    "--check",
-    type=click.Choice(CHECKS),
-    default="all",
-    help="Which digests to check: programs leaves out the weights; copy uses a copy of them in memory, and checks it.",
-)
-step_timeout_option = click.option(
-    "--step-timeout",
-    type=click.FloatRange(0, min_open=True),
-    metavar="SECONDS",
-    help="Fail what runs once a call of the devices takes longer.  [default: any time]",
-)
+stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
 
 
 def _trusted(context: click.Context, param: click.Parameter, folder: str | None) -> None:
@@ -256,35 +330,5 @@ trust_option = click.option(
     callback=_trusted,
     help=f"Take only what a public key of this folder has signed.  [default: ${TRUST}]",
 )
-stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
-
-
-def prefix_cache_option(shown: str, **settings: Any) -> Decorator:
-    """``--prefix-cache``, with words for its default."""
-    text = f"Compute prompts that begin alike once.  [default: {shown}]"
-    return click.option("--prefix-cache", type=Switch(), help=text, show_default=False, **settings)
-
-
-prefix_options = section(
-    "Prefix cache",
-    prefix_cache_option("on where the artifact has snapshots"),
-    click.option(
-        "--evict",
-        type=click.Choice(["lru", "flops"]),
-        default="lru",
-        help="What it gives up first: what was not used for longest, or what saves least work.",
-    ),
-    click.option(
-        "--prefix-store",
-        type=PATH,
-        metavar="FOLDER",
-        help="Keep what it knows in this folder, for later and for others.  [default: it ends with the process]",
-    ),
-    click.option(
-        "--prefix-store-bytes",
-        type=click.IntRange(1),
-        default=PrefixFolder.limit,
-        help="What the folder may have; what was not used for longest goes.",
-    ),
-)
+target_option, programs_option, check_option, step_timeout_option = map(engine_option, SECTIONS["Artifact"])
 artifact_options = section("Artifact", target_option, programs_option, check_option, trust_option, step_timeout_option)

@@ -7,7 +7,8 @@ import click
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners import flight
-from ling3export.runners.cli.options import PATH, Command, artifact_options
+from ling3export.runners.cli.command import Command
+from ling3export.runners.cli.options import PATH, artifact_options
 from ling3export.runners.cli.references import ARTIFACT
 
 

@@ -3,6 +3,7 @@
 What is pulled the other parameters decide, so it is pulled when all of them are known.
 """
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -10,9 +11,11 @@ from typing import Any
 
 import click
 
+from ling3export.runners.cli.command import Command
 from ling3export.runners.cli.hosts import HOST_NAMES
+from ling3export.runners.cli.options import FOLDER, trust_option
 from ling3export.runners.hosts.hosts import find_hosts
-from ling3export.runners.load.references import folder_of, is_reference, pulled_manifest
+from ling3export.runners.load.references import STORE, folder_of, is_reference, pulled, pulled_manifest
 
 
 @dataclass(frozen=True)
@@ -73,3 +76,28 @@ class _Reference:
 
 
 ARTIFACT = Artifact()
+
+
+@click.command(cls=Command)
+@click.argument("reference")
+@click.option("--to", type=FOLDER, metavar="FOLDER", help=f"Where to.  [default: a folder in ${STORE}]")
+@click.option("--target", help="Leave out the programs of all other targets.")
+@click.option("--host-id", type=click.IntRange(0), metavar="N", help="Of the weights only what host N of it holds.")
+@click.option("--force", is_flag=True, help="Replace FOLDER if it is there.")
+@click.option("--elsewhere", is_flag=True, help="Pull also what this machine cannot run.")
+@click.option("--strict", is_flag=True, help="Refuse a record with fields that this version does not know.")
+@trust_option
+def pull(
+    reference: str, to: Path | None, target: str | None, host_id: int | None, force: bool, elsewhere: bool, strict: bool
+) -> None:
+    """Pull STORE/ID or STORE/ID@VERSION, and what it depends on.
+
+    Every byte is checked; a pull that was interrupted continues. With LING3_STORE set, files that an earlier pull has
+    brought are not pulled again. Prints the folder.
+    """
+    kept = os.environ.get(STORE)
+    if to is None and not kept:
+        raise click.UsageError(f"expected --to FOLDER, or a folder in {STORE}.")
+    if host_id is not None and target is None:
+        raise click.UsageError("expected --target NAME with --host-id.")
+    click.echo(pulled(reference, to, kept, target, host=host_id, force=force, elsewhere=elsewhere, strict=strict))

@@ -1,119 +1,255 @@
-"""``ling3-runner serve``. Imports neither jax nor the server before it is to run."""
+"""The commands that serve over HTTP, ``serve`` and ``route``, and ``ffn-worker``, which computes experts for them.
 
+Imports neither jax nor the server before it is to run.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import fields
+from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
 import click
 
-from ling3export.runners.cli.errors import require
-from ling3export.runners.cli.ffn import ffn_options
+from ling3export.foundation.errors import RequestError
+from ling3export.foundation.shards import Shard
+from ling3export.runners import flight
+from ling3export.runners.cli.command import Command, Once, require, section
 from ling3export.runners.cli.hosts import host_options, leading
-from ling3export.runners.cli.options import Command, artifact_options, prefix_options, section
+from ling3export.runners.cli.options import (
+    PORT,
+    POSITIVE,
+    SECONDS,
+    check_option,
+    engine_options,
+    field_option,
+    programs_option,
+    target_option,
+    trust_option,
+)
 from ling3export.runners.cli.references import ARTIFACT
-from ling3export.runners.cli.roles import exchanging, transfer_options
+from ling3export.runners.engine.config import EngineConfig
+from ling3export.runners.ffn import WAIT
 from ling3export.runners.hosts.rendezvous import announced
-from ling3export.runners.transfer.options import PrefixFolder
+from ling3export.runners.serve.config import ServerConfig
+
+COUNT = click.IntRange(0)
+COMMON = "host port api_key_file model max_requests restarts target programs step_timeout prefix_cache".split()
+_option = partial(field_option, ServerConfig)
 
 
-@click.command(cls=Command)
+def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
+    """Gives a command the options of ServerConfig that every server has; it gets the configuration as ``server``.
+
+    Args:
+        port: The command's own default.
+    """
+
+    def add(command: Callable[..., Any]) -> Any:
+        @wraps(command)
+        def configured(**given: Any) -> Any:
+            found = {field.name: given.pop(field.name) for field in fields(ServerConfig) if field.name in given}
+            return command(server=ServerConfig(**found), **given)
+
+        limits = section(
+            "Limits",
+            _option("max_body", POSITIVE, "Bytes of a request; more get 413."),
+            _option(
+                "max_connections",
+                POSITIVE,
+                "Connections at once; one more ends the one that waits longest for its client, else gets 503.",
+            ),
+            _option("grace", COUNT, "Seconds that running requests have to end after SIGTERM."),
+        )
+        return section(
+            "Clients",
+            _option("host", None, "Address to listen at; by default only this machine's."),
+            _option("port", PORT, "Port to listen at; 0 takes a free one.", port),
+            _option(
+                "api_key_file",
+                click.Path(path_type=Path, dir_okay=False),
+                "File with the key that clients send as bearer token.  [default: the key in LING3_API_KEY, if set]",
+            ),
+            _option(
+                "allow_host",
+                None,
+                "Name by which clients may call, beside this machine's; again for more.  [default: with --host of "
+                "others, any]",
+                multiple=True,
+            ),
+        )(limits(configured))
+
+    return add
+
+
+@click.command(cls=Command, from_file=True, common=COMMON)
 @click.argument("artifact", type=ARTIFACT)
+@server_options()
+@section("Clients", _option("model", None, "Name that clients ask for.  [default: the artifact's, without .ling3]"))
 @section(
-    "Clients",
-    click.option("--host", default="127.0.0.1", help="Address to listen at; by default only this machine's."),
-    click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0 takes a free one."),
-    click.option(
-        "--allow-host",
-        multiple=True,
-        help="Name by which clients may call, beside this machine's; again for more.  [default: with --host of others, "
-        "any]",
-    ),
-    click.option("--model", help="Name that clients ask for.  [default: the artifact's, without .ling3]"),
-    click.option(
-        "--api-key-file",
-        type=click.Path(path_type=Path, dir_okay=False),
-        help="File with the key that clients send as bearer token.  [default: the key in LING3_API_KEY, if set]",
+    "Limits",
+    _option(
+        "restarts",
+        COUNT,
+        "How often in ten minutes the engine is started again after a failed step; after one more, all calls get 503.",
     ),
 )
 @section(
     "Events",
-    click.option(
-        "--kv-events",
-        metavar="ENDPOINT",
-        help="Tell routers what prompts hit here, in vLLM's format: tcp://127.0.0.1:5557 and the next port for what "
+    _option(
+        "kv_events",
+        None,
+        "Tell routers what prompts hit here, in vLLM's format: tcp://127.0.0.1:5557 and the next port for what "
         "was missed; port 0 takes free ones.  [default: nobody is told]",
+        metavar="ENDPOINT",
     ),
-    click.option("--kv-events-topic", default="kv-events", metavar="TEXT", help="What messages begin with."),
+    _option("kv_events_topic", None, "What messages of --kv-events begin with.", metavar="TEXT"),
 )
-@section(
-    "Limits",
-    click.option(
-        "--max-requests", type=click.IntRange(1), default=256, help="Prompts at once, waiting ones too; more get 429."
-    ),
-    click.option("--max-body", type=click.IntRange(1), default=4 << 20, help="Bytes of a request; more get 413."),
-    click.option(
-        "--max-connections",
-        type=click.IntRange(1),
-        default=512,
-        help="Connections at once; one more ends the one that waits longest for its client, else gets 503.",
-    ),
-    click.option("--grace", type=click.IntRange(0), default=30, help="Seconds that calls have to end after SIGTERM."),
-    click.option("--restarts", type=click.IntRange(0), default=0, help="After failed steps, in ten minutes at most."),
+@engine_options(
+    "max_requests",
+    "target",
+    "programs",
+    "check",
+    "step_timeout",
+    "ffn",
+    "ffn_timeout",
+    "prefix_cache",
+    "evict",
+    "prefix_store",
+    "transfer",
+    max_requests=256,
 )
-@artifact_options
-@ffn_options
-@prefix_options
-@transfer_options
 @host_options
-def serve(
-    artifact: Path, host: str, port: int, allow_host: tuple[str, ...], model: str | None, api_key_file: Path | None,
-    kv_events: str | None, kv_events_topic: str, max_requests: int, max_body: int, max_connections: int, grace: int,
-    restarts: int, target: str | None, programs: str, check: str, step_timeout: float | None, ffn: tuple[str, ...],
-    ffn_timeout: float, prefix_cache: bool | None, evict: str, prefix_store: Path | None, prefix_store_bytes: int,
-    transfer: str | None, place: dict[str, Any], **transfer_settings: Any,
-) -> None:  # fmt: skip
+def serve(artifact: Path, server: ServerConfig, engine: EngineConfig, place: dict[str, Any]) -> None:
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
     On several hosts, run the same command on each; host 0 listens for clients.
     """
-    how: dict[str, Any] = {
-        "target": target,
-        "programs": programs,
-        "check": check,
-        "prefix_cache": prefix_cache,
-        "evict": evict,
-        "prefix_store": None if prefix_store is None else PrefixFolder(prefix_store, prefix_store_bytes),
-    }
-    exchanged = exchanging(transfer, place, transfer_settings)
-    name = model or artifact.resolve().name.removesuffix(".ling3")
-    hosts = leading(artifact, place, ffn=ffn, grace=grace, **how)
+    hosts = leading(artifact, place, engine, grace=server.grace)
     with announced(hosts):
         require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
-        from ling3export.runners.serve.app import Policy
-        from ling3export.runners.serve.connection import Bounds
-        from ling3export.runners.serve.run import api_key, bound, own_names
-        from ling3export.runners.serve.run import serve as run
-
-        key = api_key(api_key_file)
-        listener = bound(host, port)
-        events = None
-        if kv_events is not None:
+        if server.kv_events is not None:
             require("--kv-events", "serve", "msgspec", "zmq")
-            from ling3export.runners.serve.kv_events import Publisher
+        from ling3export.runners.serve.run import serve as run
+    run(artifact, server, engine, hosts)
 
-            events = Publisher(kv_events, kv_events_topic)
-    policy = Policy(name, key, max_requests, max_body, own_names(listener, allow_host))
-    run(
-        artifact,
-        policy,
-        listener,
-        bounds=Bounds(max_connections),
-        grace=grace,
-        restarts=restarts,
-        step_timeout=step_timeout,
-        hosts=hosts,
-        ffn=ffn,
-        ffn_timeout=ffn_timeout,
-        transfer=exchanged,
-        events=events,
-        **how,
-    )
+
+@click.command(cls=Command, from_file=True)
+@section(
+    "Servers",
+    click.option("--prefill", multiple=True, metavar="URL", help="One with --role prefill or both; again for more."),
+    click.option("--decode", multiple=True, required=True, metavar="URL", help="One that answers; again for more."),
+    click.option(
+        "--weight",
+        type=click.FloatRange(0),
+        default=1.0,
+        help="What the known share of a prompt counts against a server's load; 0 looks at the load alone.",
+    ),
+    click.option(
+        "--max-local-prefill",
+        type=COUNT,
+        default=0,
+        metavar="TOKENS",
+        help="Prompts that lack no more than these are prefilled where they are decoded.",
+    ),
+    click.option(
+        "--max-queue",
+        type=POSITIVE,
+        default=64,
+        metavar="REQUESTS",
+        help="While every server of --prefill has so many requests, prompts are prefilled where they are decoded.",
+    ),
+    click.option(
+        "--timeout", type=SECONDS, default=600.0, metavar="SECONDS", help="Give up a server that is silent for so long."
+    ),
+)
+@server_options(port=8080)
+def route(
+    server: ServerConfig,
+    prefill: tuple[str, ...],
+    decode: tuple[str, ...],
+    weight: float,
+    max_local_prefill: int,
+    max_queue: int,
+    timeout: float,
+) -> None:
+    """Send requests on to servers: prompts to those that prefill, answers from those that decode."""
+    require("route", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic", "h11", "msgspec", "zmq")
+    with flight.watched():
+        from ling3export.runners.route.app import Choice, Router, workers_of
+        from ling3export.runners.route.app import serve as run
+        from ling3export.runners.serve.connection import Bounds
+        from ling3export.runners.serve.run import opened
+
+        listener, policy = opened(server, "", server.max_connections)
+        how = Choice(weight, most_local=max_local_prefill, most_queued=max_queue)
+        router = Router(workers_of(prefill, policy.api_key, timeout), workers_of(decode, policy.api_key, timeout), how)
+        run(router, policy, listener, Bounds(server.max_connections), server.grace)
+
+
+class _Share(click.ParamType):
+    """``0/2``."""
+
+    name = "I/N"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Shard:
+        """The share."""
+        if isinstance(value, Shard):
+            return value
+        try:
+            return Shard.parse(value, {})
+        except RequestError:
+            self.fail(f"expected a share I/N, found {value[:40]!r}.", param, ctx)
+
+
+@click.command("ffn-worker", cls=Command)
+@click.argument("artifact", type=ARTIFACT)
+@section(
+    "Shared memory",
+    click.option("--context", cls=Once, required=True, metavar="NAME", help="What --ffn calls this worker."),
+    click.option("--sessions", type=click.IntRange(1, 1024), default=1, help="Attention processes that publish to it."),
+    click.option("--micro-batches", type=click.IntRange(1, 64), default=2, help="Of each session, in flight at once."),
+    click.option(
+        "--micro-batch-size",
+        "tokens",
+        type=POSITIVE,
+        metavar="N",
+        help="Tokens of a micro batch.  [default: the largest that was built]",
+    ),
+    click.option(
+        "--schedule",
+        type=click.Choice(["async", "sync"]),
+        default="async",
+        help="Take a micro batch from sessions that have it ready, or from all at once.",
+    ),
+    click.option("--share", type=_Share(), default=Shard(), help="Share of the experts, where there are N workers."),
+)
+@section(
+    "Faults",
+    click.option("--wait", type=SECONDS, default=WAIT, metavar="SECONDS", help="In which all sessions have to come."),
+    click.option(
+        "--timeout",
+        "quiet",
+        type=SECONDS,
+        metavar="SECONDS",
+        help="End once sessions are there and publish nothing for so long.  [default: any time]",
+    ),
+)
+@section(
+    "Output", click.option("--stats", is_flag=True, help="Print seconds and counts of each phase on stderr at the end.")
+)
+@section("Artifact", target_option, programs_option, check_option, trust_option)
+def ffn_worker(artifact: Path, stats: bool, schedule: str, **options: Any) -> None:
+    """Compute ARTIFACT's experts for attention processes.
+
+    These are generate and serve with --ffn, on this machine. Ends once all of them have left.
+    """
+    with flight.watched():
+        from ling3export.runners.ffn.worker import FfnWorker, stopping
+
+        worker = FfnWorker(artifact, options.pop("context"), synchronous=schedule == "sync", **options)
+        with stopping(worker):
+            worker.run()
+        if stats:
+            click.echo(f"stats: {json.dumps(worker.phases.record())}", err=True)

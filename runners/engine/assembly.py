@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ling3export.foundation.errors import ArtifactError
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.request import Limits
-from ling3export.runners.ffn import ATTENTION, WAIT, WHOLE
+from ling3export.runners.ffn import ATTENTION, WHOLE
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import Loaded, load
 from ling3export.runners.text.grammar import library
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.runners.transfer.options import PrefixFolder
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.block_manager import BlockManager
@@ -66,54 +66,38 @@ class Parts:
 
 def load_parts(
     artifact: str | Path,
-    *,
-    target: str | None,
-    programs: str,
-    check: str,
-    overlap: bool,
+    config: EngineConfig,
     hosts: Hosts | None,
     report: Callable[[str], None],
-    ffn: tuple[str, ...] = (),
-    ffn_timeout: float = WAIT,
-    prefix_cache: bool | None = None,
-    evict: str = "lru",
-    prefix_store: PrefixFolder | None = None,
     tell: "Callable[[Event], None] | None" = None,
 ) -> Parts:
     """Loads an artifact and assembles its engine. The arguments are those of ``Engine``, and equal on all hosts.
 
     Raises:
         ArtifactError, HostsError, Ling3Error: The artifact cannot be loaded here (``load``).
+        RequestError: An engine on several hosts cannot have these settings.
     """
-    stores = prefix_store is not None
-    agreed = {"overlap": overlap, "prefix_cache": prefix_cache, "evict": evict, "prefix_store": stores}
+    config.check_hosts(hosts)
+    agreed = config.agreed
     if hosts is not None:  # each fills the masks of grammars itself, so all fill the same ones or none fills any
         agreed["llguidance"] = library()
     loaded = load(
         artifact,
-        target=target,
-        programs=programs,
-        check=check,
+        target=config.target,
+        programs=config.programs,
+        check=config.check,
         report=report,
         hosts=hosts,
         agreed=agreed,
-        phases=ATTENTION if ffn else WHOLE,
+        phases=ATTENTION if config.ffn else WHOLE,
         early=hosts is None,
     )
     with loaded.channel.together() if loaded.channel else nullcontext():
-        return _assembled(loaded, overlap, report, ffn, ffn_timeout, prefix_cache, evict, prefix_store, tell)
+        return _assembled(loaded, config, report, tell)
 
 
 def _assembled(
-    loaded: Loaded,
-    overlap: bool,
-    report: Callable[[str], None],
-    ffn: tuple[str, ...],
-    ffn_timeout: float,
-    prefix_cache: bool | None,
-    evict: str,
-    prefix_store: PrefixFolder | None,
-    tell: "Callable[[Event], None] | None",
+    loaded: Loaded, config: EngineConfig, report: Callable[[str], None], tell: "Callable[[Event], None] | None"
 ) -> Parts:
     # numpy comes with these.
     from ling3export.artifacts.paddings import Shapes
@@ -138,24 +122,24 @@ def _assembled(
     segmented = SegmentedRunner(loaded.runner, manifest, record) if record.segments != "none" else None
     whole: Any = segmented or loaded.runner
     split = None
-    if ffn:
+    if config.ffn:
         from ling3export.runners.ffn.split import connected  # with shared memory, which no other start needs
 
-        split = connected(whole, manifest, record, ffn, ffn_timeout)
+        split = connected(whole, manifest, record, config.ffn, config.ffn_timeout)
     runner: Any = split or whole  # each hands on to the next whatever it does not cut
 
     copies, shared = bool(record.state.snapshots), None
-    if prefix_cache and not copies:
+    if config.prefix_cache and not copies:
         raise ArtifactError(
             f"prefix cache: expected snapshots in target `{loaded.target}`, found none, in {loaded.folder}",
             "build the artifact again with --snapshots N, or leave the prefix cache off",
         )
-    if copies and prefix_cache is not False:
+    if copies and config.prefix_cache is not False:
         shared = PrefixCache(
             blocks,
             record.state.page_size,
             root_of(manifest, record),
-            evict=evict,
+            evict=config.evict,
             cost=snapshot_cost(record, measured),
             tell=tell,
         )
@@ -166,7 +150,7 @@ def _assembled(
             "leave the prefix cache on, and build the artifact with --snapshots N",
         )
     store = follows = None
-    if prefix_store is not None:
+    if config.prefix_store is not None:
         if shared is None:
             raise ArtifactError(
                 f"prefix store: expected a prefix cache, found it off or without snapshots, in {loaded.folder}",
@@ -178,7 +162,7 @@ def _assembled(
         )
 
         if channel is None or channel.leads:
-            store = PrefixStore(manifest, record, prefix_store, shared, report, channel)
+            store = PrefixStore(manifest, record, config.prefix_store, shared, report, channel)
         else:
             follows = FollowingStore(channel)
 
@@ -207,7 +191,7 @@ def _assembled(
             shapes,
             blocks,
             limits.vocab_size,
-            ahead=1 if overlap else 0,
+            ahead=1 if config.overlap else 0,
             counters=counters,
             cache=shared,
             supports_state_copy=copies,

@@ -1,40 +1,29 @@
 """An artifact that answers requests, in process: many at once, over the slots and pages of its pools."""
 
-import threading
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.assembly import load_parts
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.handle import EngineStopped, Piece, RequestHandle
-from ling3export.runners.engine.request import (
-    Bounds,
-    Completion,
-    Limits,
-    Request,
-    Sampling,
-    shown,
-    stop_strings,
-    token_ids,
-)
+from ling3export.runners.engine.request import Completion, Limits, Request, Sampling, shown, stop_strings, token_ids
 from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, scored
-from ling3export.runners.ffn import FFN_ALONE, WAIT
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
 if TYPE_CHECKING:
     from ling3export.runners.state.prefix_cache import Event
 
 Prompt = str | Many[int] | Many[Message]
-SECONDS = Bounds(0, threading.TIMEOUT_MAX, above=True)
 
 
 def _closed(*steps: Callable[[], None]) -> None:
@@ -48,25 +37,14 @@ class Engine:
 
     Args:
         artifact: Its folder.
-        target: Which target; None takes the only one that fits this machine.
-        programs: ``prebuilt-only``, or ``allow-compile``.
-        check: ``all``, or ``programs``: weights are used without checking their digests.
-        overlap: Dispatch the next step before the tokens of the last one are read. The tokens are the same.
-        max_requests: Refuse more than this many at once, waiting ones too; None takes any number.
+        config: How it runs; by default as ``EngineConfig()`` says.
         hosts: This process's place where several run together, which is the first; the others call ``follower.follow``.
-        linger: Seconds that this process goes on once another host is gone, and refuses everything with HostGone; then
-            it ends.
-        step_timeout: Seconds after which a call of the devices that did not return stops the engine; None for any time.
-        prefix_cache: Whether prompts that begin alike are computed once; None where the artifact has snapshots.
-        evict: What the prefix cache gives up first: ``lru``, the least recently used; ``flops``, what saves least.
         report: Told what was chosen and why; stderr by default.
-        ffn: Names of the FFN workers that compute the experts of decode steps; none where this process does.
-        ffn_timeout: Seconds to wait for a worker to be there, and for each answer.
-        transfer: How states leave for other engines and come from them; None where none does.
-        prefix_store: The folder in which the prefix cache keeps what it knows for later; None where that ends with it.
         tell: Told, in the engine's thread, which blocks prompts can hit from now on and which not any more.
+        settings: Fields of ``EngineConfig`` that replace those of ``config``: ``Engine(path, max_requests=8)``.
 
     Attributes:
+        config: How it runs.
         manifest: The manifest of the artifact.
         target: Name of the target that runs.
         limits: What one request may ask for.
@@ -76,41 +54,24 @@ class Engine:
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
+        RequestError: A setting has a value that it cannot have.
         Ling3Error: jax runs already in this process, with too few devices.
     """
 
     def __init__(
-        self, artifact: str | Path, *, target: str | None = None, programs: str = "prebuilt-only", check: str = "all",
-        overlap: bool = True, max_requests: int | None = None, hosts: Hosts | None = None, linger: float = 0.0,
-        step_timeout: float | None = None, prefix_cache: bool | None = None, evict: str = "lru",
-        report: Callable[[str], None] = say, ffn: Many[str] = (), ffn_timeout: float = WAIT,
-        transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None,
+        self,
+        artifact: str | Path,
+        config: EngineConfig | None = None,
+        *,
+        hosts: Hosts | None = None,
+        report: Callable[[str], None] = say,
         tell: "Callable[[Event], None] | None" = None,
-    ) -> None:  # fmt: skip
-        for option, given in (("--transfer", transfer), ("--prefix-store", prefix_store)):
-            if given is not None and ffn:
-                raise RequestError(f"{option}: expected an engine that computes its own experts, found FFN workers")
+        **settings: Any,
+    ) -> None:
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
-        if ffn and hosts is not None:
-            raise RequestError(*FFN_ALONE)
-        if step_timeout is not None:
-            step_timeout = SECONDS.number(step_timeout, "step_timeout")
-        parts = load_parts(
-            artifact,
-            target=target,
-            programs=programs,
-            check=check,
-            overlap=overlap,
-            hosts=hosts,
-            report=report,
-            ffn=tuple(ffn),
-            ffn_timeout=ffn_timeout,
-            prefix_cache=prefix_cache,
-            evict=evict,
-            prefix_store=prefix_store,
-            tell=tell,
-        )
+        self.config = config = replace(config or EngineConfig(), **settings)
+        parts = load_parts(artifact, config, hosts, report, tell)
         from ling3export.runners.engine.loop import Loop  # with numpy
 
         loaded = parts.loaded
@@ -124,24 +85,24 @@ class Engine:
         self._blocks, self._counters, self._cache = parts.blocks, parts.counters, parts.cache
         self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
         self._several, self._split, self._store = hosts is not None, parts.split, parts.store
-        self._transfer, self._transfers = transfer, None
-        if transfer is not None:
+        self._transfers = None
+        if config.transfer is not None:
             from ling3export.runners.transfer.manager import transfer_manager  # with all carriers
 
-            self._transfers = transfer_manager(loaded.manifest, loaded.record, transfer, report)
+            self._transfers = transfer_manager(loaded.manifest, loaded.record, config.transfer, report)
             if parts.segmented is not None:
                 parts.segmented.begin = self._transfers.save_early
         self._loop = Loop(
             parts.core,
             self.timings,
-            max_requests,
+            config.max_requests,
             renew=parts.renew,
-            step_timeout=step_timeout,
+            step_timeout=config.step_timeout,
             transfers=self._transfers,
             store=self._store,
         )
-        if loaded.channel is not None and linger:
-            loaded.channel.outlive(self._loop.abandon, linger)
+        if loaded.channel is not None and config.linger:
+            loaded.channel.outlive(self._loop.abandon, config.linger)
         self._programs = loaded.programs
         steps = [
             self._loop.close,
@@ -401,7 +362,7 @@ class Engine:
             self.files.tokenizer(f"{request.name}: stop strings")
 
     def _check_transfer(self, request: Request) -> None:
-        how = self._transfer
+        how = self.config.transfer
         if how is None or not (how.gives if request.do_remote_decode else how.takes):
             needed = "prefill" if request.do_remote_decode else "decode"
             found = "none" if how is None else f"--role {how.role}"

@@ -3,14 +3,16 @@
 import signal
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from ling3export.foundation.errors import Ling3Error, RankDivergence
 from ling3export.runners.engine.assembly import load_parts
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.hosts.channel import END, Channel, end_process
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
-from ling3export.runners.transfer.options import PrefixFolder
 
 
 def check_digests(digests: Sequence[bytes]) -> None:
@@ -33,50 +35,29 @@ def check_digests(digests: Sequence[bytes]) -> None:
 def follow(
     artifact: str | Path,
     hosts: Hosts,
+    config: EngineConfig | None = None,
     *,
-    target: str | None = None,
-    programs: str = "prebuilt-only",
-    check: str = "all",
-    overlap: bool = True,
     grace: float | None = None,
     report: Callable[[str], None] = say,
-    prefix_cache: bool | None = None,
-    evict: str = "lru",
-    prefix_store: PrefixFolder | None = None,
+    **settings: Any,
 ) -> None:
     """Loads the artifact on a host other than 0, and takes the steps that host 0 takes until host 0 ends.
 
     Args:
         artifact: Its folder, with the same content on every host.
         hosts: This process's place.
-        target: The same as on host 0, like all that follows.
-        programs: ``prebuilt-only``, or ``allow-compile``.
-        check: ``all``, or ``programs``.
-        overlap: Dispatch the next step before the tokens of the last one are read.
+        config: The same as on host 0; a prefix store is neither read nor written here.
         grace: At SIGTERM or SIGINT, which host 0 gets as well, go on until host 0 ends: for so many seconds and
             ``host_timeout`` at most. Only in the main thread. By default the signals end this process.
         report: Told what was chosen and why.
-        prefix_cache: Whether prompts that begin alike are computed once.
-        evict: What the prefix cache gives up first.
-        prefix_store: Whether host 0 keeps what the prefix cache knows in a folder; here none is read or written.
+        settings: Fields of ``EngineConfig`` that replace those of ``config``.
 
     Raises:
         ArtifactError, HostsError: The artifact cannot be loaded here, or not with the other hosts (``load``).
         RankDivergence: This host read other tokens than host 0. Or all compared theirs and some differed: then it is
             raised once host 0 has ended.
     """
-    parts = load_parts(
-        artifact,
-        target=target,
-        programs=programs,
-        check=check,
-        overlap=overlap,
-        hosts=hosts,
-        report=report,
-        prefix_cache=prefix_cache,
-        evict=evict,
-        prefix_store=prefix_store,
-    )
+    parts = load_parts(artifact, replace(config or EngineConfig(), **settings), hosts, report)
     from ling3export.runners.engine.core import SharedCore
 
     channel, core = parts.loaded.channel, parts.core

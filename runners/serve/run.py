@@ -5,13 +5,16 @@ import os
 import resource
 import signal
 import socket
+import sys
 import threading
-from collections.abc import Sequence
-from contextlib import closing, nullcontext
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -19,68 +22,69 @@ from starlette.types import ASGIApp
 from ling3export.foundation.errors import Ling3Error
 from ling3export.machine.service import is_loopback
 from ling3export.runners import flight
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.ffn import WAIT
+from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.config import ServerConfig
 from ling3export.runners.serve.connection import Bounds, Connection
-from ling3export.runners.serve.supervisor import supervised
-from ling3export.runners.transfer.options import PrefixFolder, Transfer
-
-if TYPE_CHECKING:
-    from ling3export.runners.serve.kv_events import Publisher
 
 LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
 BACKLOG = 512  # connections that the system keeps until they are taken
 TURN = 16  # of them are taken at once
 LAST = 5.0  # seconds that threads have to end behind the last answer
 SPARE = 64  # files beside connections that a server may open, connections that were just taken or ended among them
+WINDOW = 600.0  # seconds in which restarts are counted
+PAUSE = 0.2  # seconds between two looks at whether the engine has stopped
 
 
-def serve(
-    artifact: Path, policy: Policy, listener: socket.socket, *, bounds: Bounds, grace: int, target: str | None,
-    programs: str, check: str, hosts: Hosts | None = None, restarts: int = 0, step_timeout: float | None = None,
-    ffn: tuple[str, ...] = (), ffn_timeout: float = WAIT, prefix_cache: bool | None = None, evict: str = "lru",
-    transfer: Transfer | None = None, prefix_store: PrefixFolder | None = None, events: "Publisher | None" = None,
-) -> None:  # fmt: skip
-    """Serves at the address of ``listener`` (``bound``) until SIGTERM or SIGINT; prints it once clients may connect.
+def opened(config: ServerConfig, model: str, max_requests: int | None) -> tuple[socket.socket, Policy]:
+    """A socket that is bound where clients will connect, and what they may ask for.
+
+    Args:
+        config: How to serve.
+        model: Name of the model that is served.
+        max_requests: Most prompts at once; None for any number.
+
+    Raises:
+        Ling3Error: The address is taken or not of this machine, or the file with the key has none.
+    """
+    key = api_key(config.api_key_file)
+    listener = bound(config.host, config.port)
+    most = sys.maxsize if max_requests is None else max_requests
+    return listener, Policy(model, key, most, config.max_body, own_names(listener, config.allow_host))
+
+
+def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hosts: Hosts | None = None) -> None:
+    """Serves an artifact until SIGTERM or SIGINT; prints its address once clients may connect.
 
     On several hosts, this is the first and the others follow it. When one of them is gone, calls get 503 for LINGER
     seconds, then the process ends.
 
-    After a failed step the engine is restarted, up to ``restarts`` times in ten minutes. A call of the devices that
-    takes longer than ``step_timeout`` seconds stops the engine. ``ffn``, ``ffn_timeout``, ``transfer``,
-    ``prefix_store`` is the engine's, too. ``events`` tells others what prompts can hit here.
-
-    At the signal it takes no new connections; calls that run have ``grace`` seconds to end, then they are cancelled,
-    and their clients get an error. The process ends LAST seconds later at most, whatever its threads do.
+    At the signal it takes no new connections; calls that run have ``config.grace`` seconds to end, then they are
+    cancelled, and their clients get an error. The process ends LAST seconds later at most, whatever its threads do.
 
     Raises:
-        Ling3Error: The artifact cannot be loaded.
+        Ling3Error: The address cannot be had, or the artifact cannot be loaded.
     """
     logging.basicConfig(format="%(levelname)s: %(name)s: %(message)s", level=logging.WARNING)  # to stderr
+    with announced(hosts):
+        name = config.model or artifact.resolve().name.removesuffix(".ling3")
+        listener, policy = opened(config, name, engine_config.max_requests)
+        events = None
+        if config.kv_events is not None:
+            from ling3export.runners.serve.kv_events import Publisher  # with zmq, which few servers need
+
+            events = Publisher(config.kv_events, config.kv_events_topic)
+    tell = None if events is None else events.tell
     with (
         listener,
         closing(events) if events is not None else nullcontext(),
-        Engine(
-            artifact,
-            target=target,
-            programs=programs,
-            check=check,
-            max_requests=policy.max_requests,
-            hosts=hosts,
-            linger=LINGER,
-            step_timeout=step_timeout,
-            ffn=ffn,
-            ffn_timeout=ffn_timeout,
-            prefix_cache=prefix_cache,
-            evict=evict,
-            transfer=transfer,
-            prefix_store=prefix_store,
-            tell=None if events is None else events.tell,
-        ) as engine,
-        supervised(engine, restarts),
+        Engine(artifact, engine_config, hosts=hosts, tell=tell, linger=LINGER) as engine,
+        supervised(engine, config.restarts),
     ):
         engine.settle()  # a client's first request must not wait for a program, and none may fail later
         if engine.files.there:
@@ -92,7 +96,8 @@ def serve(
             say(f"serve: {host} may be reached by other machines, and no key is asked for: see --api-key-file")
         if events is not None and not is_loopback(events.host):
             say(f"serve: who reaches {events.host} reads in the events which tokens prompts have: see --kv-events")
-        server = http_server(application(engine, policy, events), affordable(bounds), grace)
+        bounds = affordable(Bounds(config.max_connections))
+        server = http_server(application(engine, policy, events), bounds, config.grace)
         # These handlers take a signal that comes before uvicorn sets its own handlers, and the one that uvicorn raises
         # again after its end, when the engine has still to end.
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -104,6 +109,45 @@ def serve(
         last = threading.Timer(LAST, flight.leave, [0])  # a thread that never returns would keep the process
         last.daemon = True
         last.start()
+
+
+@contextmanager
+def supervised(engine: Engine, restarts: int, report: Callable[[str], None] = say) -> Iterator[None]:
+    """Within the block, a stopped engine is restarted at most ``restarts`` times in WINDOW seconds.
+
+    An engine that stalled is restarted once its call has returned. Where a restart fails, or would be one too many,
+    the engine stays stopped, and a line says so.
+    """
+    left = threading.Event()
+    watch = threading.Thread(target=_watch, args=(engine, restarts, report, left), name="ling3-supervisor", daemon=True)
+    if restarts:
+        watch.start()
+    try:
+        yield
+    finally:
+        left.set()
+        if restarts:
+            watch.join()
+
+
+def _watch(engine: Engine, restarts: int, report: Callable[[str], None], left: threading.Event) -> None:
+    done: deque[float] = deque(maxlen=restarts)
+    refused = ""
+    while not left.wait(PAUSE):
+        if (error := engine.stopped) is None:
+            continue
+        if len(done) == restarts and time.monotonic() - done[0] < WINDOW:
+            report(f"serve: {error.message}: it stays stopped after {restarts} restarts in {WINDOW:g} s")
+            return
+        try:
+            failed = engine.restart()
+        except EngineStopped as still:
+            if still.message != refused:
+                report(f"serve: {still.message}")
+            refused = still.message
+            continue
+        done.append(time.monotonic())
+        report(f"serve: {error.message}: restarted, {failed} requests failed")
 
 
 def http_server(app: ASGIApp, bounds: Bounds, grace: float) -> uvicorn.Server:

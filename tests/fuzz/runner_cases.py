@@ -8,7 +8,7 @@ from pathlib import Path
 from random import Random
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.cli.prompts import line_names, read_prompts
+from ling3export.runners.cli.generate import line_names, read_prompts
 from ling3export.runners.evals import compare, report, task_files
 from ling3export.runners.evals import folder as folders
 from ling3export.runners.evals.run import run_suite

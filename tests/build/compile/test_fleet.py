@@ -141,9 +141,9 @@ def test_a_cache_that_keeps_nothing_is_refused(asked):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--on", "ray", "--shard", "0/2"], "--on builds an artifact: no --shard"),
-        (["--on", "ray", "--format", "savedmodel"], "--on builds an artifact"),
-        (["--shard", "0/2", "--format", "savedmodel"], "--shard compiles cells of an artifact alone"),
+        (["--on", "ray", "--shard", "0/2"], "--on: expected no --shard beside it"),
+        (["--on", "ray", "--format", "savedmodel"], "--on: expected no --format beside it"),
+        (["--shard", "0/2", "--format", "savedmodel"], "--shard: expected no --format beside it"),
         (["--shard", "2/2"], "--shard: expected a share I/N, found `2/2`"),
         (["--shard", "0/2", "--cache", "readonly"], "--shard: expected a cache that is written, found readonly"),
     ],

@@ -256,7 +256,7 @@ def test_there_must_be_an_artifact(tmp_path):
     said = refusal(cli.main, "build", "--into", tmp_path / "x.ling3")
     assert said.startswith("error: artifact `x.ling3`: expected a folder, found nothing, at ")
     said = refusal(cli.main, "build", "a", "b", "--into", tmp_path / "x.ling3", code=2)
-    assert said.endswith("Error: --into names the artifact: no ARTIFACT beside it\n")
+    assert said.endswith("Error: --into: expected no ARTIFACT beside it, found one.\n")
 
 
 def test_files_that_no_manifest_names_are_tolerated(whole):

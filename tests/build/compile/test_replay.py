@@ -103,7 +103,7 @@ def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
         "--replay: expected TARGET/CELL, for there are 2 targets, found no target\nhint: one of cpu-tp1, cpu-tp2"
     )
     said = refusal(cli.main, "build", "--into", "x.ling3", "--replay", "decode@8", code=2)
-    assert said.endswith("Error: --into names the artifact: no --replay beside it\n")
+    assert said.endswith("Error: --into: expected no --replay beside it, found one.\n")
 
 
 @pytest.mark.parametrize(

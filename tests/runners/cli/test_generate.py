@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
+from ling3export.runners.cli.generate import read_prompts
 from ling3export.runners.cli.main import main
-from ling3export.runners.cli.prompts import read_prompts
 from tests.support import toy_artifact
 
 

@@ -8,8 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.foundation.errors import Ling3Error
+from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.main import main as runner
-from ling3export.runners.cli.options import Group
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.cli.prompts import read_prompts
+from ling3export.runners.cli.generate import read_prompts
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle

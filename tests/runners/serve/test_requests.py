@@ -13,7 +13,6 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.cli import errors
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle, wake
@@ -417,7 +416,8 @@ def test_the_file_goes_before_the_variable(tmp_path: Path, monkeypatch):
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
     """So does every command that needs an extra."""
-    monkeypatch.setattr(errors, "find_spec", lambda name: None if name in ("uvicorn", "pydantic", "lm_eval") else name)
+    missing, found = ("uvicorn", "pydantic", "lm_eval"), "ling3export.runners.cli.command.find_spec"
+    monkeypatch.setattr(found, lambda name: None if name in missing else name)
     for command, packages in (("serve", "uvicorn, pydantic"), ("lm-eval", "lm_eval")):
         done = CliRunner().invoke(main, [command, "any"])
         assert (done.exit_code, done.stdout) == (1, "")

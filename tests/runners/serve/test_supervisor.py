@@ -7,9 +7,9 @@ import httpx2
 import pytest
 
 from ling3export.runners.engine.handle import EngineStalled, EngineStopped
-from ling3export.runners.serve import supervisor
+from ling3export.runners.serve import run
 from ling3export.runners.serve.app import Policy, application
-from ling3export.runners.serve.supervisor import supervised
+from ling3export.runners.serve.run import supervised
 
 WAIT = 20  # seconds, for what takes milliseconds
 
@@ -34,7 +34,7 @@ class Engine:
 
 @pytest.fixture
 def engine(monkeypatch):
-    monkeypatch.setattr(supervisor, "PAUSE", 0.01)
+    monkeypatch.setattr(run, "PAUSE", 0.01)
     return Engine()
 
 
@@ -63,7 +63,7 @@ def test_failed_steps_are_followed_by_so_many_restarts(engine):
 
 
 def test_restarts_of_long_ago_do_not_count(engine, monkeypatch):
-    monkeypatch.setattr(supervisor, "WINDOW", 0.0)
+    monkeypatch.setattr(run, "WINDOW", 0.0)
     with supervised(engine, 1, lambda line: None):
         for count in (1, 2, 3):
             engine.stopped = EngineStopped("engine: expected every step to run, found an error")

@@ -1,0 +1,290 @@
+"""Commands as click draws them: nothing given is lost, help in sections, options from a file, errors by name.
+
+Errors are a message and a hint on stderr, and an exit code: the error's own, or one of those below.
+"""
+
+import atexit
+import difflib
+import errno
+import gc
+import json
+import sys
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import click
+
+from ling3export.foundation.errors import Ling3Error, listed, printable
+
+NOT_DETERMINISTIC = 3
+INVALID = 4  # too many infrastructure errors for the score to count
+REGRESSION = 6
+INTERRUPTED = 130  # the exit code that shells give after SIGINT
+Decorator = Callable[[Any], Any]
+_EVERYTHING = f"{__name__}.everything"  # in a context's meta: help shows the options for experts, too
+# What a value of a TOML file has to be, by the name of the option's type; a text where none is named.
+_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "boolean": ((bool,), "true or false"),
+    "switch": ((bool, str), "true or false"),
+    "integer": ((int,), "a whole number"),
+    "integer range": ((int,), "a whole number"),
+    "float": ((int, float), "a number"),
+    "float range": ((int, float), "a number"),
+}
+
+
+def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a command print a Ling3Error as message and hint on stderr, without a traceback, and exit with its code.
+
+    What the system refuses (a full disk behind stdout, a name that is too long) is printed, too, and exits with 1.
+    """
+
+    @wraps(command)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except Ling3Error as error:
+            click.echo(f"error: {error.message}", err=True)
+            if error.hint:
+                click.echo(f"hint: {error.hint}", err=True)
+            sys.exit(error.exit_code)
+        except OSError as error:
+            if error.errno == errno.EPIPE:  # the reader of stdout is gone; click ends in silence
+                raise
+            where = "output" if error.filename is None else f"file `{str(error.filename)[:200]}`"
+            message = f"error: {where}: expected to be readable or writable, found {error.strerror or error}"
+            click.echo(printable(message), err=True)
+        sys.exit(1)
+
+    return run
+
+
+def require(command: str, extra: str, *packages: str) -> None:
+    """Refuses a command whose packages are not installed; they are optional for all other commands.
+
+    Raises:
+        Ling3Error: Packages are missing; it names them, and the extra that brings them.
+    """
+    if missing := [name for name in packages if find_spec(name) is None]:
+        raise Ling3Error(
+            f"{command}: expected the packages of the extra `{extra}`, found no {listed(missing)}",
+            f'pip install "ling3export[{extra}]", or in a checkout: pip install ".[{extra}]"',
+        )
+
+
+@runtime_checkable
+class Later(Protocol):
+    """The value of a parameter that the others decide, too."""
+
+    def decided(self, context: click.Context) -> Any:
+        """The value, once ``context`` has those of the others."""
+        ...
+
+
+class Once(click.Option):
+    """An option that may not be given twice: where click takes the last value, a user may have meant both."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **(kwargs | {"multiple": True}))
+
+    def process_value(self, ctx: click.Context, value: Any) -> Any:
+        """The one value, or None.
+
+        Raises:
+            click.UsageError: The option was given more than once.
+        """
+        values = super().process_value(ctx, value) or ()
+        if len(values) > 1:
+            raise click.UsageError(f"{self.opts[0]}: expected it once, found it {len(values)} times.", ctx)
+        return values[0] if values else None
+
+
+class Command(click.Command):
+    """A command whose help shows its options in the sections that ``section`` gave them.
+
+    Args:
+        common: Names of the options that most people need. The others are for experts: ``--help-all`` shows them, and
+            ``--help`` does not. By default ``--help`` shows all.
+        from_file: Whether ``--config FILE`` gives the options that the command line does not.
+    """
+
+    def __init__(
+        self, *args: Any, common: Sequence[str] | None = None, from_file: bool = False, **settings: Any
+    ) -> None:
+        super().__init__(*args, **settings)
+        if from_file:
+            text = "TOML file with options by their long names, such as max-tokens = 8; the command line wins."
+            self.params.append(_eager("--config", _read_config, text, type=click.Path(path_type=Path), metavar="FILE"))
+        if common is not None:
+            for option in _options(self):
+                option.hidden = option.name not in (*common, "config")
+            hidden = sum(option.hidden for option in _options(self))
+            text = f"Show this message with {hidden} more options, those for experts."
+            self.params.append(_eager("--help-all", _show_everything, text, is_flag=True))
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs the command, once every parameter has its value."""
+        for name, value in ctx.params.items():
+            if isinstance(value, Later):
+                ctx.params[name] = value.decided(ctx)
+            elif isinstance(value, tuple):
+                ctx.params[name] = tuple(each.decided(ctx) if isinstance(each, Later) else each for each in value)
+        return super().invoke(ctx)
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a list of options for each section, what most people need first, and the other options last."""
+        rows: dict[str, list[tuple[str, str]]] = {}
+        options = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        for option in sorted(options, key=lambda option: (not hasattr(option, "section"), option.hidden)):
+            hidden = option.hidden
+            option.hidden = hidden and _EVERYTHING not in ctx.meta
+            row = option.get_help_record(ctx)
+            option.hidden = hidden
+            if row is not None:
+                rows.setdefault(getattr(option, "section", "Options"), []).append(row)
+        for title, found in rows.items():
+            with formatter.section(title):
+                formatter.write_dl(found)
+
+
+class Group(click.Group):
+    """A group whose help shows its commands in sections. Errors are printed; an interrupted command ends with 130.
+
+    Args:
+        sections: The names of the commands by the section's title; all commands in one section by default.
+    """
+
+    command_class = Command
+
+    def __init__(self, *args: Any, sections: Mapping[str, Sequence[str]] | None = None, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.context_settings.setdefault("help_option_names", ["-h", "--help"])
+        self._sections = sections or {}
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes a list of commands for each section."""
+        if not self._sections:
+            return super().format_commands(ctx, formatter)
+        width = formatter.width - 6 - max(map(len, self.commands))
+        for title, names in self._sections.items():
+            with formatter.section(title):
+                formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the command line as all that this process does."""
+        atexit.register(gc.freeze)  # it ends then: looking for cycles in all of jax's objects takes as long as a step
+        return super().__call__(*args, **kwargs)
+
+    def main(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the command line. Errors of parsing are printed like those of commands."""
+        return guarded(super().main)(*args, **kwargs)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command; when an interruption arrives here, the command has tidied up what it has to."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            sys.exit(INTERRUPTED)
+
+
+def section(title: str, *options: Decorator) -> Decorator:
+    """Gives a command options, and shows them under a title of their own in its help."""
+
+    def add(command: Any) -> Any:
+        before = list(getattr(command, "__click_params__", ()))
+        for option in reversed(options):
+            command = option(command)
+        for param in command.__click_params__:
+            if param not in before:
+                param.section = title
+        return command
+
+    return add
+
+
+def given(context: click.Context) -> set[str]:
+    """Names of the parameters that the command line gives, or the file of ``--config``."""
+    sources = (click.core.ParameterSource.COMMANDLINE, click.core.ParameterSource.DEFAULT_MAP)
+    return {name for name in context.params if context.get_parameter_source(name) in sources}
+
+
+def _options(command: click.Command) -> list[click.Option]:
+    return [param for param in command.params if isinstance(param, click.Option)]
+
+
+def _eager(name: str, callback: Callable[..., None], text: str, **settings: Any) -> click.Option:
+    """An option that does its work before others are read."""
+    return click.Option([name], callback=callback, help=text, is_eager=True, expose_value=False, **settings)
+
+
+def _show_everything(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        ctx.meta[_EVERYTHING] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+def _read_config(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
+    """Makes the options that a file gives the defaults of this command.
+
+    Raises:
+        Ling3Error: The file is no TOML, names an option that the command does not have, or gives one of a wrong type
+            or out of its bounds.
+        OSError: It cannot be read.
+    """
+    if path is None:
+        return
+    where = f"--config `{path}`"
+    try:
+        found = tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # UnicodeDecodeError is one, too
+        raise Ling3Error(f"{where}: expected a TOML file, found {error}") from error
+    known = {name.removeprefix("--"): option for option in _options(ctx.command) for name in option.opts}
+    known = {name: option for name, option in known.items() if name not in ("config", "help-all")}
+    defaults = {}
+    for name, value in found.items():
+        if name not in known:
+            close = difflib.get_close_matches(name, known)
+            hint = f"did you mean {' or '.join(close)}?" if close else f"see {ctx.command_path} --help"
+            raise Ling3Error(f"{where}: expected options of {ctx.command_path}, found `{name}`", hint)
+        option = known[name]
+        once = option.multiple and isinstance(option, Once)
+        defaults[str(option.name)] = _checked(ctx, option, [value] if once else value, f"{where}: `{name}`")
+    ctx.default_map = defaults
+
+
+def _checked(ctx: click.Context, option: click.Option, value: Any, where: str) -> Any:
+    """A value of a file, if it is one that the option takes.
+
+    Raises:
+        Ling3Error: It is none.
+    """
+    kind = option.type
+    types, words = _KINDS.get(kind.name, ((str,), "a text"))
+    if isinstance(kind, click.Choice) and kind.name == "choice":
+        words = f"one of {', '.join(map(str, kind.choices))}"
+    elif isinstance(kind, click.IntRange | click.FloatRange):
+        words += _bounds(kind)
+    if option.multiple and not isinstance(option, Once):
+        words = f"a list, each {words}"
+    several = value if isinstance(value, list) else [value]
+    found = json.dumps(several[0] if isinstance(option, Once) else value, default=str, ensure_ascii=False)[:100]
+    if option.multiple != isinstance(value, list) or any(type(each) not in types for each in several):
+        raise Ling3Error(f"{where}: expected {words}, found {found}")
+    try:
+        option.type_cast_value(ctx, value)
+    except click.BadParameter as error:
+        own = error.message if error.message.startswith("expected ") else f"expected {words}, found {found}"
+        raise Ling3Error(f"{where}: {own.rstrip('.')}") from error
+    return value
+
+
+def _bounds(kind: click.IntRange | click.FloatRange) -> str:
+    if kind.max is not None:
+        return f" from {kind.min} to {kind.max}"
+    return f" {'above' if kind.min_open else 'of at least'} {kind.min}"

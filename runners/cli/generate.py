@@ -1,0 +1,252 @@
+"""``ling3-runner generate``: prompts in, completions out; and the files that prompts come from."""
+
+import json
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ling3export.foundation.errors import RequestError
+from ling3export.runners.cli.command import Command, Once, given, section
+from ling3export.runners.cli.hosts import host_options, leading
+from ling3export.runners.cli.options import PATH, engine_options, sampling_option, stop_option, temperature_option
+from ling3export.runners.cli.references import ARTIFACT
+from ling3export.runners.engine.config import EngineConfig
+from ling3export.runners.engine.request import Completion, token_ids
+from ling3export.runners.hosts.rendezvous import announced
+from ling3export.runners.text.chat import check_messages
+
+Prompt = str | tuple[int, ...] | list[dict[str, Any]]
+FIELDS = ("prompt", "prompt_ids", "messages")
+SAMPLING = ("temperature", "top_k", "top_p", "seed")
+COMMON = "prompt prompt_file max_tokens temperature top_p seed stop as_json stats target".split()
+
+
+class _Ids(click.ParamType):
+    """``1,2,3``."""
+
+    name = "ID,ID,..."
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """The token ids between the commas."""
+        if isinstance(value, tuple):
+            return value
+        try:
+            return tuple(int(part) for part in value.split(","))
+        except ValueError:
+            self.fail(f"expected whole numbers with commas between, found {value!r}.", param, ctx)
+
+
+@click.command(cls=Command, from_file=True, common=COMMON)
+@click.argument("artifact", type=ARTIFACT)
+@section(
+    "Prompts (one of these)",
+    click.option("--prompt", cls=Once, metavar="TEXT", help="Text to complete."),
+    click.option("--prompt-ids", cls=Once, type=_Ids(), help="Token ids to complete."),
+    click.option(
+        "--prompt-file",
+        cls=Once,
+        type=PATH,
+        metavar="FILE",
+        help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
+    ),
+    click.option(
+        "--resume",
+        cls=Once,
+        type=PATH,
+        metavar="FILE",
+        help="Go on with the answer that --save wrote, with its settings; --max-tokens counts all of it.",
+    ),
+)
+@section(
+    "Answers",
+    click.option("--max-tokens", type=click.IntRange(1), required=True, help="Generate at most this many tokens."),
+    temperature_option,
+    sampling_option("top_k", "Sample among this many of the most likely tokens; 0 for all."),
+    sampling_option("top_p", "Sample among the fewest tokens that hold this probability."),
+    sampling_option("seed", "Seed of the sampling."),
+    stop_option,
+    click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token."),
+)
+@section(
+    "Output",
+    click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt."),
+    click.option(
+        "--logits",
+        type=PATH,
+        metavar="OUT.npz",
+        help="Write tokens [n] and the logits [n, vocab] that they were taken from.",
+    ),
+    click.option("--save", type=PATH, metavar="FILE", help="Write one answer and the state behind it, for --resume."),
+    click.option("--force", is_flag=True, help="Replace OUT.npz or FILE if it is there."),
+    click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
+)
+@engine_options(
+    "target", "programs", "check", "step_timeout", "ffn", "ffn_timeout", "prefix_cache", "evict", "prefix_store"
+)
+@host_options
+def generate(
+    artifact: Path,
+    engine: EngineConfig,
+    place: dict[str, Any],
+    prompt: str | None,
+    prompt_ids: tuple[int, ...] | None,
+    prompt_file: Path | None,
+    resume: Path | None,
+    logits: Path | None,
+    save: Path | None,
+    force: bool,
+    as_json: bool,
+    stats: bool,
+    **settings: Any,
+) -> None:
+    """Complete prompts with ARTIFACT.
+
+    On several hosts, run the same command on each; host 0 reads the prompts and prints.
+    """
+    hosts = leading(artifact, place, engine)
+    with announced(hosts):
+        prompts = _prompts(prompt, prompt_ids, prompt_file, resume)
+        if save is not None and (resume is not None or len(prompts) != 1):
+            found = "--resume" if resume is not None else f"{len(prompts)} prompts"
+            raise click.UsageError(f"--save: expected one prompt with it, found {found}.")
+        if logits is not None:
+            _check_output("--logits", logits, force, "logits", ".npz files", zipfile.is_zipfile)
+        if save is not None:
+            _check_output("--save", save, force, "the state", "saved states", _is_state)
+        if resume is not None:
+            _check_settings(settings, logits)
+    from ling3export.runners.engine.engine import Engine
+    from ling3export.runners.engine.request import Sampling
+
+    with Engine(artifact, engine, hosts=hosts) as running:
+        if resume is not None:
+            completions = [running.resume(resume, max_tokens=settings["max_tokens"]).result()]
+        elif save is not None:
+            chosen = {name: settings.pop(name) for name in SAMPLING}
+            completions = [running.save(running.request(prompts[0], sampling=Sampling(**chosen), **settings), save)]
+        else:
+            names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
+            completions = running.generate(prompts, names=names, logits=logits is not None, **settings)
+        if logits is not None:
+            _write_logits(logits, completions, numbered=prompt_file is not None)
+        for completion in completions:
+            click.echo(_json_line(completion) if as_json else _text(completion))
+        if stats:
+            click.echo(f"stats: {json.dumps(running.stats())}", err=True)
+
+
+def _prompts(
+    prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, resume: Path | None
+) -> Sequence[Prompt]:
+    given = [value for value in (prompt, prompt_ids, prompt_file, resume) if value is not None]
+    if len(given) != 1:
+        found = len(given) or "none"
+        raise click.UsageError(f"expected one of --prompt, --prompt-ids, --prompt-file and --resume, found {found}.")
+    if prompt_file is not None:
+        return read_prompts(prompt_file)
+    return [given[0]] if isinstance(given[0], (str, tuple)) else []
+
+
+def _check_settings(settings: dict[str, Any], logits: Path | None) -> None:
+    """Refuses what a resumed answer cannot have: its settings are those of its file."""
+    said = given(click.get_current_context())
+    found = [f"--{name.replace('_', '-')}" for name in settings if name in said and name != "max_tokens"]
+    if found or logits is not None:
+        raise click.UsageError(f"--resume: expected --max-tokens alone with it, found {(found or ['--logits'])[0]}.")
+
+
+def _text(completion: Completion) -> str:
+    return ",".join(map(str, completion.token_ids)) if completion.text is None else completion.text
+
+
+def _json_line(completion: Completion) -> str:
+    names = ("prompt_ids", "token_ids", "text", "stop_reason", "cached_tokens")
+    times = {name: round(getattr(completion, name), 3) for name in ("ttft_ms", "e2e_ms")}
+    return json.dumps({name: getattr(completion, name) for name in names} | times, ensure_ascii=False)
+
+
+def _is_state(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b'"ling3.state"' in file.read(64)
+
+
+def _check_output(option: str, path: Path, force: bool, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:
+    """Refuses a file that cannot be written or is there already, before anything is loaded."""
+    if not path.parent.is_dir():
+        raise RequestError(f"{option} `{path}`: expected an existing folder, found none, at {path.parent}")
+    if path.exists() and not path.is_file():  # renaming over /dev/null would remove the device
+        raise RequestError(f"{option} `{path}`: expected a file, found a folder or a device")
+    if path.exists() and not force:
+        raise RequestError(f"{option} `{path}`: expected no such file, found one", "replace it with --force")
+    if path.exists() and not is_kind(path):
+        raise RequestError(
+            f"{option} `{path}`: expected {what} of an earlier run, found another kind of file",
+            f"--force replaces only {kind}: choose another name",
+        )
+    from ling3export.artifacts.files import try_writing, writing
+
+    with writing(path):
+        try_writing(path.parent)
+
+
+def _write_logits(path: Path, completions: list[Completion], *, numbered: bool) -> None:
+    """Writes ``tokens`` and ``logits``, or ``tokens.I`` and ``logits.I``; the file appears whole, by rename."""
+    import numpy as np
+
+    from ling3export.artifacts.files import replacing
+
+    arrays = {}
+    for number, completion in enumerate(completions):
+        suffix = f".{number}" if numbered else ""
+        arrays[f"tokens{suffix}"] = np.asarray(completion.token_ids, np.int32)
+        arrays[f"logits{suffix}"] = np.asarray(completion.logits, np.float32)
+    with replacing(path, sum(array.nbytes for array in arrays.values())) as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def read_prompts(path: Path) -> list[Prompt]:
+    """The prompts of a file: a line is ``{"prompt": TEXT}``, ``{"prompt_ids": [ID, …]}`` or ``{"messages": […]}``.
+
+    Raises:
+        RequestError: The file cannot be read or is empty, or a line is something else.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except OSError as error:
+        raise RequestError(f"prompt file `{path}`: expected a readable file, found {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"prompt file `{path}`: expected UTF-8, found {error}") from error
+    if lines[-1] == "":
+        lines.pop()
+    if not lines:
+        raise RequestError(f"prompt file `{path}`: expected a prompt a line, found an empty file")
+    return [_prompt(line, name) for line, name in zip(lines, line_names(path, len(lines)), strict=True)]
+
+
+def line_names(path: Path, count: int) -> list[str]:
+    """What messages call the lines of a prompt file, counted from 1."""
+    return [f"prompt file `{path}` line {number}" for number in range(1, count + 1)]
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    wanted = 'expected {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}'
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where}: {wanted}, found no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise RequestError(f"{where}: {wanted}, found {line.strip()[:60]}")
+    if len(value) != 1 or next(iter(value)) not in FIELDS:
+        raise RequestError(f"{where}: {wanted}, found the fields {', '.join(value) or 'none'}")
+    field, prompt = next(iter(value.items()))
+    if field == "prompt" and isinstance(prompt, str):
+        return prompt
+    if field == "prompt_ids" and isinstance(prompt, list):
+        return token_ids(prompt, where)
+    if field == "messages" and isinstance(prompt, list):
+        check_messages(prompt, where)
+        return prompt
+    raise RequestError(f"{where}: {wanted}, found {json.dumps(prompt)[:60]} for {field}")

@@ -1,0 +1,100 @@
+"""The settings of an engine: stated once, checked once, and handed unchanged to every part of it, on every host."""
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+from ling3export.foundation.errors import RequestError
+from ling3export.machine.verdict import CHECKS, POLICIES
+from ling3export.runners.engine.request import Bounds
+from ling3export.runners.ffn import FFN_ALONE, WAIT
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.transfer.options import PrefixFolder, Transfer
+
+EVICTIONS = ("lru", "flops")
+CHOICES = {"programs": POLICIES, "check": CHECKS, "evict": EVICTIONS}
+NUMBERS = {
+    "max_requests": Bounds(0, (1 << 31) - 1, whole=True),
+    "step_timeout": Bounds(0, threading.TIMEOUT_MAX, above=True),
+    "ffn_timeout": Bounds(0, threading.TIMEOUT_MAX, above=True),
+    "linger": Bounds(0, threading.TIMEOUT_MAX),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How an engine runs an artifact. All hosts of one engine are given the same.
+
+    Raises:
+        RequestError: A value is none that its field takes, or two of them exclude each other.
+    """
+
+    target: str | None = None
+    """Name of the target that runs; None takes the only one that fits this machine."""
+
+    programs: str = "prebuilt-only"
+    """``prebuilt-only``, or ``allow-compile``: portable programs are compiled here where executables do not fit."""
+
+    check: str = "all"
+    """Digests that are checked: ``all``; ``programs``, all but those of weights; ``copy``, all, on a copy in memory."""
+
+    overlap: bool = True
+    """Whether the next step is dispatched before the tokens of the last one are read. The tokens are the same."""
+
+    max_requests: int | None = None
+    """Most requests at once, waiting ones too; more are refused with QueueFull. None takes any number."""
+
+    step_timeout: float | None = None
+    """Seconds after which a call of the devices that did not return stops the engine; None for any time."""
+
+    linger: float = 0.0
+    """Seconds that this process refuses everything with HostGone once another host is gone, before it ends."""
+
+    prefix_cache: bool | None = None
+    """Whether prompts that begin alike are computed once; None where the artifact has snapshots."""
+
+    evict: str = "lru"
+    """What the prefix cache gives up first: ``lru``, the least recently used; ``flops``, what saves least work."""
+
+    prefix_store: PrefixFolder | None = None
+    """The folder in which the prefix cache keeps what it knows for later; None where that ends with the engine."""
+
+    ffn: tuple[str, ...] = ()
+    """Names of the FFN workers that compute the experts of decode steps; none where this process does."""
+
+    ffn_timeout: float = WAIT
+    """Seconds to wait for an FFN worker to be there, and for each of its answers."""
+
+    transfer: Transfer | None = None
+    """How states leave for other engines and come from them; None where none does."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "ffn", tuple(self.ffn))
+        for name, choices in CHOICES.items():
+            if (value := getattr(self, name)) not in choices:
+                raise RequestError(f"{name}: expected one of {', '.join(choices)}, found {str(value)[:100]}")
+        for name, bounds in NUMBERS.items():
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, bounds.number(value, name))
+        for option, given in (("--transfer", self.transfer), ("--prefix-store", self.prefix_store)):
+            if given is not None and self.ffn:
+                raise RequestError(f"{option}: expected an engine that computes its own experts, found FFN workers")
+
+    def check_hosts(self, hosts: Hosts | None) -> None:
+        """Refuses settings that an engine on several hosts cannot have.
+
+        Raises:
+            RequestError: There are several hosts, and FFN workers.
+        """
+        if hosts is not None and self.ffn:
+            raise RequestError(*FFN_ALONE)
+
+    @property
+    def agreed(self) -> dict[str, Any]:
+        """The settings that decide which calls come in which order, by name: they must be the same on all hosts."""
+        return {
+            "overlap": self.overlap,
+            "prefix_cache": self.prefix_cache,
+            "evict": self.evict,
+            "prefix_store": self.prefix_store is not None,
+        }

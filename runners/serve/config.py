@@ -1,0 +1,42 @@
+"""The settings of a server beside those of its engine."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """Where a server listens, whom it lets in, and what clients may take of it."""
+
+    host: str = "127.0.0.1"
+    """Address to listen at."""
+
+    port: int = 8000
+    """Port to listen at; 0 takes a free one."""
+
+    allow_host: tuple[str, ...] = ()
+    """Names by which clients may call, beside this machine's own; none of them where others can reach it: any name."""
+
+    model: str | None = None
+    """Name that clients ask for; None takes the artifact's, without ``.ling3``."""
+
+    api_key_file: Path | None = None
+    """File with the key that clients send as bearer token; None takes the key in LING3_API_KEY, if it is set."""
+
+    kv_events: str | None = None
+    """ZeroMQ endpoint at which routers are told what prompts hit here; None tells nobody."""
+
+    kv_events_topic: str = "kv-events"
+    """Text that each of those messages begins with."""
+
+    max_body: int = 4 << 20
+    """Most bytes of a request's body."""
+
+    max_connections: int = 512
+    """Most connections at once."""
+
+    grace: int = 30
+    """Seconds that running requests have to end after SIGTERM."""
+
+    restarts: int = 0
+    """How often the engine is started again after failed steps, within ten minutes."""

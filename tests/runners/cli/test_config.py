@@ -1,0 +1,182 @@
+"""Options from a file: every option of the commands that take one, what is refused, and what wins."""
+
+import dataclasses
+import json
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ling3export.foundation.errors import RequestError
+from ling3export.runners.cli import options
+from ling3export.runners.cli.command import Once
+from ling3export.runners.cli.main import main
+from ling3export.runners.engine.config import EngineConfig
+from ling3export.runners.serve.config import ServerConfig
+from tests.support import toy_artifact
+
+COMMANDS = {
+    "serve": (main.commands["serve"], ["serve", "none"]),
+    "generate": (main.commands["generate"], ["generate", "none"]),
+    "route": (main.commands["route"], ["route"]),
+    "batch": (main.commands["batch"].commands["run"], ["batch", "run", "none", "in", "out"]),
+}
+REQUIRED = {"generate": {"max-tokens": 3, "prompt-ids": "1"}, "route": {"decode": ["http://127.0.0.1:1"]}}
+
+
+def long_names(command: click.Command) -> dict[str, click.Option]:
+    """The options that a file may give."""
+    found = [param for param in command.params if isinstance(param, click.Option)]
+    return {option.opts[0].removeprefix("--"): option for option in found if option.name not in ("config", "help_all")}
+
+
+def toml(path, settings):
+    """Writes a file; JSON's texts, numbers, truth values and lists are TOML's, too."""
+    path.write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+    return path
+
+
+def other(option: click.Option) -> object:
+    """A value of an option that is not its default."""
+    kind = option.type
+    if option.is_flag or kind.name == "switch":
+        value: object = True
+    elif isinstance(kind, click.Choice):
+        value = kind.choices[-1]
+    elif kind.name == "I/N":
+        value = "1/3"
+    elif kind.name == "ID,ID,...":
+        value = "4,5"
+    else:
+        value = {"integer": 7, "float": 0.75}.get(kind.name.split()[0], "some text")
+    return [value] if option.multiple and not isinstance(option, Once) else value
+
+
+def values(command: click.Command, arguments: list[str]) -> dict[str, object]:
+    """What a command would be called with."""
+    with command.make_context("any", arguments) as context:
+        return dict(context.params)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_file_gives_every_option_of_a_command(name, tmp_path, monkeypatch):
+    """What the command is called with is what the same values give on the command line."""
+    monkeypatch.setenv("LING3_TRUST", "")
+    command, [_, *arguments] = COMMANDS[name]
+    arguments = arguments[1:] if name == "batch" else arguments
+    known = long_names(command)
+    settings = {key: other(option) for key, option in known.items()}
+    line = []
+    for key, value in settings.items():
+        for each in value if isinstance(value, list) else [value]:
+            written = "on" if known[key].type.name == "switch" else str(each)
+            line += [f"--{key}"] if known[key].is_flag else [f"--{key}", written]
+    found = values(command, [*arguments, "--config", str(toml(tmp_path / "c.toml", settings))])
+    assert found == values(command, [*arguments, *line])
+    plain = values(command, [*arguments, "--config", str(toml(tmp_path / "d.toml", REQUIRED.get(name, {})))])
+    assert {key for key in found if found[key] == plain[key]} <= {"artifact", "source", "output"}
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_command_line_wins_over_the_file(name, tmp_path):
+    command, [_, *arguments] = COMMANDS[name]
+    arguments = arguments[1:] if name == "batch" else arguments
+    key = {"serve": "max-requests", "generate": "max-tokens", "route": "max-queue", "batch": "max-tokens"}[name]
+    path = toml(tmp_path / "c.toml", REQUIRED.get(name, {}) | {key: 5})
+    field = key.replace("-", "_")
+    assert values(command, [*arguments, "--config", str(path)])[field] == 5
+    for line in (["--config", str(path), f"--{key}", "9"], [f"--{key}", "9", "--config", str(path)]):
+        assert values(command, [*arguments, *line])[field] == 9
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("step-timeout = ", "expected a TOML file, found Invalid value (at end of document)"),
+        ("force-all = 1", "expected options of ling3-runner {name}, found `force-all`"),
+        ("config = 'x'", "expected options of ling3-runner {name}, found `config`"),
+    ],
+)
+def test_a_file_that_says_anything_else_is_refused(name, text, said, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    _, words = COMMANDS[name]
+    told = CliRunner().invoke(main, [*words, "--config", str(path)], prog_name="ling3-runner")
+    assert told.exit_code == 1
+    name = "batch run" if name == "batch" else name
+    assert told.stderr.startswith(f"error: --config `{path}`: {said.format(name=name)}"), told.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("serve", "max-request = 8", "found `max-request`\nhint: did you mean max-requests?"),
+        ("serve", "qqqqqqqqqqqqq = 8", "found `qqqqqqqqqqqqq`\nhint: see ling3-runner serve --help"),
+        ("serve", "max-requests = '8'", '`max-requests`: expected a whole number of at least 1, found "8"'),
+        ("serve", "max-requests = 8.5", "`max-requests`: expected a whole number of at least 1, found 8.5"),
+        ("serve", "max-requests = true", "`max-requests`: expected a whole number of at least 1, found true"),
+        ("serve", "max-requests = 0", "`max-requests`: expected a whole number of at least 1, found 0"),
+        ("serve", "[max-requests]\na = 1", '`max-requests`: expected a whole number of at least 1, found {"a": 1}'),
+        ("serve", "port = 65536", "`port`: expected a whole number from 0 to 65535, found 65536"),
+        ("serve", "step-timeout = 0.0", "`step-timeout`: expected a number above 0, found 0.0"),
+        ("serve", "evict = 'fifo'", '`evict`: expected one of lru, flops, found "fifo"'),
+        ("serve", "prefix-cache = 1", "`prefix-cache`: expected true or false, found 1"),
+        ("serve", "ffn = 'a'", '`ffn`: expected a list, each a text, found "a"'),
+        ("serve", "ffn = ['a', 1]", '`ffn`: expected a list, each a text, found ["a", 1]'),
+        ("serve", "target = ['a', 'b']", '`target`: expected a text, found ["a", "b"]'),
+        ("serve", "model = 2024-01-01", '`model`: expected a text, found "2024-01-01"'),
+        ("generate", "temperature = 3", "`temperature`: expected a number from 0 to 2, found 3.0"),
+        ("generate", "json = 'yes'", '`json`: expected true or false, found "yes"'),
+        ("batch", "shard = 'x'", "--shard: expected a share I/N, found `x`"),
+    ],
+)
+def test_a_value_that_an_option_does_not_take_is_refused(name, text, said, tmp_path):
+    path = tmp_path / "c.toml"
+    path.write_text(text)
+    told = CliRunner().invoke(main, [*COMMANDS[name][1], "--config", str(path)], prog_name="ling3-runner")
+    assert (told.exit_code, told.stdout) == (1, "")
+    assert said in told.stderr
+
+
+def test_a_file_that_is_not_there_is_named():
+    told = CliRunner().invoke(main, ["serve", "none", "--config", "no-such.toml"])
+    assert (told.exit_code, told.stderr) == (
+        1,
+        "error: file `no-such.toml`: expected to be readable or writable, found No such file or directory\n",
+    )
+
+
+def test_generate_answers_as_its_file_says(tmp_path):
+    settings = {"prompt-ids": "1,2,3", "max-tokens": 6, "ignore-eos": True, "json": True, "prefix-cache": "off"}
+    words = ["generate", str(toy_artifact.shared()), "--config", str(toml(tmp_path / "c.toml", settings))]
+    done = CliRunner().invoke(main, words)
+    assert json.loads(done.stdout)["token_ids"] == toy_artifact.answer([1, 2, 3], 6)[0]
+    settings["temperature"] = 0.5
+    told = CliRunner().invoke(main, [*words[:3], str(toml(tmp_path / "c.toml", settings)), "--resume", "state"])
+    assert "expected one of --prompt, --prompt-ids, --prompt-file and --resume, found 2." in told.stderr
+
+
+def test_every_setting_of_an_engine_and_of_a_server_has_an_option():
+    """Or stands in the list of those that have none."""
+    composed = {"prefix_store": len(options.PREFIX_STORE), "transfer": len(options.TRANSFER)}
+    fields = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert fields == {*options.ENGINE, *composed, *options.PYTHON_ONLY}
+    serving = {option.name for option in long_names(main.commands["serve"]).values()}
+    assert serving >= {*options.ENGINE} | {field.name for field in dataclasses.fields(ServerConfig)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"evict": "fifo"}, "evict: expected one of lru, flops, found fifo"),
+        ({"check": "none"}, "check: expected one of all, programs, copy, found none"),
+        ({"programs": "any"}, "programs: expected one of prebuilt-only, allow-compile, found any"),
+        ({"max_requests": -1}, "max_requests: expected a whole number from 0 to 2147483647, found -1"),
+        ({"linger": -1}, "linger: expected a number from 0 to"),
+        ({"ffn_timeout": 0}, "ffn_timeout: expected a number above 0"),
+    ],
+)
+def test_a_setting_that_an_engine_cannot_have_is_refused(settings, said):
+    with pytest.raises(RequestError, match=f"^{said}"):
+        EngineConfig(**settings)
