@@ -1,4 +1,4 @@
-"""``ling3export catalog``: versions of artifacts in a store, for others to find and pull."""
+"""``ling3export catalog``, ``keygen`` and ``sign``: artifacts for others to find, to pull and to trust."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,8 @@ import click
 from ling3export.cli.options import JSON
 from ling3export.foundation.errors import CatalogError
 from ling3export.foundation.tables import aligned
-from ling3export.runners.cli.command import Group
-from ling3export.runners.cli.options import PATH, trust_option
+from ling3export.runners.cli.command import Command, Group, require
+from ling3export.runners.cli.options import FOLDER, PATH, trust_option
 from ling3export.runners.cli.references import Artifact, pull
 
 
@@ -151,3 +151,31 @@ def gc(store: str) -> None:
 
     removed, freed = open_layout(store).gc()
     click.echo(f"{removed} files, {freed:,} bytes removed", err=True)
+
+
+@click.command(cls=Command)
+@click.argument("key", type=PATH)
+def keygen(key: Path) -> None:
+    """Write a private key into KEY and its public half into KEY.pub.
+
+    Whoever has KEY can sign; put KEY.pub into the folder that --trust of ling3-runner names. Prints the key's id.
+    """
+    require("keygen", "sign", "cryptography")
+    from ling3export.artifacts.signing import make_key, public_path
+
+    click.echo(make_key(key))
+    click.echo(f"wrote {key} and {public_path(key)}", err=True)
+
+
+@click.command(cls=Command)
+@click.argument("artifact", type=FOLDER)
+@click.option("--key", type=PATH, required=True, help="A private key, as keygen or openssl writes it.")
+def sign(artifact: Path, key: Path) -> None:
+    """Sign ARTIFACT: its manifest, which names every other byte by digest.
+
+    The signature is a file beside the manifest. Prints the key's id.
+    """
+    require("sign", "sign", "cryptography")
+    from ling3export.artifacts.signing import sign as signed
+
+    click.echo(signed(artifact, key))

@@ -15,9 +15,8 @@ import click
 
 from ling3export.cache.use import POLICIES, CacheUse
 from ling3export.cli.cache import cache, cache_dir
-from ling3export.cli.catalog import catalog
+from ling3export.cli.catalog import catalog, keygen, sign
 from ling3export.cli.options import IGNORE, JSON, WIDE, build_options
-from ling3export.cli.signing import keygen, sign
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
 from ling3export.runners.cli.cluster import on_cluster

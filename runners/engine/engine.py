@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
     from ling3export.runners.state.prefix_cache import Event
 
 Prompt = str | Many[int] | Many[Message]
-
-
-def _closed(*steps: Callable[[], None]) -> None:
-    """Takes all steps, one after the other."""
-    for step in steps:
-        step()
 
 
 class Engine:
@@ -71,20 +66,16 @@ class Engine:
         if hosts is not None and hosts.number:
             raise RequestError(f"engine: expected it on host 0, found host {hosts.number}", "the others call follow()")
         self.config = config = replace(config or EngineConfig(), **settings)
-        parts = load_parts(artifact, config, hosts, report, tell)
+        self._parts = parts = load_parts(artifact, config, hosts, report, tell)
         from ling3export.runners.engine.loop import Loop  # with numpy
 
         loaded = parts.loaded
         self.manifest = loaded.manifest
         self.target = loaded.target
-        self.verdicts = loaded.verdicts
-        self.timings = loaded.timings
+        self.verdicts, self.timings = loaded.verdicts, loaded.timings
         self.files: TokenizerFiles = parts.files
         self.limits: Limits = parts.limits
         self._record, self._artifact = loaded.record, artifact
-        self._blocks, self._counters, self._cache = parts.blocks, parts.counters, parts.cache
-        self._compiles, self._weight_bytes = loaded.compiles, loaded.weight_bytes
-        self._several, self._split, self._store = hosts is not None, parts.split, parts.store
         self._transfers = None
         if config.transfer is not None:
             from ling3export.runners.transfer.manager import transfer_manager  # with all carriers
@@ -99,17 +90,15 @@ class Engine:
             renew=parts.renew,
             step_timeout=config.step_timeout,
             transfers=self._transfers,
-            store=self._store,
+            store=parts.store,
         )
         if loaded.channel is not None and config.linger:
             loaded.channel.outlive(self._loop.abandon, config.linger)
-        self._programs = loaded.programs
-        steps = [
-            self._loop.close,
-            self._programs.close,
-            *(each.close for each in (self._split, self._transfers, self._store) if each is not None),
-        ]
-        self._close = weakref.finalize(self, _closed, *steps)  # also at the end of the process
+        closed = ExitStack()  # from the last one on
+        for each in (parts.store, self._transfers, parts.split, loaded.programs, self._loop):
+            if each is not None:
+                closed.callback(each.close)
+        self._close = weakref.finalize(self, closed.close)  # also at the end of the process
 
     def generate(
         self,
@@ -326,7 +315,7 @@ class Engine:
         return handle
 
     def _check_alone(self, what: str) -> None:
-        if self._split:
+        if self._parts.split:
             raise RequestError(f"{what}: expected an engine that computes its own experts, found FFN workers")
 
     def digests(self) -> tuple[bytes, ...]:
@@ -335,7 +324,7 @@ class Engine:
         Raises:
             EngineStopped: The engine was closed, or a step failed.
         """
-        return self._loop.compare() if self._several else ()
+        return self._loop.compare() if self._parts.loaded.channel else ()
 
     def check(self, request: Request) -> None:
         """Refuses what can never be served.
@@ -379,9 +368,10 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is held now, as JSON; and the seconds of the start's stages."""
-        state, blocks, counted = self._record.state, self._blocks, self._counters.record()
-        if self._cache is not None:
-            counted["prefix_cache"] |= self._cache.record()
+        parts, state = self._parts, self._record.state
+        loaded, blocks, counted = parts.loaded, parts.blocks, parts.counters.record()
+        if parts.cache is not None:
+            counted["prefix_cache"] |= parts.cache.record()
         snapshots = {"snapshots": state.snapshots} if state.snapshots else {}
         kept = {"snapshots": blocks.free_snapshots} if state.snapshots else {}
         return {
@@ -390,12 +380,12 @@ class Engine:
             "live": self._loop.live,
             "free": {"slots": blocks.free_slots, "pages": blocks.free_pages} | kept,
             "pools": {"slots": state.slots, "pages": state.pages} | snapshots,
-            "weight_bytes": self._weight_bytes,
-            "compile_events": self._compiles.count,
+            "weight_bytes": loaded.weight_bytes,
+            "compile_events": loaded.compiles.count,
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
-            **({"split": self._split.phases.record()} if self._split else {}),
+            **({"split": parts.split.phases.record()} if parts.split else {}),
             **({"transfer": self._transfers.record()} if self._transfers else {}),
-            **({"prefix_store": self._store.record()} if self._store else {}),
+            **({"prefix_store": parts.store.record()} if parts.store else {}),
         }
 
     @property
@@ -423,7 +413,7 @@ class Engine:
         Raises:
             ArtifactError: One does not load; a request that needs it would end the engine.
         """
-        self._programs.settle()
+        self._parts.loaded.programs.settle()
 
     def close(self) -> None:
         """Ends the engine's thread and drops programs, weights and state; unfinished requests get EngineStopped.
@@ -447,18 +437,14 @@ class Engine:
             handle.cancel()
 
     def _prompt_ids(self, prompt: Prompt, name: str, *, special: bool = True) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            return self._text_ids(prompt, name, special=special)
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
-            rendered = self.files.render_chat(prompt, name=name)
-            return self._text_ids(rendered, name, special=False)
-        return token_ids(prompt, name)
-
-    def _text_ids(self, text: str, name: str, *, special: bool) -> tuple[int, ...]:
+            prompt, special = self.files.render_chat(prompt, name=name), False
+        if not isinstance(prompt, str):
+            return token_ids(prompt, name)
         tokenizer = self.files.tokenizer(f"{name}: text in")
         try:
-            size = len(text.encode())
+            size = len(prompt.encode())
         except UnicodeEncodeError:
             raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)") from None
         self.limits.check_text(size, tokenizer.longest, name)
-        return tuple(tokenizer.encode(text, special=special))
+        return tuple(tokenizer.encode(prompt, special=special))

@@ -43,18 +43,8 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
     lines = [json.dumps({"prompt_ids": prompt}) for prompt in prompts]
     (tmp_path / "p.jsonl").write_text("\n".join(lines))
     out = tmp_path / "logits.npz"
-    done = run(
-        artifact,
-        "--prompt-file",
-        tmp_path / "p.jsonl",
-        "--max-tokens",
-        6,
-        "--ignore-eos",
-        "--json",
-        "--logits",
-        out,
-        "--stats",
-    )
+    words = ("--max-tokens", 6, "--ignore-eos", "--json", "--logits", out, "--stats")
+    done = run(artifact, "--prompt-file", tmp_path / "p.jsonl", *words)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     assert [record["prompt_ids"] for record in records] == prompts
     with np.load(out) as arrays:
@@ -169,21 +159,10 @@ def test_messages_go_through_the_chat_template(artifact, tmp_path):
 
 
 def test_stop_strings_end_the_text_before_them(artifact):
-    whole = json.loads(run(artifact, "--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json").stdout)
+    words = (artifact, "--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json")
+    whole = json.loads(run(*words).stdout)
     stop = whole["text"][3:5]
-    done = run(
-        artifact,
-        "--prompt-ids",
-        "1,2,3",
-        "--max-tokens",
-        12,
-        "--ignore-eos",
-        "--json",
-        "--stop",
-        "no such",
-        "--stop",
-        stop,
-    )
+    done = run(*words, "--stop", "no such", "--stop", stop)
     record = json.loads(done.stdout)
     assert (record["text"], record["stop_reason"]) == (whole["text"][: whole["text"].index(stop)], "stop")
 
@@ -191,19 +170,9 @@ def test_stop_strings_end_the_text_before_them(artifact):
 def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_path):
     """In a fresh process, with nothing set up: the environment is the runner's work."""
     code = "import sys; from ling3export.runners.cli.main import main; sys.argv[0] = 'ling3-runner'; main()"
-    arguments = [
-        "generate",
-        artifact,
-        "--prompt-ids",
-        "1,2,3",
-        "--max-tokens",
-        "6",
-        "--ignore-eos",
-        "--json",
-        "--stats",
-    ]
+    words = ("generate", artifact, "--prompt-ids", "1,2,3", "--max-tokens", "6", "--ignore-eos", "--json", "--stats")
     done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, arguments)],
+        [sys.executable, "-c", code, *map(str, words)],
         capture_output=True,
         text=True,
         env={"PYTHONPATH": ":".join(sys.path), "JAX_LOG_COMPILES": "1"},

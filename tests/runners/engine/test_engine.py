@@ -127,7 +127,7 @@ def test_giving_pages_back_changes_no_token_in_fp32(artifact: Artifacts, naive: 
     """Eight sequences in eight pages all want a second one. docs/engine.md says what holds in bf16."""
     place = LENGTHS.index(50)
     with Engine(artifact(NAME), report=silent) as engine:
-        del engine._blocks._pools[0][8:]
+        del engine._parts.blocks._pools[0][8:]
         done = engine.complete([greedy(prompts()[place]) for _ in range(8)])
         stats = engine.stats()
     assert [each.token_ids for each in done] == [naive[place]] * 8
