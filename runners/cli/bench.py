@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 WORKLOADS = ("random", "sharegpt", "generated-shared-prefix", "prefix-repetition", "jsonl", "suite")
 POSITIVE = click.IntRange(1)
-COMMON = "url workload data num_prompts input_len output_len request_rate max_concurrency output html".split()
+COMMON = "workload data num_prompts input_len output_len request_rate max_concurrency output".split()
 
 
 @click.group("bench", cls=Group, sections={"Measure": ("serve", "compare"), "Look": ("check", "prefixes")})
@@ -92,7 +92,7 @@ _written: Decorator = section(
 )
 
 
-@bench.command(common=COMMON)
+@bench.command(common=("url", "goodput", *COMMON))
 @click.argument("artifact", type=ARTIFACT, required=False)
 @click.option("--url", help="Measure the server there.  [default: ARTIFACT in this process]")
 @_workload
@@ -130,7 +130,7 @@ def serve(
     _end(found)
 
 
-@bench.command(common=("configs", *COMMON))
+@bench.command(common=("configs", "transfer", *COMMON))
 @click.argument("artifacts", type=ARTIFACT, nargs=-1, required=True)
 @click.option(
     "--configs",

@@ -116,6 +116,7 @@ class Command(click.Command):
         self, *args: Any, common: Sequence[str] | None = None, from_file: bool = False, **settings: Any
     ) -> None:
         super().__init__(*args, **settings)
+        self.common = common
         if from_file:
             text = "TOML file with options by their long names, such as max-tokens = 8; the command line wins."
             self.params.append(_eager("--config", _read_config, text, type=click.Path(path_type=Path), metavar="FILE"))

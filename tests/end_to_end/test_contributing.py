@@ -10,7 +10,16 @@ from tests.support.rooms import below, room
 
 ROOT = Path(__file__).parents[2]
 STEP = re.compile(r"`((?:ling3export|foundation|model|artifacts|runners)/[\w/]+\.py):([\w.]+)`")
-WALKS = ("A tensor, built", "A tensor, loaded", "A token", "A cell", "A state, given", "A state, taken")
+WALKS = (
+    "A tensor, built",
+    "A tensor, loaded",
+    "A token",
+    "An HTTP request",
+    "A cell",
+    "A state, given",
+    "A state, taken",
+)
+MOST = 11  # files of a walk
 
 
 def steps(walk: str) -> list[tuple[str, str]]:
@@ -45,6 +54,7 @@ def defined(file: Path) -> set[str]:
 def test_a_walk_names_functions_that_exist_and_goes_down_only(walk: str):
     found = steps(walk)
     assert len(found) >= 6
+    assert len({file for file, _ in found}) <= MOST
     assert [f"{file}:{name}" for file, name in found if name not in defined(ROOT / file)] == []
     here, climbs = where(found[0][0]), []
     for way, aside in re.findall(r"([^()]*)(\([^()]*\))?", paragraph(walk)):

@@ -45,10 +45,12 @@ def test_help_names_every_command_argument_and_option(program, words):
     assert [line for line in text.splitlines() if len(line) > 80 and "|" not in line] == []  # choices stand on one line
     for name in getattr(command, "commands", {}):
         assert f"\n  {name} " in text
-    everything = text
-    if any(option.hidden for option in options(command)):  # those for experts
+    everything, shown = text, [option for option in options(command) if not option.hidden]
+    if len(shown) < len(options(command)):  # the others are for experts
         everything = asked(program, *words, "--help-all")
         assert set(text.split()) <= set(everything.split())
+        assert {option.name for option in shown} - {"config", "help_all"} == set(command.common)
+    assert len(shown) <= 15, "common options are named, and the others shown by --help-all"
     for param in command.params:
         shown = param.opts[0] if isinstance(param, click.Option) else param.make_metavar(click.Context(command))
         assert shown in everything, f"{shown} is in no help"
