@@ -107,16 +107,5 @@ def afd() -> None:
     run()
 
 
-@main.command("fleet-scale")
-@click.option("--plots", type=click.Path(path_type=Path), default="docs/fleet", show_default=True, help="A folder.")
-@click.option("--requests", type=click.IntRange(100), default=1_000_000, show_default=True, help="Of the last run.")
-@click.option("--from", "artifact", type=PATH, help="Whose estimates price paddings.")
-def fleet_scale(plots: Path, requests: int, artifact: Path | None) -> None:
-    """1,000 chips and 10^6 requests, simulated: ratio of prefill to decode, paddings, router; draws the plots."""
-    from bench.fleet_scale import main as run
-
-    run(plots, requests, artifact)
-
-
 if __name__ == "__main__":
     main(prog_name="python -m bench")

@@ -249,10 +249,10 @@ def plan(
     config = config_of(checkpoint or DEMO, ignore)
     if fleet is not None and chips is not None:
         require("plan --fleet", "fleet", "simpy")
-        from ling3export.simulation import answer
+        from ling3export.simulation import divide
 
-        answered = answer.answered(config, Options(**options), answer.read_kinds(fleet), chips, artifact, ignore)
-        click.echo(json.dumps(to_json(answered)) if as_json else answer.described(answered))
+        divided = divide.plan_fleet(config, Options(**options), divide.read_kinds(fleet), chips, artifact, ignore)
+        click.echo(json.dumps(to_json(divided)) if as_json else divide.described(divided))
         return
     requests = [] if lengths is None else read_lengths(lengths)
     found = priced(config, Options(**options), requests, artifact, ignore)

@@ -26,8 +26,7 @@ from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Cell, Plan, make_plans
 from ling3export.plan.pricing import config_of
-from ling3export.runners.fleet.crew import PoolWorker, versions
-from ling3export.runners.fleet.pool import WorkerPool
+from ling3export.runners.fleet.pool import PoolWorker, WorkerPool, versions
 from ling3export.runners.hosts.hosts import Hosts
 
 STAGE = "compile on the cluster"

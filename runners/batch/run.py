@@ -12,10 +12,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import Any, BinaryIO
 
 from ling3export.artifacts.files import open_own, replace_file, replacing, writing
 from ling3export.artifacts.records import WrongRecordError, from_json
@@ -24,18 +25,20 @@ from ling3export.foundation.reading import opened
 from ling3export.foundation.shards import WHOLE, Shard, in_order
 from ling3export.foundation.strict_json import read_json
 from ling3export.runners.batch.lines import LONGEST, Line, is_answer
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.handle import EngineStopped, RequestFailed
 from ling3export.runners.engine.request import Completion
+from ling3export.runners.fleet.pool import WorkerLost, WorkerPool, versions
+from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.serve.responses import stopped
-
-if TYPE_CHECKING:
-    from ling3export.runners.engine.engine import Engine
 
 FORMAT = 1
 WINDOW = 16  # requests in flight for each slot: short answers go on behind a long one
+PIECE = 32  # lines that a worker of a cluster gets together
 ANEW = "nothing was changed: choose another output, or begin anew with --force"
 Numbered = tuple[int, bytes]  # a line of the input, and its place there
-Answer = tuple[bytes, bool]  # a line of the output, and whether it is a refusal
+BatchAnswer = tuple[bytes, bool]  # a line of the output, and whether it is a refusal
 
 
 class BatchError(Ling3Error):
@@ -65,7 +68,7 @@ class BatchRecord:
     shard: str
 
 
-Answered = Callable[[BatchRecord, Iterator[Numbered]], Iterator[Answer]]  # gives the answers to lines, in order
+Answered = Callable[[BatchRecord, Iterator[Numbered]], Iterator[BatchAnswer]]  # gives the answers to lines, in order
 
 
 @dataclass(frozen=True)
@@ -77,14 +80,13 @@ class BatchSummary:
     earlier: int
 
 
-def run_batch(engine: "Engine", source: Path, output: Path, **options: Any) -> BatchSummary:
+def run_batch(engine: Engine, source: Path, output: Path, **options: Any) -> BatchSummary:
     """Answers the lines of ``source`` by an engine of this process; ``answer_file`` says the rest.
 
     Raises:
         EngineStopped: The engine ended; the same call goes on with what is there.
     """
-    most = WINDOW * engine.manifest.targets[engine.target].state.slots
-    return answer_file(engine.manifest.sha256 or "", partial(answers, engine, most), source, output, **options)
+    return answer_file(engine.manifest.sha256 or "", partial(answers, engine), source, output, **options)
 
 
 def answer_file(
@@ -145,8 +147,9 @@ def answer_file(
     return BatchSummary(len(mine), refused, earlier)
 
 
-def answers(engine: "Engine", most: int, asked: BatchRecord, lines: Iterable[Numbered]) -> Iterator[Answer]:
-    """The answers to lines of a run, in order; at most ``most`` requests run at a time."""
+def answers(engine: Engine, asked: BatchRecord, lines: Iterable[Numbered]) -> Iterator[BatchAnswer]:
+    """The answers to lines of a run, in order; at most WINDOW requests for each slot run at a time."""
+    most = WINDOW * engine.manifest.targets[engine.target].state.slots
     running: deque[tuple[Line, list[Any]]] = deque()
     settings, run = json.loads(asked.settings), asked.input_sha256[:12]
 
@@ -172,6 +175,46 @@ def answers(engine: "Engine", most: int, asked: BatchRecord, lines: Iterable[Num
                 yield ended()
         while running:
             yield ended()
+
+
+@dataclass
+class BatchWorker:
+    """An engine on a node of a cluster, or on several, for ``WorkerPool``: it answers pieces of a few lines.
+
+    Args:
+        options: The engine's arguments; ``artifact`` is a path that every node sees.
+        step_timeout: Seconds after which a call of the devices that did not return stops the engine.
+    """
+
+    options: dict[str, Any]
+    step_timeout: float | None = None
+    engine: Engine = field(init=False)
+
+    def start(self, hosts: Hosts | None) -> dict[str, Any]:
+        """Loads the artifact."""
+        if hosts is not None and hosts.number:
+            follow(**self.options, hosts=hosts)
+            return {}
+        self.engine = Engine(**self.options, hosts=hosts, step_timeout=self.step_timeout)
+        return {"artifact": self.engine.manifest.sha256, "target": self.engine.target, "versions": versions()}
+
+    def work(self, piece: tuple[BatchRecord, list[Numbered]]) -> list[BatchAnswer]:
+        """The answers to some lines of a run."""
+        try:
+            return [*answers(self.engine, *piece)]
+        except EngineStopped as error:
+            raise WorkerLost(error.message) from None
+
+
+def answered_by(pool: WorkerPool) -> Answered:
+    """What ``answer_file`` asks for, by the workers of a pool of BatchWorker."""
+
+    def answered(asked: BatchRecord, lines: Iterator[Numbered]) -> Iterator[BatchAnswer]:
+        pieces = iter(lambda: [*islice(lines, PIECE)], [])
+        for some in pool.map((asked, piece) for piece in pieces):
+            yield from some
+
+    return answered
 
 
 def merge(outputs: Sequence[Path], output: Path, *, force: bool = False) -> int:

@@ -24,7 +24,7 @@ from ling3export.runners.hosts.rendezvous import announced
 COMMON = "model max_tokens temperature seed shard force target programs on replicas".split()
 
 
-class _Batch(Group):
+class _BatchGroup(Group):
     """``batch ARTIFACT INPUT OUTPUT`` is short for ``batch run ARTIFACT INPUT OUTPUT``."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -33,7 +33,7 @@ class _Batch(Group):
         return super().parse_args(ctx, args)
 
 
-@click.group("batch", cls=_Batch, sections={"Commands": ("run", "merge")})
+@click.group("batch", cls=_BatchGroup, sections={"Commands": ("run", "merge")})
 def batch() -> None:
     """Answer a file of requests; merge the answers of shards.
 
@@ -84,15 +84,13 @@ def run(
     hosts = leading(artifact, place, target=target, programs=programs, check=check) if on is None else None
     with announced(hosts):
         require("batch", "serve", "starlette", "prometheus_client", "pydantic")
-        from ling3export.runners.batch.run import answer_file, run_batch
+        from ling3export.runners.batch.run import BatchWorker, answer_file, answered_by, run_batch
     from ling3export.runners.engine.engine import Engine
 
     name = model or artifact.resolve().name.removesuffix(".ling3")
     options: dict[str, Any] = {"target": target, "programs": programs, "check": check}
     what: dict[str, Any] = {"model": name, "settings": settings, "shard": shard, "force": force}
     if on is not None:
-        from ling3export.runners.batch.fleet import BatchWorker, answered_by
-
         worker = partial(BatchWorker, {"artifact": artifact.resolve(), **options}, step_timeout)
         with on_cluster("batch", on, replicas, resources, worker, hosts=each, at_once=2) as pool:
             done = answer_file(pool.about["artifact"], answered_by(pool), source, output, **what)

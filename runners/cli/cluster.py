@@ -14,8 +14,7 @@ from ling3export.runners.cli.command import require
 from ling3export.runners.hosts.hosts import Hosts
 
 if TYPE_CHECKING:
-    from ling3export.runners.fleet.crew import PoolWorker
-    from ling3export.runners.fleet.pool import WorkerPool
+    from ling3export.runners.fleet.pool import PoolWorker, WorkerPool
 
 FOUND_THERE = ("coordinator", "host_id", "secret_file", "trust_network")  # what a cluster knows of a worker's hosts
 
@@ -66,7 +65,7 @@ def on_cluster(
     Raises:
         Ling3Error: The options name none, Ray is not installed, or the cluster is not there or has no room.
     """
-    from ling3export.runners.fleet.crew import Cluster
+    from ling3export.runners.fleet.cluster import Cluster
     from ling3export.runners.fleet.pool import WorkerPool
 
     cluster = Cluster.parse(on, replicas, resources, hosts)

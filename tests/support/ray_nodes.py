@@ -26,9 +26,9 @@ class Nodes:
         self._process, self.pid = process, process.pid
         self.address = self._said()
 
-    def add(self, **resources: float) -> None:
+    def add(self, labels: Mapping[str, str] | None = None, **resources: float) -> None:
         """Adds a node, and waits until the cluster knows it."""
-        self._tell({"add": resources})
+        self._tell({"add": resources, "labels": dict(labels or {})})
 
     def kill(self) -> None:
         """Ends the node that was added last, with all that runs there."""
@@ -81,7 +81,7 @@ def main() -> None:
     for line in sys.stdin:
         order = json.loads(line)
         if "add" in order:
-            added.append(patient(partial(nodes.add_node, **SMALL, resources=order["add"])))
+            added.append(patient(partial(nodes.add_node, **SMALL, resources=order["add"], labels=order["labels"])))
         else:
             nodes.remove_node(added.pop(), allow_graceful=False)
         print("> done", flush=True)

@@ -20,7 +20,7 @@ from tests.support import ray_nodes
 
 RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
 TOKENS, GIVE_UP = 6, 900  # tokens of an answer; seconds for a run
-HOST_0, OTHER = "ray::_Actor.work", "ray::_Actor.start"  # Ray names a process by what its actor does
+HOST_0, OTHER = "ray::_Host.work", "ray::_Host.follow"  # Ray names a process by what its actor does
 
 
 def below(parent: int) -> dict[int, str]:

@@ -1,7 +1,6 @@
 """Cells that nodes of a cluster compile, in the cache of the machine that asked; the compilers are stubs."""
 
 import json
-import sys
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -23,9 +22,6 @@ from ling3export.foundation.processes import Failure
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plans
 from ling3export.plan.pricing import config_of
-from ling3export.runners.fleet.crew import Cluster
-from ling3export.runners.fleet.pool import WorkerPool
-from tests.support.fake_ray import FakeRay
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)
@@ -56,20 +52,33 @@ def stub(self: Compilers, cells, done) -> Outcome:
     return outcome
 
 
+class InProcess(AbstractContextManager["InProcess"]):
+    """One worker in this process, in place of a pool of them."""
+
+    def __init__(self, make) -> None:
+        self.worker = make()
+        self.worker.start(None)
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def map(self, pieces):
+        return map(self.worker.work, pieces)
+
+
 class Asked:
-    """A build that is asked for on a cluster of this process."""
+    """A build that is asked for on a cluster."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         fields = tiny_fields()
         self.checkpoint = write_tiny(folder / "tiny", fields, tiny_weights(fields))
         self.artifact, self.use = folder / "a.ling3", CacheUse("on", folder / "cache")
         self.pools = 0
-        monkeypatch.setitem(sys.modules, "ray", FakeRay())
         monkeypatch.setattr(Compilers, "run", stub)
 
-    def pool(self, make) -> AbstractContextManager:
+    def pool(self, make) -> InProcess:
         self.pools += 1
-        return WorkerPool(Cluster(None, 2, {"CPU": 1}), make, report=lambda text: None)
+        return InProcess(make)
 
     def run(self, use: CacheUse | None = None) -> None:
         with Console() as console:

@@ -9,8 +9,7 @@ from click.testing import CliRunner
 
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.main import main
-from ling3export.runners.fleet.crew import PLACE, SLICE, Cluster, ClusterError, check_room, free_slice, spread
-from ling3export.runners.fleet.pool import WorkerPool
+from ling3export.runners.fleet.cluster import PLACE, SLICE, Cluster, ClusterError, worker_slices
 from ling3export.runners.hosts.hosts import Hosts
 
 
@@ -58,11 +57,11 @@ NODES = [
 )
 def test_too_little_room_is_said_at_once_and_by_name(replicas, needs, free, message):
     with pytest.raises(ClusterError, match=re.escape(message)):
-        check_room(NODES, {"CPU": 80, "TPU": 8, **free}, Cluster(None, replicas, needs))
+        worker_slices(NODES, {"CPU": 80, "TPU": 8, **free}, Cluster(None, replicas, needs))
 
 
 def test_room_that_is_there_is_taken():
-    assert check_room(NODES, {"CPU": 80, "TPU": 8}, Cluster(None, 2, {"TPU": 4, "CPU": 2})) is None
+    assert worker_slices(NODES, {"CPU": 80, "TPU": 8}, Cluster(None, 2, {"TPU": 4, "CPU": 2})) == [None, None]
 
 
 def sliced(name: str, *places: int, **resources: float) -> list[dict[str, Any]]:
@@ -75,36 +74,20 @@ FOUR = Hosts("127.0.0.1:1", 4, 0)
 
 def test_hosts_of_a_worker_are_of_one_slice():
     """Half of one slice and half of another are room for two hosts twice, and for four nowhere."""
+    four = Cluster(None, 1, {"TPU": 4}, Hosts("127.0.0.1:1", 4, 0))
+    two = replace(four, replicas=2, hosts=Hosts("127.0.0.1:1", 2, 0))
     halves = [*sliced("a", 0, 1, TPU=4), *sliced("b", 0, 1, TPU=4)]
-    message = "expected room for 1 workers of 4 hosts with TPU 4 each, found room for 0: TPU 16 in all, on 4 nodes"
-    with pytest.raises(ClusterError, match=re.escape(message)):
-        check_room(halves, {"TPU": 16}, Cluster(None, 1, {"TPU": 4}, FOUR))
-    check_room(halves, {"TPU": 16}, Cluster(None, 2, {"TPU": 4}, replace(FOUR, count=2)))
-    message = "expected room for 2 workers of 4 hosts with TPU 4 each, found TPU 28 free of 32"
-    with pytest.raises(ClusterError, match=re.escape(message)):
-        check_room(
-            [*sliced("a", 0, 1, 2, 3, TPU=4), *sliced("b", 0, 1, 2, 3, TPU=4)],
-            {"TPU": 28},
-            Cluster(None, 2, {"TPU": 4}, FOUR),
-        )
-
-
-def test_a_worker_gets_the_slice_that_has_room():
-    nodes = [*sliced("a", 0, 1, 2, 3, TPU=4), *sliced("b", 0, 1, 2, 3, TPU=4), *NODES]
-    cluster = Cluster(None, 2, {"TPU": 4}, FOUR)
-    first = free_slice(nodes, cluster, [])
-    second = free_slice(nodes, cluster, [first])
-    assert {first, second} == {"a", "b"}
-    assert free_slice(NODES, Cluster(None, 1, {"TPU": 4}, replace(FOUR, count=2)), []) is None
-    assert free_slice(nodes, Cluster(None, 1, {"TPU": 4}), []) is None  # one host may be of any slice
-
-
-def test_hosts_have_nodes_of_their_own_where_there_are_enough():
-    cluster = Cluster(None, 2, {"CPU": 4}, replace(FOUR, count=2))
-    two, four = [[{"Alive": True, "Resources": {"CPU": 8}}] * count for count in (2, 4)]
-    assert spread(two, cluster) and spread(four, cluster)
-    assert not spread([{"Alive": True, "Resources": {"CPU": 16}}], cluster)
-    assert not spread([{"Alive": True, "Resources": {"CPU": 32}}, {"Alive": True, "Resources": {"CPU": 4}}], cluster)
+    whole = [*sliced("a", 0, 1, 2, 3, TPU=4), *sliced("b", 0, 1, 2, 3, TPU=4), *NODES]
+    assert worker_slices(halves, {"TPU": 16}, two) == ["a", "b"]
+    assert worker_slices(whole, {"TPU": 40}, replace(four, replicas=2)) == ["a", "b"]
+    assert worker_slices(NODES, {"TPU": 8}, replace(two, replicas=1)) == [None]
+    assert worker_slices(whole, {"TPU": 40}, replace(four, hosts=None)) == [None]  # one host may be of any slice
+    for nodes, cluster, message in (
+        (halves, four, "1 workers of 4 hosts with TPU 4 each, found room for 0: TPU 16 in all, on 4 nodes"),
+        (whole, replace(four, replicas=2), "2 workers of 4 hosts with TPU 4 each, found TPU 28 free of 40"),
+    ):
+        with pytest.raises(ClusterError, match=re.escape(f"expected room for {message}")):
+            worker_slices(nodes, {"TPU": 28}, cluster)
 
 
 @pytest.mark.parametrize(
@@ -116,10 +99,3 @@ def test_a_command_on_a_cluster_is_given_once_and_not_on_each_host(tmp_path, wor
     done = CliRunner().invoke(main, [*command, *words])
     assert done.exit_code == 1
     assert f"--on: expected --num-hosts alone to say what hosts a worker has, found {found}" in done.stderr
-
-
-@pytest.mark.extras
-def test_a_cluster_that_is_not_there_is_said_at_once():
-    with pytest.raises(ClusterError, match=r"ray: expected a cluster at 127\.0\.0\.1:9, found .*refused") as caught:
-        WorkerPool(Cluster("127.0.0.1:9", 1, {"CPU": 1}), dict, report=print)
-    assert "ray start --head" in str(caught.value)

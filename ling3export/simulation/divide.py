@@ -25,7 +25,7 @@ from ling3export.plan.paddings import Count, read_records
 from ling3export.plan.plan import make_plan
 from ling3export.plan.pricing import PricedTarget, priced
 from ling3export.simulation.fleet import Fleet, simulate
-from ling3export.simulation.replica import Ask, Times
+from ling3export.simulation.replica import CallTimes, SimulatedRequest
 
 GROUP = 8  # replicas of a simulation
 WAVES = 4  # requests of a simulation for each slot of its replicas
@@ -41,7 +41,7 @@ EXAMPLE = 'a line is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}'
 
 
 @dataclass(frozen=True)
-class Kind:
+class RequestKind:
     """A line of the file: ``count`` requests that are alike; their prompts may have beginnings in common."""
 
     prompt_tokens: Count
@@ -78,7 +78,7 @@ class Division:
 
 
 @dataclass(frozen=True)
-class Answer:
+class FleetPlan:
     """How to divide the chips.
 
     Attributes:
@@ -109,13 +109,13 @@ class Answer:
     note: str | None
 
 
-def read_kinds(path: Path) -> list[Kind]:
+def read_kinds(path: Path) -> list[RequestKind]:
     """The lines of a file.
 
     Raises:
         PlanError: No file, no JSON, an unknown or missing field, or a number out of its bounds; with the line.
     """
-    kinds = read_records(path, "--fleet", Kind, EXAMPLE)
+    kinds = read_records(path, "--fleet", RequestKind, EXAMPLE)
     for kind in kinds:
         if kind.prefix_tokens >= kind.prompt_tokens:
             found = f"found {kind.prefix_tokens} and {kind.prompt_tokens}, in {path.name}"
@@ -123,7 +123,7 @@ def read_kinds(path: Path) -> list[Kind]:
     return kinds
 
 
-def asks(kinds: Sequence[Kind], count: int, rate: float = 0.0, seed: int = 0) -> Iterator[Ask]:
+def requests(kinds: Sequence[RequestKind], count: int, rate: float = 0.0, seed: int = 0) -> Iterator[SimulatedRequest]:
     """``count`` requests drawn from kinds, with random gaps at ``rate`` a second; all at once where it is 0."""
     rng, at = random.Random(seed), 0.0
     weights = list(itertools.accumulate(kind.count for kind in kinds))
@@ -134,7 +134,7 @@ def asks(kinds: Sequence[Kind], count: int, rate: float = 0.0, seed: int = 0) ->
         number = rng.choices(numbered, cum_weights=weights)[0]
         kind = kinds[number]
         prefix = number * 2**40 + rng.randrange(kind.prefixes) if kind.prefix_tokens else -1
-        yield Ask(at, kind.prompt_tokens, kind.output_tokens, prefix, kind.prefix_tokens)
+        yield SimulatedRequest(at, kind.prompt_tokens, kind.output_tokens, prefix, kind.prefix_tokens)
 
 
 def source_of(target: PricedTarget) -> str:
@@ -155,7 +155,7 @@ def source_of(target: PricedTarget) -> str:
     return "bounds" if any(cell.estimated_seconds is None for cell in cells) else "estimated"
 
 
-def times_of(target: PricedTarget, prefill: Sequence[int], decode: Sequence[int], prefixes: int) -> Times:
+def times_of(target: PricedTarget, prefill: Sequence[int], decode: Sequence[int], prefixes: int) -> CallTimes:
     """The calls of a replica with these paddings, by ``source_of``, with collectives and sampling.
 
     Raises:
@@ -173,7 +173,7 @@ def times_of(target: PricedTarget, prefill: Sequence[int], decode: Sequence[int]
 
     slots = min(target.pool.slots, decode[-1])
     costs = tuple(seconds(f"prefill@{each}", collectives=False) for each in prefill)  # as the runner takes them
-    return Times(
+    return CallTimes(
         {each: seconds(f"prefill@{each}") + seconds(f"sample@{each // CHUNK}") for each in prefill},
         {each: seconds(f"decode@{each}") + seconds(f"sample@{each}") for each in decode},
         slots,
@@ -184,12 +184,12 @@ def times_of(target: PricedTarget, prefill: Sequence[int], decode: Sequence[int]
     )
 
 
-def divided(fleet: Fleet, kinds: Sequence[Kind], replicas: int) -> Division:
+def divided(fleet: Fleet, kinds: Sequence[RequestKind], replicas: int) -> Division:
     """What ``replicas`` pass at most, divided as those of ``fleet`` are, and their times at SHARE of that."""
     some = fleet.both + fleet.prefill + fleet.decode
-    count = WAVES * fleet.times[0].slots * some
-    most = simulate(fleet, asks(kinds, count)).capacity
-    found = simulate(fleet, asks(kinds, count, SHARE * most, 1))
+    count = WAVES * fleet.times.slots * some
+    most = simulate(fleet, requests(kinds, count)).capacity
+    found = simulate(fleet, requests(kinds, count, SHARE * most, 1))
     scale = replicas / some
     prefill = round(scale * fleet.prefill)
     return Division(
@@ -202,14 +202,14 @@ def divided(fleet: Fleet, kinds: Sequence[Kind], replicas: int) -> Division:
     )
 
 
-def answered(
+def plan_fleet(
     config: Config,
     options: Options,
-    kinds: Sequence[Kind],
+    kinds: Sequence[RequestKind],
     chips: int,
     artifact: Path | None = None,
     ignore: Sequence[str] = (),
-) -> Answer:
+) -> FleetPlan:
     """Simulates fleets of what ``options`` plan.
 
     Args:
@@ -240,25 +240,24 @@ def answered(
         if kind.prompt_tokens + kind.output_tokens > planned.context:
             found = f"found {kind.prompt_tokens} and {kind.output_tokens} tokens"
             raise PlanError(f"--fleet: expected requests within the context of {planned.context}, {found}")
-    paddings: dict[tuple[int, int], tuple[float, Times]] = {}
+    paddings: dict[tuple[int, int], tuple[float, CallTimes]] = {}
     for prefill, decode in itertools.product(_beginnings(planned.paddings), _beginnings(planned.decode_paddings)):
         times = times_of(target, prefill, decode, options.snapshots)
         count = 2 * WAVES * times.slots
-        one = simulate(Fleet((times,), both=1, policy="cache_aware"), asks(kinds, count))
+        one = simulate(Fleet(times, both=1), requests(kinds, count))
         paddings[prefill[-1], decode[-1]] = one.capacity * replicas, times
     most = max(rate for rate, _ in paddings.values())
     best = next(pair for pair, (rate, _) in paddings.items() if rate >= NEAR * most)
     group = Fleet(
-        (paddings[best][1],),
+        paddings[best][1],
         both=min(replicas, GROUP),
-        policy="cache_aware",
         handover=HANDOVER + state[0] / LINK,
         handover_token=state[1] / LINK,
     )
     ways = [group, *(replace(group, both=0, prefill=n, decode=group.both - n) for n in range(1, group.both))]
     divisions = tuple(divided(way, kinds, replicas) for way in ways)
     most = max(division.requests_per_second for division in divisions)
-    return Answer(
+    return FleetPlan(
         replicas,
         target.tp,
         prompt,
@@ -277,35 +276,35 @@ def _beginnings(paddings: Sequence[int]) -> list[tuple[int, ...]]:
     return [tuple(paddings[: n + 1]) for n in range(len(paddings))]
 
 
-def described(answer: Answer) -> str:
+def described(plan: FleetPlan) -> str:
     """The text for a person."""
-    found = [[f"{rate:,.0f}" for rate in answer.paddings.values()], [*answer.paddings]]
+    found = [[f"{rate:,.0f}" for rate in plan.paddings.values()], [*plan.paddings]]
     rows = [("prefill to", "decode to", "requests/s")]
     rows += [(*pair.split(","), rate) for rate, pair in zip(*found, strict=True)]
     divisions: list[tuple[str, ...]] = [
         ("replicas", "requests/s", "first token ms, p50", "p99", "each token ms, p50", "p99")
     ]
-    for each in answer.divisions:
+    for each in plan.divisions:
         seconds = (*each.first_token, *each.each_token)
         columns = (f"{1e3 * value:,.2f}" for value in seconds)
         divisions.append((each.name, f"{each.requests_per_second:,.0f}", *columns))
-    best, router = answer.best, answer.router
+    best, router = plan.best, plan.router
     source = {
-        "measured": str(answer.note),
+        "measured": str(plan.note),
         "estimated": "the compiler's estimates",
         "bounds": "roofline bounds, which no program reaches",
-    }[answer.times]
-    prefill, decode = answer.best_paddings
+    }[plan.times]
+    prefill, decode = plan.best_paddings
     return "\n".join(
         [
-            f"fleet  {answer.replicas} replicas of {answer.chips} chips; on average {answer.prompt_tokens:,.0f} tokens "
-            f"in, {answer.output_tokens:,.0f} out; times are {source}",
-            *([] if answer.note is None or answer.times == "measured" else [f"  {answer.note}"]),
+            f"fleet  {plan.replicas} replicas of {plan.chips} chips; on average {plan.prompt_tokens:,.0f} tokens "
+            f"in, {plan.output_tokens:,.0f} out; times are {source}",
+            *([] if plan.note is None or plan.times == "measured" else [f"  {plan.note}"]),
             *aligned(rows),
             f"  with prefill to {prefill} and decode to {decode}; times at {SHARE:.0%} of the requests",
             *aligned(divisions),
             f"  best: {best.name}, {best.requests_per_second:,.0f} requests/s",
             f"  one router passes {router:,.0f} requests/s on {ROUTER_CORES} cores: "
-            f"it is the limit from {answer.replicas * router / best.requests_per_second:,.0f} replicas on",
+            f"it is the limit from {plan.replicas * router / best.requests_per_second:,.0f} replicas on",
         ]
     )

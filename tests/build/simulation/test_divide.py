@@ -9,7 +9,7 @@ from click.testing import CliRunner
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import PlanError
-from ling3export.simulation.answer import Kind, asks, read_kinds
+from ling3export.simulation.divide import RequestKind, read_kinds, requests
 
 SMALL = ("--target", "tpu:v6e:2x2", "--max-running", 4, "--paddings", "16,128", "--decode-paddings", "1,4")
 
@@ -96,12 +96,12 @@ def test_requests_are_drawn_as_often_as_the_file_says(tmp_path):
         '{"prompt_tokens": 40, "output_tokens": 5, "prefix_tokens": 32, "prefixes": 2}\n'
     )
     kinds = read_kinds(path)
-    assert kinds == [Kind(30, 2, 3), Kind(40, 5, 1, 32, 2)]
-    drawn = [*asks(kinds, 4000, rate=10.0)]
-    assert sum(ask.prompt == 30 for ask in drawn) == pytest.approx(3000, rel=0.05)
-    assert {ask.prefix for ask in drawn if ask.prompt == 30} == {-1}
-    assert len({ask.prefix for ask in drawn if ask.prompt == 40}) == 2
+    assert kinds == [RequestKind(30, 2, 3), RequestKind(40, 5, 1, 32, 2)]
+    drawn = [*requests(kinds, 4000, rate=10.0)]
+    assert sum(each.prompt == 30 for each in drawn) == pytest.approx(3000, rel=0.05)
+    assert {each.prefix for each in drawn if each.prompt == 30} == {-1}
+    assert len({each.prefix for each in drawn if each.prompt == 40}) == 2
     assert drawn[-1].at == pytest.approx(400, rel=0.1)
-    assert [ask.at for ask in drawn] == sorted(ask.at for ask in drawn)
+    assert [each.at for each in drawn] == sorted(each.at for each in drawn)
     with pytest.raises(PlanError, match="expected a readable file"):
         read_kinds(tmp_path / "no.jsonl")
