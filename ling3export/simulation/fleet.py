@@ -7,6 +7,7 @@ emptier one of two.
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import simpy
@@ -102,7 +103,7 @@ class _Run:
         while (request := next(self._requests, None)) is not None:
             self._open += 1
             if request.at > self._env.now:
-                self._after(request.at - self._env.now, lambda request=request: self._arrived(request))
+                self._after(request.at - self._env.now, partial(self._arrived, request))
                 return
             self._give(request)
         self._more = False

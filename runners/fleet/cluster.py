@@ -120,10 +120,8 @@ def worker_slices(nodes: Iterable[Mapping[str, Any]], free: Mapping[str, float],
         each = f"{name} {number:g}" if cluster.each == 1 else f"{cluster.each} hosts with {name} {number:g} each"
         wanted = f"room for {cluster.replicas} workers of {each}"
         if len(fits([name])) < cluster.replicas:
-            found = f"room for {len(fits([name]))}: {name} {total:g} in all, on {len(alive)} nodes"
-            raise ClusterError(
-                f"ray: expected {wanted}, found {found}", "lower --replicas or --resources, or add nodes"
-            )
+            room = f"room for {len(fits([name]))}: {name} {total:g} in all, on {len(alive)} nodes"
+            raise ClusterError(f"ray: expected {wanted}, found {room}", "lower --replicas or --resources, or add nodes")
         if left < cluster.replicas * cluster.each * number:
             raise ClusterError(
                 f"ray: expected {wanted}, found {name} {left:g} free of {total:g}",
