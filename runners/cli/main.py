@@ -75,11 +75,8 @@ def gc(folder: Path | None, dry_run: bool) -> None:
     """
     if folder is not None and not folder.is_dir():
         raise Ling3Error(f"--folder `{folder}`: expected a folder, found none")
-    found: list[tuple[str, int, str]] = []
-    if states.SHM.is_dir():
-        found += states.collect(states.SHM, states.own_prefix(), local=True, dry_run=dry_run)
-    if folder is not None:
-        found += states.collect(folder, states.PREFIX, local=False, dry_run=dry_run)
+    places = [each for each in (states.SHM, folder) if each is not None and each.is_dir()]
+    found = [each for place in places for each in states.collect(place, dry_run=dry_run)]
     for name, size, reason in found:
         click.echo(f"{name}\t{size:,} bytes\t{reason}")
     what = "would be freed" if dry_run else "freed"

@@ -177,13 +177,13 @@ def route(
     """Send requests on to servers: prompts to those that prefill, answers from those that decode."""
     require("route", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic", "h11", "msgspec", "zmq")
     with flight.watched():
-        from ling3export.runners.route.app import Choice, Router, workers_of
+        from ling3export.runners.route.app import Router, RoutingPolicy, workers_of
         from ling3export.runners.route.app import serve as run
         from ling3export.runners.serve.connection import Bounds
         from ling3export.runners.serve.run import opened
 
         listener, policy = opened(server, "", server.max_connections)
-        how = Choice(weight, most_local=max_local_prefill, most_queued=max_queue)
+        how = RoutingPolicy(weight, most_local=max_local_prefill, most_queued=max_queue)
         router = Router(workers_of(prefill, policy.api_key, timeout), workers_of(decode, policy.api_key, timeout), how)
         run(router, policy, listener, Bounds(server.max_connections), server.grace)
 

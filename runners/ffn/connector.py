@@ -18,7 +18,7 @@ from ling3export.foundation.dtypes import MASK
 from ling3export.runners.ffn import WAIT
 from ling3export.runners.ffn.context import ContextError
 from ling3export.runners.ffn.schedule import FLAG, LAYER, LONGEST_NAP, Published, ScheduleTimeout
-from ling3export.runners.ffn.segment import HERE, LEFT, LOOK, NEVER, FfnGone, Row, Segment
+from ling3export.runners.ffn.segment import HERE, LEFT, LOOK, NEVER, FfnGone, Segment
 
 
 @dataclass
@@ -79,7 +79,7 @@ class AttentionConnector:
     """
 
     def __init__(
-        self, names: Sequence[str], *, artifact: str, experts: int, there: Row, back: Row, wait: float = WAIT
+        self, names: Sequence[str], *, artifact: str, experts: int, there: np.dtype, back: np.dtype, wait: float = WAIT
     ) -> None:
         self.phases, self._wait, self._back = Phases(), wait, back
         self._segments: list[Segment] = []
@@ -87,7 +87,7 @@ class AttentionConnector:
         self.session = -1
         try:
             self._segments = [Segment.attach(name, there, back, wait) for name in names]
-            self._segments.sort(key=lambda segment: segment.share.index)
+            self._segments.sort(key=lambda segment: segment.worker.index)
             self._check(artifact)
             for segment in self._segments:
                 self.session = segment.claim(None if self.session < 0 else self.session)
@@ -97,12 +97,12 @@ class AttentionConnector:
             raise
         context = self._segments[0].context
         self.micro_batches, self.tokens = context.micro_batch_num, context.micro_batch_size
-        self.synchronous = self._segments[0].share.synchronous
+        self.synchronous = self._segments[0].worker.synchronous
         self._owner = owners(experts, len(names))
         self._sent: dict[int, tuple[int, np.ndarray]] = {}  # by micro batch: its layer, and the worker of each pair
 
     def _check(self, artifact: str) -> None:
-        found = [(segment.share.index, segment.share.count) for segment in self._segments]
+        found = [(segment.worker.index, segment.worker.count) for segment in self._segments]
         count = len(self._segments)
         if found != [(index, count) for index in range(count)]:
             said = ", ".join(f"{index}/{each}" for index, each in found)
@@ -111,9 +111,9 @@ class AttentionConnector:
                 "name every worker once; ffn-worker --share says which share it has",
             )
         for segment in self._segments:
-            if segment.share.artifact != artifact:
+            if segment.worker.artifact != artifact:
                 raise ContextError(f"--ffn `{segment.name}`: expected a worker of this artifact, found one of another")
-        kinds = {(each.context.data_shape, each.share.synchronous) for each in self._segments}
+        kinds = {(each.context.data_shape, each.worker.synchronous) for each in self._segments}
         if len(kinds) > 1:
             raise ContextError(
                 f"--ffn: expected workers of one size and schedule, found {len(kinds)}",
@@ -151,7 +151,7 @@ class AttentionConnector:
             ScheduleTimeout: One lives and does not answer.
         """
         layer, owner = self._sent.pop(micro_batch)
-        results = np.zeros((*owner.shape, self._back.width), self._back.dtype)
+        results = np.zeros(owner.shape, self._back)
         with self.phases.timed("recv_ffn_output"):
             for number, segment in enumerate(self._segments):
                 mine = owner == number
@@ -159,7 +159,7 @@ class AttentionConnector:
                     info = segment.back_info[self.session, micro_batch]
                     self._await(segment, info, micro_batch, layer)
                     data = segment.back_data[self.session, micro_batch][mine]
-                    results[mine] = data[:, : self._back.nbytes].view(self._back.dtype)
+                    results[mine] = data[:, : self._back.itemsize].view(self._back.base)
                     info[FLAG] = 0
         return results
 
@@ -203,7 +203,14 @@ class FfnConnector:
     """
 
     def __init__(
-        self, segment: Segment, *, experts: int, layers: int, there: Row, wait: float = WAIT, quiet: float | None = None
+        self,
+        segment: Segment,
+        *,
+        experts: int,
+        layers: int,
+        there: np.dtype,
+        wait: float = WAIT,
+        quiet: float | None = None,
     ) -> None:
         self.phases = Phases()
         self._segment, self._experts, self._layers = segment, experts, layers
@@ -216,36 +223,28 @@ class FfnConnector:
         A synchronous worker waits until all that have not left have published the one whose turn it is.
 
         Returns:
-            What was published, and its data ``[rows, BS, K1, width]``; None once all sessions left, or the run flag
-            is 0.
+            What was published, and its data ``[n, BS, K1, width]``; None once all sessions left, or the run flag is 0.
 
         Raises:
             FfnGone: A session died.
             ScheduleTimeout: Sessions did not come in time, or published nothing for longer than they may.
             ContextError: An expert or a layer that does not exist.
         """
-        buffers = self._segment.buffers
+        segment, there = self._segment, self._there
         with self.phases.timed("recv_attn_output"):
             while self._look():
                 try:
-                    among = np.flatnonzero(self._segment.states != LEFT)
-                    found = buffers.take(LOOK, synchronous=self._segment.share.synchronous, among=among)
+                    among = np.flatnonzero(segment.states != LEFT)
+                    found = segment.buffers.take(LOOK, synchronous=segment.worker.synchronous, among=among)
                 except ScheduleTimeout:
                     continue
-                if not found.out_num:
+                if found is None:
                     return None
-                found.check(self._experts)
-                self._check_layers(found)
-                rows, (batch, *_) = found.session_ids[: found.out_num], found.micro_batch_ids
-                sent = buffers.data[rows, batch]
+                found.check(self._experts, self._layers)
                 self._worked = time.monotonic()
-                return found, sent[..., : self._there.nbytes].view(self._there.dtype)
+                sent = segment.buffers.data[found.session_ids, found.micro_batch]
+                return found, sent[..., : there.itemsize].view(there.base)
         return None
-
-    def _check_layers(self, found: Published) -> None:
-        wrong = [layer for layer in found.layer_ids[: found.out_num].tolist() if not 0 <= layer < self._layers]
-        if wrong:
-            raise ContextError(f"layer ids: expected them below {self._layers}, found {wrong[0]}")
 
     def _look(self) -> bool:
         """Whether there is still somebody to work for."""
@@ -278,17 +277,16 @@ class FfnConnector:
 
         Args:
             found: What was published.
-            results: ``[rows, BS, K1, width]``; what stands for pairs without an expert is not given back.
+            results: ``[n, BS, K1, width]``; what stands for pairs without an expert is not given back.
         """
         with self.phases.timed("send_ffn_output"):
             size = results.shape[-1] * results.itemsize
-            for row in range(found.out_num):
-                session, batch = int(found.session_ids[row]), int(found.micro_batch_ids[row])
+            for row, session in enumerate(found.session_ids.tolist()):
                 live = found.expert_ids[row] < MASK
                 raw = np.ascontiguousarray(results[row][live]).view(np.uint8).reshape(-1, size)
                 token, place = np.nonzero(live)
-                self._segment.back_data[session, batch, token, place, :size] = raw
+                self._segment.back_data[session, found.micro_batch, token, place, :size] = raw
                 self.phases.sent += raw.size
-                info = self._segment.back_info[session, batch]
+                info = self._segment.back_info[session, found.micro_batch]
                 info[LAYER] = found.layer_ids[row]
                 info[FLAG] = 1

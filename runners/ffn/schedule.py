@@ -24,33 +24,31 @@ class ScheduleTimeout(Ling3Error):
 
 @dataclass(frozen=True)
 class Published:
-    """Rows to be computed, in the operator's terms; those from ``out_num`` on are masked.
+    """One micro batch of the sessions that published it, to be computed: ``n`` rows.
 
     Attributes:
-        session_ids: int32 ``[A]``.
-        micro_batch_ids: int32 ``[A]``.
-        layer_ids: int32 ``[A]``.
-        expert_ids: int32 ``[A, BS, K1]``.
-        out_num: How many rows there are; 0 once the run ended.
+        micro_batch: Its number.
+        session_ids: int ``[n]``.
+        layer_ids: int32 ``[n]``.
+        expert_ids: int32 ``[n, BS, K1]``.
     """
 
+    micro_batch: int
     session_ids: np.ndarray
-    micro_batch_ids: np.ndarray
     layer_ids: np.ndarray
     expert_ids: np.ndarray
-    out_num: int
 
-    def check(self, experts: int) -> None:
-        """Refuses expert ids that are neither masked nor one of a layer's ``experts``.
+    def check(self, experts: int, layers: int) -> None:
+        """Refuses layers that do not exist, and expert ids that are neither masked nor one of a layer's ``experts``.
 
         Raises:
-            ContextError: Names the first, with its row and token.
+            ContextError: Names the first.
         """
-        ids = self.expert_ids[: self.out_num]
-        wrong = np.argwhere((ids >= experts) & (ids < MASK))
-        if len(wrong):
-            row, token, _ = wrong[0]
-            found = f"{ids[tuple(wrong[0])]} for token {token} of session {self.session_ids[row]}"
+        for layer in self.layer_ids.tolist():
+            if not 0 <= layer < layers:
+                raise ContextError(f"layer ids: expected them below {layers}, found {layer}")
+        for row, token, place in np.argwhere((self.expert_ids >= experts) & (self.expert_ids < MASK)):
+            found = f"{self.expert_ids[row, token, place]} for token {token} of session {self.session_ids[row]}"
             raise ContextError(f"expert ids: expected them below {experts}, found {found}")
 
 
@@ -107,41 +105,28 @@ class TokenBuffers:
         """Clears the run flag: the worker ends when it looks next."""
         put(self._memory, "run_flag", 0)
 
-    def publish(self, session: int, micro_batch: int, layer: int, expert_ids: np.ndarray, rows: np.ndarray) -> None:
-        """What a session does for one micro batch.
+    def announce(self, session: int, micro_batch: int, layer: int, expert_ids: np.ndarray) -> None:
+        """Publishes a micro batch whose data is in its place.
 
         Args:
-            session: Its number.
+            session: Its session.
             micro_batch: Which one.
             layer: The layer that the tokens are in.
             expert_ids: int32 ``[BS, K1]``.
-            rows: uint8 ``[BS, K1, bytes]``, no more bytes than a pair has room for.
 
         Raises:
             ContextError: What was published there before has not been taken.
         """
-        self._check_free(session, micro_batch)
-        self.data[session, micro_batch, ..., : rows.shape[-1]] = rows
-        self.announce(session, micro_batch, layer, expert_ids)
-
-    def _check_free(self, session: int, micro_batch: int) -> None:
-        if self._info[session, micro_batch, FLAG]:
-            raise ContextError(f"session {session}: expected micro batch {micro_batch} to be free, found it published")
-
-    def announce(self, session: int, micro_batch: int, layer: int, expert_ids: np.ndarray) -> None:
-        """:meth:`publish` for data that is in its place already.
-
-        Raises:
-            ContextError: What was published there before has not been taken.
-        """
-        self._check_free(session, micro_batch)
         info = self._info[session, micro_batch]
+        if info[FLAG]:
+            text = f"session {session}: expected micro batch {micro_batch} to be free, found it published"
+            raise ContextError(text)
         info[LAYER] = layer
         info[HEAD:] = expert_ids.reshape(-1)
         info[FLAG] = 1
 
-    def take(self, timeout: float, *, synchronous: bool = True, among: np.ndarray | None = None) -> Published:
-        """Waits for rows and takes them.
+    def take(self, timeout: float, *, synchronous: bool = True, among: np.ndarray | None = None) -> Published | None:
+        """Waits for a micro batch and takes it.
 
         Args:
             timeout: Seconds.
@@ -150,17 +135,18 @@ class TokenBuffers:
             among: The sessions that are waited for; all by default.
 
         Returns:
-            The rows; none once the run flag is 0.
+            What was published; None once the run flag is 0.
 
         Raises:
             ScheduleTimeout: Names the micro batch and the sessions that did not come.
         """
         deadline, nap = time.monotonic() + timeout, LONGEST_NAP / 64
-        among = np.arange(self.context.session_num) if among is None else among
+        sessions, count = self._info.shape[:2]
+        among = np.arange(sessions) if among is None else among
         while self.running:
-            first = get(self._memory, "polling_index") % self.context.micro_batch_num
-            for step in range(1 if synchronous else self.context.micro_batch_num):
-                micro_batch = (first + step) % self.context.micro_batch_num
+            first = get(self._memory, "polling_index") % count
+            for step in range(1 if synchronous else count):
+                micro_batch = (first + step) % count
                 ready = np.flatnonzero(self._info[:, micro_batch, FLAG] == 1)
                 if len(ready) and (not synchronous or np.isin(among, ready).all()):
                     return self._taken(ready, micro_batch)
@@ -172,17 +158,11 @@ class TokenBuffers:
                 )
             time.sleep(nap)
             nap = min(2 * nap, LONGEST_NAP)
-        return self._taken(np.zeros(0, np.int64), 0)
+        return None
 
     def _taken(self, ready: np.ndarray, micro_batch: int) -> Published:
-        context, count = self.context, len(ready)
-        numbers = np.zeros((3, context.session_num), np.int32)
-        ids = np.full((context.session_num, *context.data_shape[2:4]), MASK, np.int32)
-        if count:
-            info = self._info[ready, micro_batch]
-            numbers[:, :count] = ready, np.full(count, micro_batch), info[:, LAYER]
-            ids[:count] = info[:, HEAD:].reshape(count, *ids.shape[1:])
-            self._info[ready, micro_batch, HEAD:] = MASK
-            self._info[ready, micro_batch, FLAG] = 0
-            put(self._memory, "polling_index", (micro_batch + 1) % context.micro_batch_num)
-        return Published(numbers[0], numbers[1], numbers[2], ids, count)
+        info = self._info[ready, micro_batch]
+        self._info[ready, micro_batch, HEAD:] = MASK
+        self._info[ready, micro_batch, FLAG] = 0
+        put(self._memory, "polling_index", (micro_batch + 1) % self._info.shape[1])
+        return Published(micro_batch, ready, info[:, LAYER], info[:, HEAD:].reshape(-1, *self.data.shape[2:4]))

@@ -40,25 +40,7 @@ class FfnGone(Ling3Error):
 
 
 @dataclass(frozen=True)
-class Row:
-    """What travels of one pair of a token and one of its experts.
-
-    Attributes:
-        width: How many numbers.
-        dtype: Of each.
-    """
-
-    width: int
-    dtype: np.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of it."""
-        return self.width * self.dtype.itemsize
-
-
-@dataclass(frozen=True)
-class Share:
+class WorkerInfo:
     """What a worker computes.
 
     Attributes:
@@ -91,10 +73,13 @@ def aligned(size: int) -> int:
 
 
 def layout(
-    sessions: int, micro_batches: int, tokens: int, experts_a_token: int, experts: int, there: Row, back: Row
+    sessions: int, micro_batches: int, tokens: int, experts_a_token: int, experts: int, there: np.dtype, back: np.dtype
 ) -> ScheduleContext:
     """The context of a segment whose pairs have such rows on their way to the experts, and back."""
-    pairs, strides = sessions * micro_batches * tokens * experts_a_token, (aligned(there.nbytes), aligned(back.nbytes))
+    pairs, strides = (
+        sessions * micro_batches * tokens * experts_a_token,
+        (aligned(there.itemsize), aligned(back.itemsize)),
+    )
     info = 4 * sessions * micro_batches * (HEAD + tokens * experts_a_token)
     sizes = [4 * sessions, info, pairs * strides[0], 4 * sessions * micro_batches * HEAD, pairs * strides[1]]
     places = [SESSIONS]
@@ -127,12 +112,12 @@ class Segment:
     Args:
         name: What ``--context`` and ``--ffn`` call it.
         descriptor: Its open file, which this takes over.
-        there: A pair's data on its way to the experts.
-        back: What they made of it.
+        there: The numbers of a pair of a token and an expert on their way to the experts: a dtype with a shape.
+        back: Those that come back.
 
     Attributes:
         buffers: What sessions publish.
-        share: What the worker computes.
+        worker: What the worker computes.
         states: int32 ``[A]``: NEVER, HERE or LEFT.
         back_info: int32 ``[A, M, 2]``: flag and layer of what the worker gave back.
         back_data: uint8 ``[A, M, BS, K1, bytes]``.
@@ -141,7 +126,7 @@ class Segment:
         ContextError: It is not a segment of this version, or not as large as its context says.
     """
 
-    def __init__(self, name: str, descriptor: int, there: Row, back: Row) -> None:
+    def __init__(self, name: str, descriptor: int, there: np.dtype, back: np.dtype) -> None:
         self.name, self._descriptor = name, descriptor
         size = os.fstat(descriptor).st_size
         where = f"segment `{name}`"
@@ -152,11 +137,11 @@ class Segment:
         if (magic, version) != (MAGIC, VERSION):
             found = f"version {version}" if magic == MAGIC else "another"
             raise ContextError(f"{where}: expected one of an FFN worker, version {VERSION}, found {found}")
-        self.share = Share(index, count, digest.decode("ascii", "replace"), bool(synchronous))
-        self.buffers = TokenBuffers(self.memory, there.nbytes)
+        self.worker = WorkerInfo(index, count, digest.decode("ascii", "replace"), bool(synchronous))
+        self.buffers = TokenBuffers(self.memory, there.itemsize)
         context = self.context = self.buffers.context
-        if context.ffn_to_attn_token_size % ALIGNMENT or context.ffn_to_attn_token_size < back.nbytes:
-            expected = f"a multiple of {ALIGNMENT} of at least {back.nbytes} bytes"
+        if context.ffn_to_attn_token_size % ALIGNMENT or context.ffn_to_attn_token_size < back.itemsize:
+            expected = f"a multiple of {ALIGNMENT} of at least {back.itemsize} bytes"
             raise ContextError(
                 f"context `ffn_to_attn_token_size`: expected {expected}, found {context.ffn_to_attn_token_size}"
             )
@@ -167,7 +152,9 @@ class Segment:
         )
 
     @classmethod
-    def create(cls, name: str, context: ScheduleContext, share: Share, there: Row, back: Row) -> "Segment":
+    def create(
+        cls, name: str, context: ScheduleContext, share: WorkerInfo, there: np.dtype, back: np.dtype
+    ) -> "Segment":
         """Makes the segment of a worker, which holds its lock. Names of workers that are dead are removed.
 
         Raises:
@@ -180,7 +167,7 @@ class Segment:
         descriptor = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)  # without a name until it is whole
         greeting = GREETING.pack(MAGIC, VERSION, share.index, share.count, share.synchronous, share.artifact.encode())
         try:
-            context.check(there.nbytes, size)
+            context.check(there.itemsize, size)
             _reserve(descriptor, size)
             os.pwrite(descriptor, context.build() + greeting, 0)
             segment = cls(name, descriptor, there, back)
@@ -195,7 +182,7 @@ class Segment:
         return segment
 
     @classmethod
-    def attach(cls, name: str, there: Row, back: Row, wait: float) -> "Segment":
+    def attach(cls, name: str, there: np.dtype, back: np.dtype, wait: float) -> "Segment":
         """Opens the segment of a worker that lives; waits for one.
 
         Raises:

@@ -10,7 +10,6 @@ from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.dtypes import BY_NAME, MASK
 from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.ffn.connector import AttentionConnector, Phases
-from ling3export.runners.ffn.segment import Row
 
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import ModelRunner
@@ -38,7 +37,7 @@ class Sizes:
         dense: How many of them, the first ones, have no experts.
         experts: Experts of a layer.
         chosen: Experts of a token.
-        there: What a pair of a token and an expert takes to the experts.
+        there: The numbers that a pair of a token and an expert takes to the experts: a dtype with a shape.
         back: What they make of it.
 
     Raises:
@@ -54,7 +53,7 @@ class Sizes:
             )
         numbers = {name: value for name, value in manifest.config.items() if isinstance(value, int)}
         leaves = (*attend.outputs, *target.cells[f"combine@{attend.padding}"].inputs)
-        shapes = {leaf.name: Row(leaf.shape[-1], np.dtype(BY_NAME[leaf.dtype].numpy)) for leaf in leaves}
+        shapes = {leaf.name: np.dtype((BY_NAME[leaf.dtype].numpy, leaf.shape[-1:])) for leaf in leaves}
         self.there, self.back = shapes["tokens"], shapes["results"]
         self.layers, self.dense = numbers["num_hidden_layers"], numbers["first_k_dense_replace"]
         self.experts, self.chosen = numbers["num_experts"], numbers["num_experts_per_tok"]
@@ -104,7 +103,7 @@ class ExpertPrograms:
         with self._phases.timed("experts"):
             batch = {name: value for name, value in found.items() if name in ("y", "group_list", "dynamic_scale")}
             done = self._runner.read(self._runner.call(f"experts@{padding}", {}, batch)["results"])
-        results = np.zeros((padding, self._sizes.back.width), self._sizes.back.dtype)
+        results = np.zeros(padding, self._sizes.back)
         results[place[:live]] = done[:live]
         return results[:count]
 
@@ -190,7 +189,7 @@ def _micro_batch(
 ) -> Iterator[Any]:
     """One micro batch through all layers: None whenever its tokens are away, in the end its logits."""
     count = len(fields["slot"])
-    hidden: Any = np.zeros((count, sizes.back.width), np.float32)
+    hidden: Any = np.zeros((count, *sizes.back.shape), np.float32)
     for layer in range(sizes.layers):
         with phases.timed("attend"):
             at = fields | {"layer": np.array([layer], np.int32)}

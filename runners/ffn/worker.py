@@ -16,7 +16,7 @@ from ling3export.foundation.shards import Shard
 from ling3export.runners.ffn import FFN, WAIT
 from ling3export.runners.ffn.connector import FfnConnector, owners
 from ling3export.runners.ffn.context import ContextError
-from ling3export.runners.ffn.segment import Segment, Share, layout, path_of
+from ling3export.runners.ffn.segment import Segment, WorkerInfo, layout, path_of
 from ling3export.runners.ffn.split import ExpertPrograms, Sizes
 from ling3export.runners.load.loader import load, say
 
@@ -82,7 +82,7 @@ class FfnWorker:
         rows = sizes.there, sizes.back
         shape = layout(sessions, micro_batches, tokens, sizes.chosen, sizes.experts, *rows)
         digest = loaded.manifest.sha256 or ""
-        self.segment = Segment.create(context, shape, Share(share.index, share.count, digest, synchronous), *rows)
+        self.segment = Segment.create(context, shape, WorkerInfo(share.index, share.count, digest, synchronous), *rows)
         self._link = FfnConnector(
             self.segment,
             experts=sizes.experts,
@@ -113,10 +113,12 @@ class FfnWorker:
         """
         try:
             while (taken := self._link.recv_attn_output()) is not None:
-                found, data = taken
-                ids, count = found.expert_ids[: found.out_num], found.out_num
-                self._check_own(ids)
-                layers = np.repeat(found.layer_ids[:count], ids[0].size)
+                (found, data), ids = taken, taken[0].expert_ids
+                live = ids[(ids >= 0) & (ids < MASK)]
+                if (foreign := live[~self._own[live]]).size:
+                    index = self.segment.worker.index
+                    raise ContextError(f"expert ids: expected those of share {index}, found {foreign[0]}")
+                layers = np.repeat(found.layer_ids, ids[0].size)
                 done = self._programs(data.reshape(-1, data.shape[-1]), ids.reshape(-1), layers)
                 self._link.send_ffn_output(found, done.reshape(*ids.shape, -1))
         except BaseException as error:
@@ -126,11 +128,6 @@ class FfnWorker:
             self.segment.buffers.stop()
             self.segment.unlink()
             self.segment.close()
-
-    def _check_own(self, ids: np.ndarray) -> None:
-        live = ids[(ids >= 0) & (ids < MASK)]
-        if (foreign := live[~self._own[live]]).size:
-            raise ContextError(f"expert ids: expected those of share {self.segment.share.index}, found {foreign[0]}")
 
 
 @contextlib.contextmanager

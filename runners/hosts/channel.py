@@ -20,8 +20,9 @@ from queue import SimpleQueue
 from ling3export.foundation.errors import Ling3Error, RankDivergence
 from ling3export.machine.service import Service, join, leave
 from ling3export.runners import flight
+from ling3export.runners.hosts.handshake import receive, send
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import FAILED, Identity, free_port, meet, receive, refuse, send, welcome
+from ling3export.runners.hosts.rendezvous import FAILED, Identity, free_port, meet, refuse, welcome
 
 BEATS = 6  # signs of life that are sent in the time after which silence counts as a lost host
 SETTLE = 5.0  # seconds that a failed step waits for the watch to find its cause on another host
@@ -59,18 +60,22 @@ class Channel:
         identity: What must be the same on all hosts, by name.
         lost: Called with the reason and the exit code when another host is gone; by default it ends the process.
 
+    Attributes:
+        hosts: This process's place.
+        service_port: Where jax's own service listens, at host 0's address.
+
     Raises:
         HostsError: Not all hosts are there in time, or they do not fit together.
     """
 
     def __init__(self, hosts: Hosts, identity: Identity, lost: Callable[[str, int], None] = end_process) -> None:
         self.hosts = hosts
-        self._peers, self._port = meet(hosts, identity)
+        self._peers, self.service_port = meet(hosts, identity)
         self._service: Service | None = None
         if hosts.number == 0:
             try:
                 self._service = self._serve()
-                welcome(self._peers, self._port)
+                welcome(self._peers, self.service_port)
             except (Ling3Error, OSError) as error:
                 refuse(self._peers, str(error))
                 raise
@@ -96,9 +101,9 @@ class Channel:
         """jax's service, at another port where a process has taken the one that was free a moment ago."""
         for _ in range(PORTS - 1):
             with contextlib.suppress(Ling3Error):
-                return Service(self.hosts.address[0], self._port, self.hosts.count)
-            self._port = free_port(self.hosts)
-        return Service(self.hosts.address[0], self._port, self.hosts.count)
+                return Service(self.hosts.address[0], self.service_port, self.hosts.count)
+            self.service_port = free_port(self.hosts)
+        return Service(self.hosts.address[0], self.service_port, self.hosts.count)
 
     @property
     def leads(self) -> bool:
@@ -108,7 +113,7 @@ class Channel:
     def join(self) -> None:
         """Joins jax with that of the other hosts: from then on ``jax.devices()`` are the devices of all hosts."""
         hosts = self.hosts
-        join(hosts.address[0], self._port, hosts.count, hosts.number, hosts.start_timeout)
+        join(hosts.address[0], self.service_port, hosts.count, hosts.number, hosts.start_timeout)
 
     def send(self, kind: bytes, payload: bytes = b"") -> None:
         """Sends a message to host 0, or from host 0 to all others; a long one in pieces, with signs of life between."""

@@ -1,12 +1,8 @@
 """How hosts find each other before anything is loaded: host 0 listens, the others call until it answers.
 
-A message is a letter for its kind, its length in four bytes, and JSON or an array's bytes; never pickle. Host 0 and a
-caller prove to each other that they know the secret of this start (HMAC-SHA256 over a nonce of each) before either says
-what it loads:
+Host 0 and a caller prove to each other that they know the secret of this start (:mod:`handshake
+<ling3export.runners.hosts.handshake>`) before either says what it loads:
 
-    host 0 to caller  CHALLENGE  protocol, nonce
-    caller to host 0  HELLO      host, nonce, proof
-    host 0 to caller  PROVEN     proof
     caller to host 0  IDENTITY   hosts, identity
     host 0 to caller  WELCOME    port, once all are there; or REFUSED or FAILED, with the reason
 
@@ -15,37 +11,36 @@ empty one. What hosts send each other afterwards is neither signed nor encrypted
 """
 
 import contextlib
-import hmac
-import json
 import os
-import re
-import secrets
 import socket
-import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.foundation.strict_json import parse_json
 from ling3export.machine.service import own_address
-from ling3export.runners.hosts.hosts import SHARE, Hosts
+from ling3export.runners.hosts.handshake import (
+    GREETING,
+    REFUSED,
+    SMALL,
+    Listener,
+    challenge,
+    hear,
+    listening,
+    prove,
+    receive,
+    send,
+    shown,
+    tell,
+)
+from ling3export.runners.hosts.hosts import Hosts
 
-HEAD = struct.Struct("!cI")
-LARGEST = 1 << 30  # bytes of a message
-SMALL = 4096  # bytes of a message before both ends have met
-PROTOCOL = 2
-CHALLENGE, HELLO, PROVEN, IDENTITY, WELCOME, REFUSED, FAILED = b"C", b"L", b"O", b"I", b"W", b"X", b"F"
-NONCE = re.compile("[0-9a-f]{32}")
-ANSWERING = 10.0  # seconds that host 0 stays to say why it ends before it has met the others
+IDENTITY, WELCOME, FAILED = b"I", b"W", b"F"
 ROLES = ("caller", "host 0")  # who calls, and who answers
-GREETING = 5.0  # seconds that a caller has for everything up to its identity
-CALLERS = 64  # at most that many are answered at once; more are dropped
+ANSWERING = 10.0  # seconds that host 0 stays to say why it ends before it has met the others
 PAUSE = 0.1  # seconds between two calls
-SHOWN = 100  # characters of another host's words that a message repeats
-
 
 Identity = dict[str, object]  # what must be the same on all hosts, by name
 
@@ -70,73 +65,6 @@ class Refusal(NamedTuple):
     kind: bytes = REFUSED
 
 
-def send(peer: socket.socket, kind: bytes, payload: bytes) -> None:
-    """Sends a message of ``kind``."""
-    peer.sendall(HEAD.pack(kind, len(payload)) + payload)
-
-
-def receive(peer: socket.socket, largest: int = LARGEST, until: float | None = None) -> tuple[bytes, bytes]:
-    """Waits for the next message; returns its kind and payload.
-
-    Args:
-        peer: The other end.
-        largest: Bytes that the payload may have.
-        until: When the whole message has to be here, on the monotonic clock; by default the socket's timeout counts
-            for each of its parts.
-
-    Raises:
-        ConnectionError: The other end is gone, or does not speak this protocol.
-        TimeoutError: It has been silent for the socket's timeout, or is too slow.
-    """
-    kind, length = HEAD.unpack(_exactly(peer, HEAD.size, until))
-    if length > largest:
-        raise ConnectionError(f"a message of {length:,} bytes")
-    return kind, _exactly(peer, length, until)
-
-
-def _exactly(peer: socket.socket, count: int, until: float | None) -> bytes:
-    data = bytearray()
-    while len(data) < count:
-        if until is not None:
-            peer.settimeout(max(0.001, until - time.monotonic()))
-        part = peer.recv(min(count - len(data), 1 << 20))
-        if not part:
-            raise ConnectionError("its connection was closed")
-        data += part
-    return bytes(data)
-
-
-def tell(peer: socket.socket, kind: bytes, **said: object) -> None:
-    """Sends a message of ``kind``, a JSON object."""
-    send(peer, kind, json.dumps(said).encode())
-
-
-def hear(peer: socket.socket, kind: bytes, until: float, largest: int = SMALL, **types: type) -> dict[str, Any]:
-    """The members of the next message, a JSON object of these names and types.
-
-    Raises:
-        OSError, ValueError: It does not come, or it is another one.
-    """
-    found, payload = receive(peer, largest, until)
-    said = parse_json(payload, largest) if found == kind else None
-    if not isinstance(said, dict) or {name: type(value) for name, value in said.items()} != types:
-        raise ConnectionError("another message than the one expected")
-    return said
-
-
-def _proof(secret: str, role: str, nonces: tuple[str, str], host: int) -> str:
-    """The proof that the side ``role`` knows the secret: HMAC-SHA256, in hexadecimal.
-
-    Args:
-        secret: The key.
-        role: ``caller`` or ``host 0``, so that neither can send the other's proof back.
-        nonces: Host 0's and the caller's.
-        host: Number of the caller.
-    """
-    text = " ".join(("ling3", str(PROTOCOL), role, *nonces, str(host)))
-    return hmac.new(secret.encode(), text.encode(), "sha256").hexdigest()
-
-
 def meet(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
     """Connects host 0 with every other host. Every host calls this.
 
@@ -155,7 +83,7 @@ def meet(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], in
 
 
 class _Door:
-    """Host 0's listener. Every caller is answered in a thread of its own, so that a slow one delays nobody.
+    """Host 0's listener, until every host is there.
 
     Args:
         hosts: Host 0's place.
@@ -177,15 +105,8 @@ class _Door:
         self._hosts, self._refusal = hosts, refusal
         self._changed = threading.Condition()
         self._closed = False
-        self._room = threading.BoundedSemaphore(CALLERS)
-        if hosts.bound is None:
-            address, port = own_address(hosts.address[0]), hosts.address[1]
-            family = socket.AF_INET6 if ":" in address else socket.AF_INET
-            self._listener = socket.create_server((address, port), family=family, backlog=2 * CALLERS)
-        else:
-            self._listener = hosts.bound
-            self._listener.listen(2 * CALLERS)
-        threading.Thread(target=self._listen, name="ling3-door", daemon=True).start()
+        address = own_address(hosts.address[0]), hosts.address[1]
+        self._listener = Listener(self._answer, hosts.bound or listening(*address))
 
     def __enter__(self) -> "_Door":
         return self
@@ -193,8 +114,6 @@ class _Door:
     def __exit__(self, *_: object) -> None:
         with self._changed:
             self._closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
         self._listener.close()
 
     def wait(self, done: Callable[[], bool], seconds: float) -> bool:
@@ -211,27 +130,14 @@ class _Door:
                 self.peers.pop(number).close()
         return len(self.peers) == self._hosts.count - 1
 
-    def _listen(self) -> None:
-        while True:
-            try:
-                caller, _ = self._listener.accept()
-            except OSError:
-                if self._closed:
-                    return
-                time.sleep(PAUSE)  # the system lacks something now; callers call again
-                continue
-            if self._room.acquire(blocking=False):
-                threading.Thread(target=self._answer, args=(caller,), name="ling3-caller", daemon=True).start()
-            else:
-                self._drop(caller)
-
     def _answer(self, caller: socket.socket) -> None:
         try:
             greeting = _greeting(caller, self._hosts)
         except (OSError, ValueError):
-            return self._drop(caller)
-        finally:
-            self._room.release()
+            with self._changed:
+                self.dropped += 1
+            return caller.close()  # after the count: a caller that sees this close may already find all hosts connected
+        self._listener.admit(caller)
         refusal = self._refusal(greeting)
         with self._changed:
             if self._closed:
@@ -248,11 +154,6 @@ class _Door:
         elif old is not None:
             _part({greeting.host: old}, REFUSED, f"another process called as host {greeting.host} and took its place")
 
-    def _drop(self, caller: socket.socket) -> None:
-        with self._changed:
-            self.dropped += 1
-        caller.close()  # after the count: a caller that sees this close may already find all hosts connected
-
 
 def _ended(peer: socket.socket) -> bool:
     """Whether a host from which no message is expected closed its connection."""
@@ -267,55 +168,6 @@ def _ended(peer: socket.socket) -> bool:
         peer.settimeout(GREETING)
 
 
-def challenge(caller: socket.socket, secret: str, until: float, roles: tuple[str, str] = ROLES) -> int:
-    """Proves to a caller that this end knows the secret, once the caller has; returns the caller's number.
-
-    Args:
-        caller: The connection.
-        secret: What both ends know.
-        until: When both have to be done, on the monotonic clock.
-        roles: Who calls, and who answers: a proof for one purpose serves no other.
-
-    Raises:
-        OSError, ValueError: The caller does not know the secret, or is too slow.
-    """
-    mine = secrets.token_hex(16)
-    tell(caller, CHALLENGE, protocol=PROTOCOL, nonce=mine)
-    said = hear(caller, HELLO, until, host=int, nonce=str, proof=str)
-    if not NONCE.fullmatch(said["nonce"]):
-        raise ConnectionError("no nonce")
-    nonces, number = (mine, said["nonce"]), said["host"]
-    if not hmac.compare_digest(said["proof"].encode(), _proof(secret, roles[0], nonces, number).encode()):
-        send(caller, REFUSED, b"")
-        raise ConnectionError("no proof")
-    send(caller, PROVEN, _proof(secret, roles[1], nonces, number).encode())
-    return number
-
-
-def prove(peer: socket.socket, secret: str, number: int, until: float, roles: tuple[str, str] = ROLES) -> None:
-    """The caller's side of :func:`challenge`.
-
-    Raises:
-        HostsError: The other end does not know the secret, or speaks another protocol.
-        OSError, ValueError: It ended, or is none that challenges.
-    """
-    mine = secrets.token_hex(16)
-    said = hear(peer, CHALLENGE, until, protocol=int, nonce=str)
-    if said["protocol"] != PROTOCOL or not NONCE.fullmatch(said["nonce"]):
-        raise HostsError(
-            f"{roles[1]}: expected protocol {PROTOCOL}, found {_shown(said['protocol'])}",
-            "install the same version of ling3export on every host",
-        )
-    nonces = (said["nonce"], mine)
-    tell(peer, HELLO, host=number, nonce=mine, proof=_proof(secret, roles[0], nonces, number))
-    kind, payload = receive(peer, SMALL, until)
-    if kind not in (PROVEN, REFUSED):
-        raise ConnectionError("another message than a proof")
-    wanted = _proof(secret, roles[1], nonces, number).encode()
-    if kind == REFUSED or not hmac.compare_digest(payload, wanted):
-        raise HostsError(f"{roles[1]}: expected it to have this host's secret, found that it has another one", SHARE)
-
-
 def _greeting(caller: socket.socket, hosts: Hosts) -> Greeting:
     """What the host that called says of itself, within GREETING seconds and once both have proven the secret.
 
@@ -324,7 +176,7 @@ def _greeting(caller: socket.socket, hosts: Hosts) -> Greeting:
     """
     until = time.monotonic() + GREETING
     caller.settimeout(GREETING)
-    number = challenge(caller, hosts.secret, until)
+    number = challenge(caller, hosts.secret, until, ROLES)
     said = hear(caller, IDENTITY, until, hosts=int, identity=dict)
     caller.settimeout(GREETING)
     return Greeting(number, said["hosts"], said["identity"])
@@ -370,21 +222,16 @@ def free_port(hosts: Hosts) -> int:
 def _refusal(greeting: Greeting, hosts: Hosts, identity: Identity) -> Refusal | None:
     number, count, theirs = greeting
     if count != hosts.count:
-        what = f"hosts: expected {hosts.count} as on host 0, found {_shown(count)} on host {_shown(number)}"
+        what = f"hosts: expected {hosts.count} as on host 0, found {shown(count)} on host {shown(number)}"
         return Refusal(what, what)
     if not 0 < number < hosts.count:
-        what = f"hosts: expected ids from 1 to {hosts.count - 1} of those that call, found {_shown(number)}"
+        what = f"hosts: expected ids from 1 to {hosts.count - 1} of those that call, found {shown(number)}"
         return Refusal(what, what)
     for name, mine in identity.items():
         if (found := theirs.get(name)) != mine:
-            where, what = f"host {number}: expected {name}", f"as on host 0, found {_shown(found)}"
+            where, what = f"host {number}: expected {name}", f"as on host 0, found {shown(found)}"
             return Refusal(f"{where} {mine} {what}", f"{where} {what}")
     return None
-
-
-def _shown(value: object, most: int = SHOWN) -> str:
-    """What another host said, short and without what a terminal would obey."""
-    return "".join(each if each.isprintable() else "?" for each in str(value)[:most])
 
 
 def welcome(peers: dict[int, socket.socket], port: int) -> None:
@@ -456,10 +303,11 @@ def _introduce(peer: socket.socket, hosts: Hosts, identity: Identity) -> int:
     """The caller's side of :func:`_greeting`; returns the port of jax's service once all hosts are there.
 
     Raises:
-        HostsError: Host 0 does not know the secret, or it refuses this host.
+        HostsError: It refuses this host.
+        SecretError: It does not know the secret.
         OSError, ValueError: It ended, or is no host 0.
     """
-    prove(peer, hosts.secret, hosts.number, time.monotonic() + GREETING)
+    prove(peer, hosts.secret, hosts.number, time.monotonic() + GREETING, ROLES)
     tell(peer, IDENTITY, hosts=hosts.count, identity=identity)
     # Host 0 waits for the others, and tells us if it gives up; so we wait a little longer than it does.
     peer.settimeout(hosts.start_timeout + GREETING)
@@ -467,7 +315,7 @@ def _introduce(peer: socket.socket, hosts: Hosts, identity: Identity) -> int:
     if kind == WELCOME:
         return int(payload)
     how = "gave up" if kind == FAILED else "refused this host"
-    raise HostsError(f"host 0 {how}: {_shown(payload.decode(errors='replace'), SMALL)}")
+    raise HostsError(f"host 0 {how}: {shown(payload.decode(errors='replace'), SMALL)}")
 
 
 def _system(error: Exception) -> str:

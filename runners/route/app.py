@@ -27,9 +27,9 @@ from starlette.types import Receive, Scope, Send
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint, Reply
 from ling3export.runners.route.blocks import Tokens
-from ling3export.runners.route.events import Feed
+from ling3export.runners.route.events import KVEventSubscriber
 from ling3export.runners.route.prompts import Prompts
-from ling3export.runners.route.workers import BUSY, TEXT_BLOCK, PrefillRefusedError, Worker, best, blocks_of, prefilled
+from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, best, prefilled
 from ling3export.runners.serve.app import Front, Policy, received
 from ling3export.runners.serve.connection import Bounds
 from ling3export.runners.serve.responses import event, refused
@@ -37,13 +37,13 @@ from ling3export.runners.serve.run import BACKLOG, address, affordable, http_ser
 from ling3export.runners.serve.schema import ApiError, parse
 
 RESPONSES = "/v1/responses"
-BYTES_A_TOKEN = 4  # of a text, about
+CHARACTERS_A_TOKEN = 4  # of a text, about
 HEARD = ("received", "gaps", "replays", "restarts", "malformed", "failed")
 GONE = (OSError, TimeoutError, h11.ProtocolError)
 
 
 @dataclass(frozen=True)
-class Choice:
+class RoutingPolicy:
     """How a router chooses.
 
     Attributes:
@@ -59,14 +59,6 @@ class Choice:
     most_queued: int = 64
 
 
-@dataclass(frozen=True)
-class _Prompt:
-    """A prompt as servers know it: the digests of what was sent, and its tokens where they are known."""
-
-    blocks: Sequence[bytes]
-    tokens: Tokens | None
-
-
 class _BadAnswer(Exception):
     """An answer that another server would not improve: it goes to the client unchanged."""
 
@@ -80,11 +72,11 @@ class Router:
     Args:
         prefill: Servers that prefill for others; none where each does both.
         decode: Servers that answer.
-        choice: How to choose.
+        policy: How to choose.
     """
 
-    def __init__(self, prefill: Sequence[Worker], decode: Sequence[Worker], choice: Choice) -> None:
-        self.prefill, self.decode, self._choice = list(prefill), list(decode), choice
+    def __init__(self, prefill: Sequence[Worker], decode: Sequence[Worker], policy: RoutingPolicy) -> None:
+        self.prefill, self.decode, self._policy = list(prefill), list(decode), policy
         self._registry = registry = CollectorRegistry()
         self._ends = Counter("ling3_route_requests", "Requests, by how they ended.", ["how"], registry=registry)
         self._responses = Counter(
@@ -99,7 +91,9 @@ class Router:
         self._heard = Gauge(
             "ling3_route_kv_events", "What happened to a server's events.", [*names, "what"], registry=registry
         )
-        self._known = Counter("ling3_route_prompts", "Prompts, by what tells hits.", ["by"], registry=registry)
+        self._known = Counter(
+            "ling3_route_prompts", "Prompts, by what decided where they go.", ["by"], registry=registry
+        )
         self._prompts = Prompts([*self.prefill, *self.decode])
 
     def responded(self, path: str, status: int) -> None:
@@ -113,9 +107,9 @@ class Router:
                 self._well.labels(role, worker.url).set(worker.well)
                 self._picked.labels(role, worker.url).set(worker.picked)
                 self._failed.labels(role, worker.url).set(worker.failed)
-                self._blocks.labels(role, worker.url).set(worker.feed.blocks)
+                self._blocks.labels(role, worker.url).set(worker.events.blocks)
                 for what in HEARD:
-                    self._heard.labels(role, worker.url, what).set(worker.feed.counts[what])
+                    self._heard.labels(role, worker.url, what).set(worker.events.counts[what])
         return generate_latest(self._registry)
 
     @asynccontextmanager
@@ -128,13 +122,13 @@ class Router:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
             for worker in (*self.prefill, *self.decode):
-                worker.feed.end()
+                worker.events.end()
             await asyncio.sleep(0)  # the listeners to events end, too
 
     async def _watch(self) -> None:
         while True:
             await asyncio.gather(*(worker.look() for worker in (*self.prefill, *self.decode)))
-            await asyncio.sleep(self._choice.every)
+            await asyncio.sleep(self._policy.every)
 
     async def answer(self, path: str, body: dict[str, Any]) -> AsyncGenerator[Reply, None]:
         """The answer to a request as it comes.
@@ -142,8 +136,8 @@ class Router:
         Raises:
             ApiError: No server is there.
         """
-        prompt = _Prompt(blocks_of(body), await self._tokens(path, body))
-        self._known.labels("memory" if prompt.tokens is None else "events").inc()
+        prompt = await self._tokens(path, body)
+        self._known.labels("load" if prompt is None else "events").inc()
         if self.prefill and path != RESPONSES:  # has no kv_transfer_params: D computes the prompt
             params = await self._prefilled(path, body, prompt) if self._goes_apart(body, prompt) else None
             body = body if params is None else body | {"kv_transfer_params": params}
@@ -158,7 +152,6 @@ class Router:
                         begun = True
                         yield reply
                 if begun:
-                    worker.saw(prompt.blocks)
                     self._ends.labels("answered").inc()
                     return
                 self._falls.labels("decode_refused").inc()
@@ -177,27 +170,27 @@ class Router:
             headers={"Retry-After": "1"},
         )
 
-    def _goes_apart(self, body: dict[str, Any], prompt: _Prompt) -> bool:
+    def _goes_apart(self, body: dict[str, Any], prompt: Tokens | None) -> bool:
         """Whether a prompt is long enough for a server that prefills, and one of them has room; why not is counted."""
-        if self._lacking(body, prompt) <= self._choice.most_local:
+        if self._lacking(body, prompt) <= self._policy.most_local:
             self._falls.labels("short").inc()
             return False
-        if all(worker.queued + worker.live >= self._choice.most_queued for worker in self.prefill):
+        if all(worker.queued + worker.live >= self._policy.most_queued for worker in self.prefill):
             self._falls.labels("queue_full").inc()
             return False
         return True
 
-    def _lacking(self, body: dict[str, Any], prompt: _Prompt) -> int:
+    def _lacking(self, body: dict[str, Any], prompt: Tokens | None) -> int:
         """How many tokens of a prompt the servers that decode lack; about that where the tokens are not known."""
-        if prompt.tokens is not None:
-            hits = [worker.feed.hit(prompt.tokens) for worker in self.decode if worker.feed.live]
-            return prompt.tokens.length - max(hits, default=0)
-        ids = body.get("prompt")
-        if isinstance(ids, list) and all(type(each) is int for each in ids):
-            return len(ids)
-        return len(prompt.blocks) * TEXT_BLOCK // BYTES_A_TOKEN
+        if prompt is not None:
+            hits = [worker.events.hit(prompt) for worker in self.decode if worker.events.live]
+            return prompt.length - max(hits, default=0)
+        text = body.get("prompt", body.get("messages"))
+        if isinstance(text, list) and all(type(each) is int for each in text):
+            return len(text)
+        return len(text if isinstance(text, str) else json.dumps(text)) // CHARACTERS_A_TOKEN
 
-    async def _prefilled(self, path: str, body: dict[str, Any], prompt: _Prompt) -> dict[str, Any] | None:
+    async def _prefilled(self, path: str, body: dict[str, Any], prompt: Tokens | None) -> dict[str, Any] | None:
         """The ``kv_transfer_params`` of a server that prefilled the prompt; None if none could.
 
         Raises:
@@ -216,7 +209,6 @@ class Router:
                 worker.lost()
                 self._falls.labels("prefill_gone").inc()
             else:
-                worker.saw(prompt.blocks)
                 return params
             tried.append(worker)
         self._falls.labels("prefill_by_decode").inc()
@@ -232,9 +224,9 @@ class Router:
         several = len(self.decode) > 1 or len(self.prefill) > 1
         return await self._prompts.tokens(path, body) if several else None  # else there is nothing to choose
 
-    def _pick(self, workers: Sequence[Worker], prompt: _Prompt, tried: Sequence[Worker]) -> Worker | None:
+    def _pick(self, workers: Sequence[Worker], prompt: Tokens | None, tried: Sequence[Worker]) -> Worker | None:
         left = [worker for worker in workers if worker not in tried]
-        return best(left, prompt.blocks, self._choice.weight, prompt.tokens)
+        return best(left, self._policy.weight, prompt)
 
 
 class _Call:
@@ -287,10 +279,9 @@ def workers_of(urls: Sequence[str], key: str | None, timeout: float) -> list[Wor
     Raises:
         RequestError: One of them is none.
     """
-    endpoints = [Endpoint(url, key=key, timeout=timeout) for url in urls]
     return [
-        Worker(number, url, endpoint, Feed(urlsplit(url).hostname or ""))
-        for number, (url, endpoint) in enumerate(zip(urls, endpoints, strict=True))
+        Worker(url, Endpoint(url, key=key, timeout=timeout), KVEventSubscriber(urlsplit(url).hostname or ""))
+        for url in urls
     ]
 
 
@@ -316,7 +307,7 @@ def application(router: Router, policy: Policy) -> Starlette:
     async def health(request: Request) -> Response:
         there = any(worker.well for worker in router.decode)
         state = {
-            role: [{"url": worker.url, "well": worker.well, "events": worker.feed.live} for worker in workers]
+            role: [{"url": worker.url, "well": worker.well, "events": worker.events.live} for worker in workers]
             for role, workers in (("prefill", router.prefill), ("decode", router.decode))
         }
         return JSONResponse({"status": "ok" if there else "no server"} | state, 200 if there else 503)

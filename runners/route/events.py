@@ -2,17 +2,17 @@
 
 Messages are numbered. Where a number is missing, comes twice or goes back, where a message cannot be read, or where the
 server says that it is further than what came, what is known of its blocks counts for nothing until it was asked again.
-Meanwhile the router goes by what it has sent there.
 """
 
 import asyncio
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import zmq
 import zmq.asyncio
+from msgspec import Meta
 
 from ling3export.runners.route.blocks import Blocks, MalformedError, Tokens, events_of
 from ling3export.runners.serve.kv_events import END
@@ -27,8 +27,7 @@ BLOCK = 1 << 16  # tokens of a block, and more
 TEXT = 256  # characters of a topic
 
 
-@dataclass(frozen=True)
-class Place:
+class EventSource(msgspec.Struct, frozen=True):
     """Where a server tells its events, as its ``/health`` says; both ports are at the server's own address.
 
     Attributes:
@@ -39,37 +38,23 @@ class Place:
         instance: Another one after each start of the server.
     """
 
-    port: int
-    replay_port: int
-    topic: str
-    block_size: int
-    instance: str
+    port: Annotated[int, Meta(ge=1, lt=1 << 16)]
+    replay_port: Annotated[int, Meta(ge=1, lt=1 << 16)]
+    topic: Annotated[str, Meta(max_length=TEXT)]
+    block_size: Annotated[int, Meta(ge=1, lt=BLOCK)]
+    instance: Annotated[str, Meta(max_length=TEXT)]
 
 
-def place_of(said: Any) -> tuple[Place, int] | None:
+def source_of(said: Any) -> tuple[EventSource, int] | None:
     """What the JSON of ``/health`` says of events, and the number of the last message; None where it says nothing."""
-    found = said.get("kv_events") if isinstance(said, dict) else None
-    if not isinstance(found, dict):
+    try:
+        found = said["kv_events"]
+        return msgspec.convert(found, EventSource), msgspec.convert(found["sequence"], Annotated[int, Meta(ge=-1)])
+    except (LookupError, TypeError, msgspec.ValidationError):
         return None
-    topic, instance = found.get("topic"), found.get("instance")
-    if not (isinstance(topic, str) and isinstance(instance, str) and max(len(topic), len(instance)) <= TEXT):
-        return None
-    numbers = []
-    for name, least, end in (
-        ("port", 1, 1 << 16),
-        ("replay_port", 1, 1 << 16),
-        ("block_size", 1, BLOCK),
-        ("sequence", -1, 1 << 63),
-    ):
-        value = found.get(name)
-        if type(value) is not int or not least <= value < end:
-            return None
-        numbers.append(value)
-    port, replay_port, block, sequence = numbers
-    return Place(port, replay_port, topic, block, instance), sequence
 
 
-class Feed:
+class KVEventSubscriber:
     """The events of one server. Everything happens in one event loop.
 
     Args:
@@ -78,16 +63,17 @@ class Feed:
 
     Attributes:
         counts: What happened how often, by name.
+        last: The number of the last message that was taken; -1 before the first.
     """
 
     def __init__(self, host: str, pause: float = PAUSE) -> None:
         self._host = f"[{host}]" if ":" in host else host
         self._pause = pause
         self.counts: Counter[str] = Counter()
-        self._place: Place | None = None
+        self._source: EventSource | None = None
         self._task: asyncio.Task[None] | None = None
         self._blocks: Blocks | None = None  # None while nothing is known
-        self._last = self._said = -1  # numbers: of the last message that was taken, and that the server spoke of
+        self.last = self._said = -1  # the latter: the number that the server spoke of
 
     @property
     def live(self) -> bool:
@@ -105,51 +91,51 @@ class Feed:
         return self._blocks.hit(prompt)
 
     def told(self, said: Any) -> None:
-        """Takes what ``/health`` says: begins with another place anew, and asks again where messages were lost."""
-        found = place_of(said)
+        """Takes what ``/health`` says: begins with another source anew, and asks again where messages were lost."""
+        found = source_of(said)
         if found is None:
             return self.end()
-        place, number = found
-        if place != self._place:
-            if self._place is not None:
+        source, number = found
+        if source != self._source:
+            if self._source is not None:
                 self.counts["restarts"] += 1
             self.end()
-            self._begin(place)
-        elif self._blocks is not None and self._last < self._said:  # its number was higher a second ago
+            self._begin(source)
+        elif self._blocks is not None and self.last < self._said:  # its number was higher a second ago
             self.counts["gaps"] += 1
             self.end()
-            self._begin(place)
+            self._begin(source)
         self._said = number
 
     def end(self) -> None:
         """Forgets all, and asks nobody."""
         if self._task is not None:
             self._task.cancel()
-        self._task = self._place = self._blocks = None
-        self._last = self._said = -1
+        self._task = self._source = self._blocks = None
+        self.last = self._said = -1
 
-    def _begin(self, place: Place) -> None:
-        self._place = place
-        self._task = asyncio.create_task(self._follow(place))
+    def _begin(self, source: EventSource) -> None:
+        self._source = source
+        self._task = asyncio.create_task(self._follow(source))
 
-    async def _follow(self, place: Place) -> None:
+    async def _follow(self, source: EventSource) -> None:
         context = zmq.asyncio.Context()
         try:
-            with _opened(context, zmq.SUB, f"tcp://{self._host}:{place.port}") as heard:
-                heard.setsockopt(zmq.SUBSCRIBE, place.topic.encode("utf-8", "replace"))
-                await self._ask_and_hear(context, heard, place)
+            with _opened(context, zmq.SUB, f"tcp://{self._host}:{source.port}") as heard:
+                heard.setsockopt(zmq.SUBSCRIBE, source.topic.encode("utf-8", "replace"))
+                await self._ask_and_hear(context, heard, source)
         except zmq.ZMQError:  # an invalid address
             self.counts["failed"] += 1
         finally:
             context.destroy(linger=0)
 
-    async def _ask_and_hear(self, context: zmq.asyncio.Context, heard: zmq.asyncio.Socket, place: Place) -> None:
+    async def _ask_and_hear(self, context: zmq.asyncio.Context, heard: zmq.asyncio.Socket, source: EventSource) -> None:
         pause = self._pause
         while True:
             blocks = None
             with suppress(MalformedError, TimeoutError):
                 async with asyncio.timeout(DEADLINE):
-                    blocks = await self._asked(context, place)
+                    blocks = await self._asked(context, source)
             if blocks is None:
                 self.counts["failed"] += 1
                 pause = min(2 * pause, LONGEST)
@@ -160,14 +146,14 @@ class Feed:
                 self._blocks = None
             await asyncio.sleep(pause)
 
-    async def _asked(self, context: zmq.asyncio.Context, place: Place) -> Blocks:
+    async def _asked(self, context: zmq.asyncio.Context, source: EventSource) -> Blocks:
         """All that the server has, by its own answer.
 
         Raises:
             MalformedError: The answer is none.
         """
-        blocks, last, size = Blocks(place.block_size), -1, 0
-        with _opened(context, zmq.DEALER, f"tcp://{self._host}:{place.replay_port}") as asking:
+        blocks, last, size = Blocks(source.block_size), -1, 0
+        with _opened(context, zmq.DEALER, f"tcp://{self._host}:{source.replay_port}") as asking:
             await asking.send_multipart((b"", bytes(8)))
             while True:
                 frames = await asking.recv_multipart()
@@ -182,7 +168,7 @@ class Feed:
                 last = number
                 await asyncio.sleep(0)  # others have a turn, however fast messages come
         self.counts["replays"] += 1
-        self._last = last
+        self.last = last
         return blocks
 
     async def _heard(self, heard: zmq.asyncio.Socket, blocks: Blocks) -> str:
@@ -195,15 +181,15 @@ class Feed:
             number = int.from_bytes(frames[1], "big")
             if number <= before:
                 return "restarts"
-            if number > self._last + 1:
+            if number > self.last + 1:
                 return "gaps"
             before = number
-            if number == self._last + 1:  # else the answer had it
+            if number == self.last + 1:  # else the answer had it
                 try:
                     blocks.take(events_of(frames[2]))
                 except MalformedError:
                     return "malformed"
-                self._last = number
+                self.last = number
                 self.counts["received"] += 1
             await asyncio.sleep(0)
 

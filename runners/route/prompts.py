@@ -37,7 +37,7 @@ class Prompts:
     async def tokens(self, path: str, body: dict[str, Any]) -> Tokens | None:
         """The tokens of a request's prompt; None where they are not known, or no server tells its events."""
         salt, asked = body.get("cache_salt") or "", _asked(path, body)
-        listened = [worker for worker in self._workers if worker.well and worker.feed.live]
+        listened = [worker for worker in self._workers if worker.well and worker.events.live]
         if asked is None or not isinstance(salt, str) or not listened:
             return None
         if isinstance(asked, list):

@@ -1,27 +1,22 @@
-"""The servers that a router knows: whether they answer, how busy they are, and what they have seen of a prompt.
+"""The servers that a router knows: whether they answer, how busy they are, and what they hold of a prompt.
 
 How one of them is asked to prefill for another one is vLLM's HTTP protocol: the client's body goes to P with one token
 to generate and ``do_remote_decode``; P's answer carries what D needs.
 """
 
-import hashlib
 import json
-import re
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint
 from ling3export.runners.route.blocks import Tokens
-from ling3export.runners.route.events import Feed
+from ling3export.runners.route.events import KVEventSubscriber
 
-TEXT_BLOCK = 512  # characters of a prompt's text, and so many bytes of its messages, that count as one
-IDS_BLOCK = 64  # token ids that do
-REMEMBERED = 1 << 14  # blocks of each server
-LINE = re.compile(r"^ling3_(requests_live|pages|pages_free|slots|slots_free) ([0-9.e+]+)$", re.MULTILINE)
 AWAY = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -33,11 +28,11 @@ AWAY = {
 BUSY = {429, 500, 502, 503, 504}  # statuses after which another server may answer
 
 
-class Load(NamedTuple):
+class WorkerLoad(NamedTuple):
     """What decides between servers.
 
     Attributes:
-        hit: Share of the prompt that the server has seen.
+        hit: Share of the prompt that the server's prefix cache has, by its events; 0 where it tells none.
         usage: Share of its pages that are held.
         waiting: Requests that have no slot.
     """
@@ -47,26 +42,10 @@ class Load(NamedTuple):
     waiting: float
 
 
-def scores(loads: Sequence[Load], weight: float = 1.0) -> list[float]:
+def scores(loads: Sequence[WorkerLoad], weight: float = 1.0) -> list[float]:
     """``weight · hit - (usage + waiting / largest waiting) / 2`` of each server."""
     most = max((load.waiting for load in loads), default=0) or 1
     return [weight * load.hit - (load.usage + load.waiting / most) / 2 for load in loads]
-
-
-def blocks_of(body: dict[str, Any]) -> list[bytes]:
-    """The chain of digests of a request's prompt, block by block, from its salt and model on."""
-    prompt = body.get("prompt", body.get("messages", [body.get("instructions"), body.get("input")]))
-    if isinstance(prompt, list) and all(type(each) is int for each in prompt):
-        pieces = [json.dumps(prompt[at : at + IDS_BLOCK]).encode() for at in range(0, len(prompt), IDS_BLOCK)]
-    else:
-        text = prompt if isinstance(prompt, str) else json.dumps(prompt)
-        data = text.encode("utf-8", "surrogatepass")
-        pieces = [data[at : at + TEXT_BLOCK] for at in range(0, len(data), TEXT_BLOCK)]
-    before, found = json.dumps([body.get("model"), body.get("cache_salt")]).encode(), []
-    for piece in pieces:
-        before = hashlib.sha256(before + piece).digest()
-        found.append(before)
-    return found
 
 
 @dataclass(eq=False)
@@ -74,10 +53,9 @@ class Worker:
     """A server.
 
     Attributes:
-        number: Its place in the list; ties go to the lowest.
         url: Its address.
         endpoint: How it is called.
-        feed: What it tells of its blocks.
+        events: What it tells of its blocks.
         well: Whether it answered the last time.
         live: Requests of this router that it has at the moment.
         usage: Share of its pages that are held, when it was asked last.
@@ -86,34 +64,21 @@ class Worker:
         failed: How often it did not answer.
     """
 
-    number: int
     url: str
     endpoint: Endpoint
-    feed: Feed
+    events: KVEventSubscriber
     well: bool = True
     live: int = 0
     usage: float = 0.0
     queued: float = 0.0
     picked: int = 0
     failed: int = 0
-    _seen: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
 
-    def load(self, blocks: Sequence[bytes], tokens: Tokens | None = None) -> Load:
-        """What decides between this server and others for a prompt: by its events, or by what was sent there."""
-        if tokens is not None and self.feed.live:
-            return Load(self.feed.hit(tokens) / max(1, tokens.length), self.usage, self.queued + self.live)
-        known = 0
-        while known < len(blocks) and blocks[known] in self._seen:
-            known += 1
-        return Load(known / max(1, len(blocks)), self.usage, self.queued + self.live)
-
-    def saw(self, blocks: Sequence[bytes]) -> None:
-        """Notes that the server has computed a prompt; the least recently used ones are forgotten."""
-        for block in reversed(blocks):
-            self._seen[block] = None
-            self._seen.move_to_end(block)
-        while len(self._seen) > REMEMBERED:
-            self._seen.popitem(last=False)
+    def load(self, tokens: Tokens | None = None) -> WorkerLoad:
+        """What decides between this server and others for a prompt."""
+        known = tokens is not None and self.events.live
+        hit = self.events.hit(tokens) / max(1, tokens.length) if known and tokens is not None else 0.0
+        return WorkerLoad(hit, self.usage, self.queued + self.live)
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -129,8 +94,7 @@ class Worker:
         """Notes that it did not answer: its cache may be lost."""
         self.well = False
         self.failed += 1
-        self._seen.clear()
-        self.feed.end()
+        self.events.end()
 
     async def look(self) -> None:
         """Asks for its health and load; missing figures count as zero."""
@@ -142,25 +106,32 @@ class Worker:
         except Ling3Error:
             return self.lost()
         try:
-            self.feed.told(json.loads(health))
+            self.events.told(json.loads(health))
         except (ValueError, RecursionError):  # another kind of server
-            self.feed.end()
-        said = {name: float(value) for name, value in LINE.findall(data.decode(errors="replace"))}
-        pages, slots = said.get("pages", 0.0), said.get("slots", 0.0)
-        self.usage = 1 - said.get("pages_free", 0.0) / pages if pages else 0.0
-        held = slots - said.get("slots_free", 0.0)
-        self.queued = max(0.0, said.get("requests_live", 0.0) - held - self.live)
+            self.events.end()
+        said = _samples(data.decode(errors="replace"))
+        pages, slots = said.get("ling3_pages", 0.0), said.get("ling3_slots", 0.0)
+        self.usage = 1 - said.get("ling3_pages_free", 0.0) / pages if pages else 0.0
+        held = slots - said.get("ling3_slots_free", 0.0)
+        self.queued = max(0.0, said.get("ling3_requests_live", 0.0) - held - self.live)
         self.well = True
 
 
-def best(
-    workers: Sequence[Worker], blocks: Sequence[bytes], weight: float, tokens: Tokens | None = None
-) -> Worker | None:
+def _samples(text: str) -> dict[str, float]:
+    """What a page of metrics says, by name; nothing where it is none."""
+    try:
+        found = [each for family in text_string_to_metric_families(text) for each in family.samples]
+    except ValueError:
+        return {}
+    return {each.name: each.value for each in found if not each.labels}
+
+
+def best(workers: Sequence[Worker], weight: float, tokens: Tokens | None = None) -> Worker | None:
     """The server of the highest score among those that answer; of equals the first. None where none does."""
     there = [worker for worker in workers if worker.well]
     if not there:
         return None
-    rated = scores([worker.load(blocks, tokens) for worker in there], weight)
+    rated = scores([worker.load(tokens) for worker in there], weight)
     return there[rated.index(max(rated))]
 
 

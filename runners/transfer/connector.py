@@ -13,31 +13,39 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ling3export.foundation.errors import Ling3Error
+from ling3export.runners.load.segments import Layers
 from ling3export.runners.state.layout import StateLayout, StateMismatch, check_same_state
 from ling3export.runners.state.prefix_cache import chain_start, chained
 from ling3export.runners.state.sequence_state import Arrays, SequenceState, fill
-from ling3export.runners.transfer.renewals import Renewals
 from ling3export.runners.transfer.store import PendingWrite, StateAddress, StateStore
 
 NAME = re.compile("[0-9a-f]{32}")
 REMEMBERED = 1 << 16  # states that cannot be loaded again
 LONGEST = 1e6  # seconds of a lease
-THREADS = 4  # loads at once
+LOADS = 4  # at once
+WAITING = 512  # threads of loads that wait for their turn
+RENEWALS = 3  # in a lease: two may be lost
 RENEWAL = 5.0  # seconds that one renewal of a lease may take
-
-Layers = Mapping[str, range]  # those of a group, by the name of the pool
+FORM = {  # of what a prefill instance says
+    "remote_host": str,
+    "remote_port": int,
+    "remote_block_ids": list,
+    "tp_size": int,
+    "transfer_id": str,
+    "state": dict,
+}
 
 
 class ProtocolError(Ling3Error):
     """An engine calls its connector in another order than the one agreed."""
 
 
-class Request(Protocol):
+class TransferRequest(NamedTuple):
     """What a connector has to know of a request.
 
     Attributes:
@@ -53,7 +61,7 @@ class Request(Protocol):
     kv_transfer_params: Mapping[str, Any] | None
 
 
-class Load(NamedTuple):
+class PendingLoad(NamedTuple):
     """A state that is loaded: the request's id, where the state is, and how long its holder keeps it, if it says so."""
 
     request_id: str
@@ -61,18 +69,18 @@ class Load(NamedTuple):
     lease: float | None
 
 
-class Meta(NamedTuple):
+class ConnectorMetadata(NamedTuple):
     """What the worker's side does in one step: loads, saves, and states that are given back."""
 
-    loads: tuple[Load, ...] = ()
-    saves: tuple[Request, ...] = ()
+    loads: tuple[PendingLoad, ...] = ()
+    saves: tuple[TransferRequest, ...] = ()
     refused: tuple[StateAddress, ...] = ()
 
 
 class _UnusableError(Exception):
     """What a request brought cannot be used; ``reason`` is counted, and the state is given back where it is known."""
 
-    def __init__(self, reason: str, text: str, load: Load | None = None) -> None:
+    def __init__(self, reason: str, text: str, load: PendingLoad | None = None) -> None:
         super().__init__(text)
         self.reason, self.load = reason, load
 
@@ -91,8 +99,7 @@ class Connector:
         report: Gets a line when another instance's state does not fit.
 
     Attributes:
-        counts: Why states were refused, by reason; the store counts the rest.
-        renewals: Of what waits to be loaded.
+        counts: Why states were refused, and what became of renewals, by reason; the store counts the rest.
 
     Raises:
         ProtocolError: Any call comes out of order: a save without a step or of an unknown group, one of a group twice,
@@ -114,13 +121,12 @@ class Connector:
         self._store, self._layout, self._description, self._root = store, layout, description, root
         self._deadline, self._lease, self._groups, self._report = deadline, lease, groups, report
         self._engine = secrets.token_hex(8)
-        self.renewals = Renewals(lambda address: store.renew(address, time.monotonic() + min(RENEWAL, deadline)))
-        self.counts: Counter[str] = self.renewals.counts
-        self._loads: dict[str, Load] = {}
+        self.counts: Counter[str] = Counter()
+        self._loads: dict[str, PendingLoad] = {}
         self._refused: list[StateAddress] = []
         self._used: OrderedDict[str, None] = OrderedDict()  # names of states, the last ones
         self._buffers: dict[str, SequenceState] = {}
-        self._meta: Meta | None = None
+        self._meta: ConnectorMetadata | None = None
         self._writes: dict[str, tuple[str, PendingWrite]] = {}  # names and states that are being saved, by request
         self._unsaved: set[int] = set()  # groups of this step
         self._saved: dict[str, str] = {}  # names by request, of requests that have not finished
@@ -128,9 +134,10 @@ class Connector:
         self._lock = threading.Lock()
         self._running: set[str] = set()
         self._received: set[str] = set()
-        self._pool = ThreadPoolExecutor(THREADS, "ling3-load")
+        self._turns, self._closed = threading.Semaphore(LOADS), False
+        self._pool = ThreadPoolExecutor(WAITING, "ling3-load")
 
-    def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int, bool]:
+    def get_num_new_matched_tokens(self, request: TransferRequest, num_computed_tokens: int) -> tuple[int, bool]:
         """How many tokens behind the computed ones can be loaded, and whether that takes a while. Changes nothing."""
         try:
             load = self._load_of(request)
@@ -138,7 +145,7 @@ class Connector:
             return 0, False
         return (0, False) if load is None else (max(0, len(request.prompt_ids) - num_computed_tokens), True)
 
-    def update_state_after_alloc(self, request: Request, num_external_tokens: int) -> None:
+    def update_state_after_alloc(self, request: TransferRequest, num_external_tokens: int) -> None:
         """Tells that so many tokens are to be loaded in the next step; for 0 the state is given back."""
         try:
             load = self._load_of(request)
@@ -158,14 +165,14 @@ class Connector:
         else:
             self._refused.append(load.address)
 
-    def build_connector_meta(self, scheduled: Sequence[Request]) -> Meta:
+    def build_connector_meta(self, scheduled: Sequence[TransferRequest]) -> ConnectorMetadata:
         """What this step's worker does, of requests whose prompts it ends; forgets it for the next step."""
         saves = (each for each in scheduled if (each.kv_transfer_params or {}).get("do_remote_decode"))
-        meta = Meta(tuple(self._loads.values()), tuple(saves), tuple(self._refused))
+        meta = ConnectorMetadata(tuple(self._loads.values()), tuple(saves), tuple(self._refused))
         self._loads, self._refused = {}, []
         return meta
 
-    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: TransferRequest) -> tuple[bool, dict[str, Any] | None]:
         """Whether what the request holds must stay for now, and what its client is given. Comes once."""
         name = self._saved.pop(request.request_id, None)
         if name is None:
@@ -191,7 +198,7 @@ class Connector:
         """Tells where loaded states belong, by request."""
         self._buffers = buffers
 
-    def bind_connector_metadata(self, meta: Meta) -> None:
+    def bind_connector_metadata(self, meta: ConnectorMetadata) -> None:
         """Begins a step."""
         _check(self._meta is None, "clear_connector_metadata before the next step", "another bind")
         self._meta, self._unsaved = meta, {*range(len(self._groups))} if meta.saves else set()
@@ -203,13 +210,12 @@ class Connector:
 
     def start_load_kv(self, loaded: Callable[[], None]) -> None:
         """Begins this step's loads; calls ``loaded`` when one has ended."""
-        for load in self._bound("start_load_kv").loads:
-            if load.lease is not None:
-                self.renewals.add(load.address, load.lease)
+        meta = self._bound("start_load_kv")
+        for load in meta.loads:
             with self._lock:
                 self._running.add(load.request_id)
             self._pool.submit(self._load, load, loaded)
-        for address in self._bound("start_load_kv").refused:
+        for address in meta.refused:
             self._pool.submit(self.give_back, address)
 
     def wait_for_layer_load(self, group: int) -> None:
@@ -259,32 +265,38 @@ class Connector:
 
     def shutdown(self) -> None:
         """Ends everything that runs."""
-        self.renewals.close()
+        self._closed = True
         self._pool.shutdown(cancel_futures=True)
         self._store.close()
 
-    def _load(self, load: Load, loaded: Callable[[], None]) -> None:
+    def _load(self, load: PendingLoad, loaded: Callable[[], None]) -> None:
+        """Takes a state, or gives it back where nobody waits for it any more; its lease is renewed until its turn."""
+        lease = load.lease
+        while not self._turns.acquire(timeout=None if lease is None else lease / RENEWALS):
+            said = self._store.renew(load.address, time.monotonic() + min(RENEWAL, self._deadline))
+            with self._lock:
+                self.counts[said if said == "renewed" else f"renewal_{said}"] += 1
+            lease = lease if said == "renewed" else None
+        state = None
         try:
-            wanted, state = load.request_id in self._running, None
-            if wanted:
+            if load.request_id in self._running and not self._closed:
                 state = self._store.get(load.address, time.monotonic() + self._deadline)
-            else:
+            elif not self._closed:
                 self.give_back(load.address)
-            self.renewals.drop(load.address.name)
+        finally:
+            self._turns.release()
             with self._lock:
                 if state is not None and len(state.tokens) == load.address.tokens and load.request_id in self._running:
                     self._buffers[load.request_id] = state
-        finally:
-            with self._lock:
                 self._running.discard(load.request_id)
                 self._received.add(load.request_id)
             loaded()
 
-    def _digest(self, request: Request) -> str:
+    def _digest(self, request: TransferRequest) -> str:
         (found,) = chained(chain_start(self._root, request.cache_salt), request.prompt_ids, len(request.prompt_ids))
         return found.hex()
 
-    def _load_of(self, request: Request) -> Load | None:
+    def _load_of(self, request: TransferRequest) -> PendingLoad | None:
         """Where a request's state is; None where it brought nothing.
 
         Raises:
@@ -293,20 +305,18 @@ class Connector:
         given = request.kv_transfer_params or {}
         if not given.get("do_remote_prefill"):
             return None
-        host: Any = given.get("remote_host")
-        port: Any = given.get("remote_port")
-        name: Any = given.get("transfer_id")
-        state: Any = given.get("state")
+        right = all(type(given.get(name)) is kind for name, kind in FORM.items())
+        right = right and 0 <= given["remote_port"] < 1 << 16 and given["tp_size"] == 1
         lease: Any = given.get("lease")
-        right = isinstance(host, str) and type(port) is int and 0 <= port < 1 << 16 and given.get("tp_size") == 1
-        right = right and isinstance(name, str) and bool(NAME.fullmatch(name)) and isinstance(state, Mapping)
-        right = right and isinstance(given.get("remote_block_ids"), list)
-        if not right or not (lease is None or (type(lease) in (int, float) and 0 < lease <= LONGEST)):
+        right = right and (lease is None or (type(lease) in (int, float) and 0 < lease <= LONGEST))
+        if not right or not NAME.fullmatch(given["transfer_id"]):
             text = "kv_transfer_params: expected those of a prefill instance, found others"
             raise _UnusableError("bad_params", text)
-        load = Load(request.request_id, StateAddress(name, host, port, len(request.prompt_ids)), lease)
+        name, count = given["transfer_id"], len(request.prompt_ids)
+        address = StateAddress(name, given["remote_host"], given["remote_port"], count)
+        load = PendingLoad(request.request_id, address, lease)
         try:
-            check_same_state(self._description, state)
+            check_same_state(self._description, given["state"])
         except StateMismatch as error:
             raise _UnusableError("other_state", error.message, load) from error
         if given.get("prompt_digest") != self._digest(request):
@@ -316,7 +326,7 @@ class Connector:
             raise _UnusableError("used", "kv_transfer_params: expected a state of its own, found one used before")
         return load
 
-    def _bound(self, call: str) -> Meta:
+    def _bound(self, call: str) -> ConnectorMetadata:
         _check(self._meta is not None, f"bind_connector_metadata before {call}", "none")
         assert self._meta is not None
         return self._meta

@@ -28,13 +28,12 @@ from ling3export.runners.transfer.store import PendingWrite, StateAddress, Trans
 
 SHM = Path("/dev/shm")
 PREFIX, SUFFIX, PARTIAL, LEASED = "l3s_", ".safetensors", ".partial", ".leased"
-EARLIER = "l3x_"  # what the names of earlier versions began with
 YOUNG = 60.0  # seconds that what nobody holds a lock on may stay: its writer is about to lock it, or on another machine
 
 
-def own_prefix() -> str:
-    """What the names of this user's states in shared memory begin with."""
-    return f"u{os.geteuid()}_{PREFIX}"
+def prefix_of(folder: Path) -> str:
+    """What the names of states in a folder begin with; in shared memory each user has a prefix."""
+    return f"u{os.geteuid()}_{PREFIX}" if folder == SHM else PREFIX
 
 
 class FolderStore:
@@ -43,14 +42,14 @@ class FolderStore:
     Args:
         layout: What states hold.
         description: What decides whether one fits (``description_of``).
-        folder: Where; made for this user alone if it is not there.
+        folder: Made for this user alone if it is not there; None for shared memory.
         lease: Seconds that what is written here stays for its reader; None for ever.
-        limit: Bytes that leased states of the folder may have; None for any number.
-        prefix: What names of files begin with.
+        limit: Bytes that all states of this user in the folder may have; None for any number.
         clock: Seconds since 1970.
 
     Raises:
-        TransferError: The folder cannot be made, is something else, or others can write to it.
+        TransferError: The folder cannot be made, is something else, or others can write to it; or this machine has no
+            shared memory.
     """
 
     address = ("127.0.0.1", 0)
@@ -59,38 +58,23 @@ class FolderStore:
         self,
         layout: StateLayout,
         description: Mapping[str, Any],
-        folder: Path,
+        folder: Path | None,
         lease: float | None = None,
         limit: int | None = None,
-        prefix: str = PREFIX,
         clock: Callable[[], float] = time.time,
     ) -> None:
-        self._layout, self._description, self._folder, self._prefix = layout, description, folder, prefix
+        self._layout, self._description = layout, description
+        self._folder = SHM if folder is None else folder
+        self._prefix = prefix_of(self._folder)
         self._lease, self._limit, self._clock = lease, limit, clock
         self._suffix = SUFFIX if lease is None else LEASED + SUFFIX
         self.counts: Counter[str] = Counter()
         self._held: dict[str, int] = {}  # descriptors of leased files, by the state's name
-        if folder != SHM:
+        if folder is not None:
             _make_private(folder)
+        elif not SHM.is_dir():
+            raise TransferError(f"shm: expected {SHM}, found none")
         self.sweep()
-
-    @classmethod
-    def shared_memory(
-        cls,
-        layout: StateLayout,
-        description: Mapping[str, Any],
-        limit: int,
-        lease: float,
-        clock: Callable[[], float] = time.time,
-    ) -> "FolderStore":
-        """One in shared memory, where all states of this user may have ``limit`` bytes.
-
-        Raises:
-            TransferError: This machine has none.
-        """
-        if not SHM.is_dir() or limit < 1:
-            raise TransferError(f"shm: expected {SHM} and room, found {'room' if limit > 0 else 'none'} without it")
-        return cls(layout, description, SHM, lease, limit, own_prefix(), clock)
 
     def create(
         self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, first: int = 0
@@ -210,7 +194,7 @@ class FolderStore:
 
     def sweep(self) -> None:
         """Removes what killed processes have left."""
-        for _ in collect(self._folder, self._prefix, local=self._folder == SHM, dry_run=False, clock=self._clock):
+        for _ in collect(self._folder, clock=self._clock):
             self.counts["swept"] += 1
 
     def close(self) -> None:
@@ -251,20 +235,20 @@ class FolderStore:
 
 
 def collect(
-    folder: Path, prefix: str, *, local: bool, dry_run: bool, clock: Callable[[], float] = time.time
+    folder: Path, *, dry_run: bool = False, clock: Callable[[], float] = time.time
 ) -> Iterator[tuple[str, int, str]]:
     """Removes what nobody can use any more; gives name, bytes and reason of each.
 
-    That is what a killed writer did not end, what is no state, and leased states whose process is gone.
+    That is what a killed writer did not end, what is no state, and leased states whose process is gone. In shared
+    memory a state without a lock is one without a process. In a folder, where processes of other machines may write,
+    its lease has to be over, too.
 
     Args:
         folder: Where.
-        prefix: What the names of states begin with there.
-        local: Whether only processes of this machine write there: then a state without a lock is one without a
-            process. Else its lease has to be over, too.
         dry_run: Remove nothing.
         clock: Seconds since 1970.
     """
+    local, prefix = folder == SHM, prefix_of(folder)
     for path, status in _files(folder, prefix):
         age, reason = clock() - status.st_mtime, ""
         with suppress(OSError), opened(folder, path.name) as file:
@@ -283,21 +267,6 @@ def collect(
             if not dry_run:
                 path.unlink(missing_ok=True)
             yield path.name, status.st_size, reason
-
-
-def refuse_earlier(folder: Path, what: str) -> None:
-    """Passes where a folder has no states of earlier versions of this program.
-
-    Raises:
-        TransferError: It has some: nobody would read them, and they would count as this version's.
-    """
-    found = [entry.name for entry in os.scandir(folder) if entry.name.startswith(EARLIER)]
-    if found:
-        raise TransferError(
-            f"{what}: expected states of this version, found {len(found)} files of an earlier one "
-            f"({min(found)}), in {folder}",
-            "take another folder, or remove those files",
-        )
 
 
 def _make_private(folder: Path) -> None:

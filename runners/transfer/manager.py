@@ -9,17 +9,16 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from time import perf_counter as now
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.load.segments import Hand, PendingSave, groups_of
+from ling3export.runners.load.segments import Hand, Layers, PendingSave, groups_of
 from ling3export.runners.load.sharded import ShardedState
-from ling3export.runners.state.layout import StateLayout, description_of, layout_of, root_of
+from ling3export.runners.state.layout import description_of, layout_of, root_of
 from ling3export.runners.state.sequence_state import Arrays, SequenceState, Token, TransferredState, token_of
-from ling3export.runners.transfer.connector import Connector, Layers
+from ling3export.runners.transfer.connector import Connector, TransferRequest
 from ling3export.runners.transfer.folder import FolderStore
 from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.store import StateAddress, StateStore
@@ -30,43 +29,14 @@ LAST = 60.0  # that the thread may take for its last job
 
 Exported = Callable[[], ShardedState | SequenceState]  # waits for a state that leaves the engine
 Saved = Callable[[dict[str, Any] | None], bool]
+Groups = Callable[[int], Mapping[str, Callable[[], Arrays]]]  # waits for a group of layers, by the request's id
 Loaded = Callable[[TransferredState | None], None]
-
-
-class Asked(Protocol):
-    """What matters here of a request."""
-
-    @property
-    def prompt_ids(self) -> tuple[int, ...]:
-        """The prompt."""
-
-    @property
-    def cache_salt(self) -> str:
-        """Who gives another one shares nothing."""
-
-    @property
-    def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What it has to say of a transfer."""
-
-
-@dataclass
-class _Ticket:
-    """A request as the connector knows it."""
-
-    request_id: str
-    prompt_ids: Sequence[int]
-    cache_salt: str
-    kv_transfer_params: Mapping[str, Any] | None
-
-
-def _ticket(number: int, request: Asked) -> _Ticket:
-    return _Ticket(str(number), request.prompt_ids, request.cache_salt, request.kv_transfer_params)
 
 
 class _Waiting(NamedTuple):
     """A request whose state is being loaded."""
 
-    ticket: _Ticket
+    ticket: TransferRequest
     begun: float
     tail: Token
     done: Loaded
@@ -97,7 +67,7 @@ class KVTransferManager:
         self._connector, self._store, self._groups = connector, store, groups
         self._vocab_size, self._report = vocab_size, report
         self.counts: Counter[str] = Counter()
-        self._early: dict[str, _Ticket] = {}  # saved already, of requests that have not ended
+        self._early: dict[str, TransferRequest] = {}  # saved already, of requests that have not ended
         self._loads: dict[str, _Waiting] = {}
         self._buffers: dict[str, SequenceState] = {}
         connector.register_kv_caches(self._buffers)
@@ -105,17 +75,17 @@ class KVTransferManager:
         self._thread = threading.Thread(target=self._run, name="ling3-exchange", daemon=True)
         self._thread.start()
 
-    def save(self, number: int, request: Asked, exported: Exported | None, done: Saved) -> None:
+    def save(self, number: int, request: Any, exported: Exported | None, done: Saved) -> None:
         """Offers the state behind a prompt to whoever ``done`` tells of it.
 
         Args:
             number: The request's.
-            request: What was asked.
+            request: The engine's request.
             exported: Waits for the state; None where it was saved early.
             done: Gets what the client is given, None where that failed; in this thread. Says whether the client is
                 still there: else the state is freed.
         """
-        self._jobs.put(lambda: self._save(_ticket(number, request), exported, done))
+        self._jobs.put(lambda: self._save(_named(number, request), exported, done))
 
     def save_early(self, saves: list[PendingSave]) -> Hand:
         """Saves the states of sequences group by group, in a step whose groups are being computed.
@@ -124,13 +94,13 @@ class KVTransferManager:
             What takes the states of each group in order, of all sequences together, and then None.
         """
         groups: queue.SimpleQueue[list[Callable[[], ShardedState]] | None] = queue.SimpleQueue()
-        self._jobs.put(lambda: self._save_early([_ticket(each.number, each.request) for each in saves], groups))
+        self._jobs.put(lambda: self._save_early([_named(each.number, each.request) for each in saves], groups))
         return groups.put
 
-    def load(self, number: int, request: Asked, done: Loaded) -> None:
+    def load(self, number: int, request: Any, done: Loaded) -> None:
         """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails."""
         begun = now()
-        self._jobs.put(lambda: self._load(_ticket(number, request), begun, done))
+        self._jobs.put(lambda: self._load(_named(number, request), begun, done))
 
     def drop(self, number: int) -> None:
         """Nobody waits for a request's load any more, or will take its state."""
@@ -164,10 +134,10 @@ class KVTransferManager:
         finally:
             self._connector.shutdown()
 
-    def _step(self, tickets: Sequence[_Ticket], states: Callable[[int], Mapping[str, Callable[[], Arrays]]]) -> None:
+    def _step(self, requests: Sequence[TransferRequest], states: Groups) -> None:
         """One step of the connector: begins loads, and saves the prompts' states; ``states`` waits for a group's."""
         connector = self._connector
-        meta = connector.build_connector_meta(tickets)
+        meta = connector.build_connector_meta(requests)
         connector.bind_connector_metadata(meta)
         try:
             connector.start_load_kv(lambda: self._jobs.put(_nothing))
@@ -182,7 +152,7 @@ class KVTransferManager:
             connector.clear_connector_metadata()
 
     def _save_early(
-        self, tickets: list[_Ticket], groups: "queue.SimpleQueue[list[Callable[[], ShardedState]] | None]"
+        self, tickets: list[TransferRequest], groups: "queue.SimpleQueue[list[Callable[[], ShardedState]] | None]"
     ) -> None:
         def states(group: int) -> Mapping[str, Callable[[], Arrays]]:
             found = groups.get()
@@ -202,16 +172,15 @@ class KVTransferManager:
             names = ", ".join(ticket.request_id for ticket in tickets)
             self._report(f"transfer of {names}: expected its state to be saved by group, found {error}")
 
-    def _save(self, ticket: _Ticket, exported: Exported | None, done: Saved) -> None:
-        params = None
+    def _save(self, ticket: TransferRequest, exported: Exported | None, done: Saved) -> None:
+        params, whole = None, exported is None and self._early.pop(ticket.request_id, None) is not None
         try:
             if exported is not None:
                 state = exported()
                 arrays = state.arrays() if isinstance(state, ShardedState) else state.pool_arrays(1)
                 self._step([ticket], lambda group: {ticket.request_id: lambda: arrays})
-            if (
-                exported is not None or self._early.pop(ticket.request_id, None) is not None
-            ):  # else it failed, which was reported
+                whole = True
+            if whole:  # else it failed group by group, which was reported
                 _, params = self._connector.request_finished(ticket)
                 self.counts["saved" if params else "save_failed"] += 1
         except Exception as error:
@@ -233,7 +202,7 @@ class KVTransferManager:
         """Frees what was offered, as whoever wants it no more does."""
         self._connector.give_back(StateAddress(params["transfer_id"], params["remote_host"], params["remote_port"]))
 
-    def _load(self, ticket: _Ticket, begun: float, done: Loaded) -> None:
+    def _load(self, ticket: TransferRequest, begun: float, done: Loaded) -> None:
         tokens, tail = 0, None
         try:
             said = (ticket.kv_transfer_params or {})["tail"]
@@ -267,6 +236,10 @@ class KVTransferManager:
             waiting.done(TransferredState((waiting.tail,), state, phases, state.nbytes))
 
 
+def _named(number: int, request: Any) -> TransferRequest:
+    return TransferRequest(str(number), request.prompt_ids, request.cache_salt, request.kv_transfer_params)
+
+
 def _nothing() -> None:
     pass
 
@@ -282,35 +255,25 @@ def _phases(given: object) -> dict[str, float]:
     }
 
 
-def store_of(layout: StateLayout, description: Mapping[str, Any], transfer: Transfer) -> StateStore:
-    """The store of a carrier.
-
-    Raises:
-        TransferError: The port is taken, the folder cannot be made, or there is no shared memory.
-    """
-    if transfer.carrier == "shm":
-        return FolderStore.shared_memory(layout, description, transfer.limit, transfer.lease)
-    if transfer.carrier == "file":
-        assert transfer.folder is not None
-        return FolderStore(layout, description, transfer.folder, transfer.lease)
-    address = transfer.host, transfer.port
-    return TcpStore(layout, description, transfer.limit, transfer.deadline, address, transfer.secret, transfer.lease)
-
-
 def transfer_manager(
     manifest: Manifest, target: Target, transfer: Transfer, report: Callable[[str], None]
 ) -> KVTransferManager:
-    """An engine's manager.
+    """An engine's manager, over the store of its carrier.
 
     Raises:
         ArtifactError: The target has no programs that move states.
-        TransferError: The carrier's store cannot start.
+        TransferError: The port is taken, the folder cannot be made, or there is no shared memory.
     """
     layout, description = layout_of(target), description_of(manifest, target)
     groups: Sequence[Layers] = groups_of(manifest, target)
     if target.segments == "none":
         groups = [{array.name: range(array.shape[0]) for array in target.state.arrays}]
-    store = store_of(layout, description, transfer)
+    store: StateStore
+    if transfer.carrier == "tcp":
+        store = TcpStore(layout, description, transfer)
+    else:
+        limit = transfer.limit if transfer.folder is None else None
+        store = FolderStore(layout, description, transfer.folder, transfer.lease, limit)
     connector = Connector(
         store,
         layout,

@@ -15,7 +15,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,12 +26,9 @@ from ling3export.runners.load.sharded import ShardedState
 from ling3export.runners.state.layout import LATENT, description_of, layout_of, root_of
 from ling3export.runners.state.prefix_cache import Node, PrefixCache
 from ling3export.runners.state.sequence_state import SequenceState, TransferredState
-from ling3export.runners.transfer.folder import FolderStore, refuse_earlier
+from ling3export.runners.transfer.folder import FolderStore
 from ling3export.runners.transfer.options import PrefixFolder
 from ling3export.runners.transfer.store import StateAddress, put
-
-if TYPE_CHECKING:
-    from ling3export.runners.transfer.manager import Asked
 
 QUEUE = 8  # jobs; while there are more, what could be written is not
 LOADED = 16  # states in host memory that wait for a slot; while there are more, prompts are computed
@@ -81,8 +78,7 @@ class PrefixStore:
 
     Raises:
         Ling3Error: The folder may not hold a single state.
-        TransferError: It cannot be made, is something else, others can write to it, or it has states of an earlier
-            version.
+        TransferError: It cannot be made, is something else, or others can write to it.
     """
 
     def __init__(
@@ -102,7 +98,6 @@ class PrefixStore:
                 f"--prefix-store-bytes: expected at least {needed:,}, a block and a snapshot, found {where.limit:,}"
             )
         self._folder = FolderStore(self._layout, self._description, where.folder)
-        refuse_earlier(where.folder, "--prefix-store")
         self.counts: Counter[str] = Counter()
         self._there: set[str] = set()  # names of files, as far as they are known
         self._loaded: list[weakref.ref[SequenceState]] = []
@@ -110,9 +105,11 @@ class PrefixStore:
         self._thread = threading.Thread(target=self._run, name="ling3-prefixes", daemon=True)
         self._thread.start()
 
-    def load(self, number: int, request: "Asked", done: Callable[[TransferredState | None], None]) -> None:
-        """Tells ``done`` the state of the request's longest beginning, None where the cache knows as much."""
-        del number  # a read is short: nobody gives it up
+    def load(self, number: int, request: Any, done: Callable[[TransferredState | None], None]) -> None:
+        """Tells ``done`` the state of the request's longest beginning, None where the cache knows as much.
+
+        The request's number counts for nothing here: a read is short, and nobody gives it up.
+        """
         self._jobs.put(partial(self._load, request, done))
 
     def keep(self, path: Sequence[Node], tokens: Sequence[int], fetching: Fetching) -> None:
@@ -174,14 +171,14 @@ class PrefixStore:
         """The file's of a state, by the digest of all tokens up to its end."""
         return hashlib.blake2b(block, digest_size=16).hexdigest()
 
-    def _load(self, request: "Asked", done: Callable[[TransferredState | None], None]) -> None:
+    def _load(self, request: Any, done: Callable[[TransferredState | None], None]) -> None:
         found = None
         try:
             found = self._found(request)
         finally:
             done(None if found is None else TransferredState((), found))
 
-    def _found(self, request: "Asked") -> SequenceState | None:
+    def _found(self, request: Any) -> SequenceState | None:
         size, prompt = self._layout.page, request.prompt_ids
         most = (len(prompt) - 1) // size
         names = list(self._cache.names(self._cache.start(request.cache_salt), prompt[: most * size]))

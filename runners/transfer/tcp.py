@@ -1,6 +1,7 @@
 """States over TCP: whoever has them listens, and whoever wants one takes it by its name, once.
 
-Both ends prove to each other that they know the secret (``hosts.rendezvous``) before either says more. Then:
+Both ends prove to each other that they know the secret (:mod:`handshake <ling3export.runners.hosts.handshake>`) before
+either says more. Then:
 
     taker to holder   ASK     what is wanted (take, renew or release), and the state's name
     holder to taker   STATE   its bytes, for take; DONE for the others; or REFUSED
@@ -23,20 +24,30 @@ from typing import Any
 import numpy as np
 
 from ling3export.machine.service import is_loopback
+from ling3export.runners.hosts.handshake import (
+    GREETING,
+    HEAD,
+    REFUSED,
+    Listener,
+    SecretError,
+    challenge,
+    hear,
+    listening,
+    prove,
+    receive,
+    send,
+    tell,
+)
 from ling3export.runners.hosts.hosts import SHARE
-from ling3export.runners.hosts.rendezvous import CALLERS, GREETING, HEAD, REFUSED, challenge, hear, prove, receive, tell
-from ling3export.runners.hosts.rendezvous import HostsError as SecretError
-from ling3export.runners.hosts.rendezvous import send as say
 from ling3export.runners.state.layout import StateLayout, StateMismatch
 from ling3export.runners.state.sequence_state import SequenceState, StateBytes, read_state
+from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.store import PendingWrite, StateAddress, TransferError
 
 ROLES = ("taker", "holder")
 ASK, STATE, DONE = b"A", b"B", b"K"
 TAKE, RENEW, RELEASE = "take", "renew", "release"
 NAME = re.compile("[0-9a-f]{32}")
-TICK = 0.5  # seconds between two looks for leases that are over
-PAUSE = 0.002  # seconds until the next caller is taken where the system lacks something
 LARGEST_HEAD = 1 << 20  # bytes that a state has beside its arrays
 
 
@@ -57,11 +68,7 @@ class TcpStore:
     Args:
         layout: What states hold.
         description: What decides whether one fits (``description_of``).
-        limit: Bytes of states that are kept for others.
-        deadline: Seconds that one answer may take at this end.
-        address: Where to listen: host and port, port 0 for any that is free.
-        secret: What both ends know; needed where other machines reach the address.
-        lease: Seconds that a state is kept for its taker.
+        how: Limit, deadline, address, secret and lease.
         clock: Gives the seconds by which leases end.
 
     Raises:
@@ -72,37 +79,27 @@ class TcpStore:
         self,
         layout: StateLayout,
         description: Mapping[str, Any],
-        limit: int,
-        deadline: float,
-        address: tuple[str, int],
-        secret: str,
-        lease: float,
+        how: Transfer,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        host, port = address
-        if not (secret or is_loopback(host)):
-            raise TransferError(f"tcp {host}: expected a secret where other machines reach it, found none", SHARE)
-        self._layout, self._description, self._limit, self._deadline = layout, description, limit, deadline
-        self._secret, self._lease, self._clock = secret, lease, clock
+        if not (how.secret or is_loopback(how.host)):
+            raise TransferError(f"tcp {how.host}: expected a secret where other machines reach it, found none", SHARE)
+        self._layout, self._description, self._limit, self._deadline = layout, description, how.limit, how.deadline
+        self._secret, self._lease, self._clock = how.secret, how.lease, clock
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._bytes = 0  # of all states, those that are written or sent, too
         self._leased: dict[str, _Leased] = {}
         self._ended: set[str] = set()
-        self._greeted: dict[socket.socket, None] = {}  # callers that have not proven the secret, the oldest first
-        self._closed = threading.Event()
         try:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            self._listener = socket.create_server((host, port), family=family, backlog=CALLERS)
+            bound = listening(how.host, how.port)
         except OSError as error:
             raise TransferError(
-                f"tcp: expected a free port of this machine, found {error.strerror}, at {host} port {port}",
+                f"tcp: expected a free port of this machine, found {error.strerror}, at {how.host} port {how.port}",
                 "choose another one: --transfer-port",
             ) from error
-        self.address = host, int(self._listener.getsockname()[1])
-        self._listener.settimeout(TICK)
-        self._listening = threading.Thread(target=self._listen, name="ling3-transfer", daemon=True)
-        self._listening.start()
+        self.address = how.host, int(bound.getsockname()[1])
+        self._listener = Listener(self._serve, bound)
 
     def create(
         self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, first: int = 0
@@ -140,7 +137,7 @@ class TcpStore:
                     raise ConnectionError("another message than a state")
                 state = read_state(coming, size, self._layout, self._description)
                 with suppress(OSError):  # all is here, whatever becomes of the holder
-                    say(peer, DONE, b"")
+                    send(peer, DONE, b"")
         except TimeoutError:
             reason = "timeout"
         except (_RefusedError, SecretError):
@@ -179,10 +176,7 @@ class TcpStore:
 
     def close(self) -> None:
         """Closes the port; what is being sent is not waited for."""
-        self._closed.set()
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
-        self._listening.join()
+        self._listener.close()
         self._leased.clear()
 
     @contextmanager
@@ -192,24 +186,6 @@ class TcpStore:
             prove(peer, self._secret, 0, until, ROLES)
             tell(peer, ASK, what=what, name=address.name)
             yield peer
-
-    def _listen(self) -> None:
-        with self._listener:
-            while not self._closed.is_set():
-                try:
-                    caller, _ = self._listener.accept()
-                except TimeoutError:
-                    continue
-                except OSError:
-                    time.sleep(PAUSE)  # the system lacks something now; callers call again
-                    continue
-                with self._lock:
-                    if len(self._greeted) >= CALLERS:  # who says nothing keeps nobody out
-                        with suppress(OSError):
-                            next(iter(self._greeted)).shutdown(socket.SHUT_RDWR)
-                        del self._greeted[next(iter(self._greeted))]
-                    self._greeted[caller] = None
-                threading.Thread(target=self._serve, args=(caller,), name="ling3-holder", daemon=True).start()
 
     def _serve(self, caller: socket.socket) -> None:
         with caller:
@@ -224,9 +200,7 @@ class TcpStore:
                 with self._lock:
                     self.counts["stranger"] += 1
                 return
-            finally:
-                with self._lock:
-                    self._greeted.pop(caller, None)
+            self._listener.admit(caller)
             with suppress(OSError):
                 self._answer(caller, **asked)
 
@@ -245,11 +219,11 @@ class TcpStore:
             else:
                 self.counts["unknown"] += 1
         if leased is None:
-            say(caller, REFUSED, b"")
+            send(caller, REFUSED, b"")
         elif what == TAKE:
             self._send(caller, name, leased)
         else:
-            say(caller, DONE, b"")
+            send(caller, DONE, b"")
 
     def _send(self, caller: socket.socket, name: str, leased: _Leased) -> None:
         """Sends a state; nobody else can have it any more, however this ends."""

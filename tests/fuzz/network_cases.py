@@ -11,19 +11,10 @@ from typing import Any
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.processes import LOOPBACK, free_port
+from ling3export.runners.hosts.handshake import CHALLENGE, HEAD, HELLO, PROTOCOL, proof_of, receive
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import (
-    CHALLENGE,
-    HEAD,
-    HELLO,
-    PROTOCOL,
-    WELCOME,
-    _proof,
-    meet,
-    receive,
-    welcome,
-)
 from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTITY_OF
+from ling3export.runners.hosts.rendezvous import WELCOME, meet, welcome
 from tests.fuzz.artifact_cases import toy_copy
 from tests.fuzz.harness import MEMORY, Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
@@ -220,7 +211,7 @@ def _call(host: Hosts, rng: Random) -> None:
     for _ in range(100):
         with suppress(OSError, ValueError, KeyError), socket.create_connection(host.address, 1) as peer:
             theirs = json.loads(receive(peer)[1])["nonce"]
-            proof = _proof(host.secret, "caller", (theirs, "0" * 32), 1)
+            proof = proof_of(host.secret, "caller", (theirs, "0" * 32), 1)
             peer.sendall(_message(rng, HELLO, {"host": 1, "nonce": "0" * 32, "proof": proof}))
             peer.sendall(_message(rng, IDENTITY_OF, {"hosts": 2, "identity": IDENTITY}))
             return

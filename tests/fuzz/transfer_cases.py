@@ -12,8 +12,8 @@ from pathlib import Path
 from random import Random
 
 from ling3export.runners.engine.request import request_of
-from ling3export.runners.hosts.rendezvous import HEAD, challenge, prove, receive
-from ling3export.runners.state.sequence_state import load_state, save_state
+from ling3export.runners.hosts.handshake import HEAD, challenge, prove, receive
+from ling3export.runners.state.sequence_state import StateBytes, load_state, save_state
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer.store import StateAddress, put
 from ling3export.runners.transfer.tcp import ASK, ROLES, STATE, TAKE, TcpStore
@@ -37,8 +37,7 @@ def objects(folder: Path) -> Iterator[Case]:
             split = rng.choice((600, len(data)))
             path.write_bytes(mutated_bytes(rng, data[:split]) + data[split:])
             if rng.random() < 0.3:
-                prefix = folders.own_prefix() if kind == "shm" else folders.PREFIX
-                list(folders.collect(path.parent, prefix, local=kind == "shm", dry_run=False))
+                list(folders.collect(path.parent))
             found = end.get(StateAddress(NAME), time.monotonic() + 5)
             path.unlink(missing_ok=True)
             end.ended()
@@ -57,7 +56,7 @@ def pulls(folder: Path) -> Iterator[Case]:
         def case(rng: Random) -> None:
             state = random_state(20)
             put(holder, NAME, state)
-            memory = holder._leased[NAME].memory.tobytes()
+            memory = StateBytes(LAYOUT, state.descriptor, state.tokens).fill(state).seal().tobytes()
             if rng.random() < 0.5:
                 _ask(rng, address(holder, NAME))
                 put(holder, NAME, state)  # which the damaged words may have taken

@@ -1,10 +1,8 @@
 """What the programs that move states move: of the true Ling3-Tiny for a TPU slice, by the compiler's count.
 
-``python -m tests.support.state_bytes [TARGET]`` compiles ``copy``, ``fetch`` and ``store`` and prints a table. No
-checkpoint is needed. A sequence's recurrent and conv state of a chip is read and written; of the latents whole pages.
+No checkpoint is needed. A sequence's recurrent and conv state of a chip is read and written; of the latents, whole
+pages.
 """
-
-import sys
 
 from ling3export.artifacts.schema import MOVING
 from ling3export.checkpoint.synth import config_fields
@@ -30,23 +28,3 @@ def times(program: Compiled) -> float:
     """Bytes through the large memory over those that must move."""
     assert program.floor is not None and program.estimate is not None
     return (program.estimate.memory_bytes or 0) / program.floor.moved
-
-
-def main(target: str = TARGET) -> None:
-    """Compiles and prints."""
-    print("| cell | must move, bytes a chip | memory traffic of its instructions | ratio | compiler's cost analysis |")
-    print("|---|---|---|---|---|")
-    for name, program in compiled(target).items():
-        row = (
-            name,
-            f"{program.floor.moved:,}",
-            f"{program.estimate.memory_bytes:,}",
-            f"{times(program):.3f}",
-            f"{program.bytes_accessed or 0:,.0f}",
-        )
-        print(f"| {' | '.join(row)} |")
-        print(f"  {name}: {program.memory}, copies {program.estimate.copies}", file=sys.stderr)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -22,6 +22,7 @@ from ling3export.runners.state.layout import CONV, FORMAT, LATENT, RECURRENT, TO
 from ling3export.runners.state.sequence_state import SequenceState
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer.folder import FolderStore
+from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.store import StateAddress, StateStore
 from ling3export.runners.transfer.tcp import TcpStore
 
@@ -54,10 +55,11 @@ def store(
     """A store whose states are leased."""
     told = {} if clock is None else {"clock": clock}
     if kind == "shm":
-        return FolderStore.shared_memory(layout, description, limit, lease, **told)
+        return FolderStore(layout, description, None, lease, limit, **told)
     if kind == "file":
         return FolderStore(layout, description, folder, lease, **told)
-    return TcpStore(layout, description, limit, deadline, ("127.0.0.1", 0), secret, lease, **told)
+    how = Transfer("tcp", limit=limit, lease=lease, deadline=deadline, secret=secret)
+    return TcpStore(layout, description, how, **told)
 
 
 def name_of(number: int) -> str:
@@ -93,8 +95,8 @@ def address(where: StateStore, name: str, tokens: int = 20) -> StateAddress:
 
 def file_of(kind: str, folder: Path, name: str) -> Path:
     """The file of a leased state."""
-    prefix = folders.own_prefix() if kind == "shm" else folders.PREFIX
-    return (SHM if kind == "shm" else folder) / f"{prefix}{name}{folders.LEASED}{folders.SUFFIX}"
+    folder = SHM if kind == "shm" else folder
+    return folder / f"{folders.prefix_of(folder)}{name}{folders.LEASED}{folders.SUFFIX}"
 
 
 def remove_all() -> None:

@@ -26,17 +26,16 @@ from ling3export.runners.ffn.segment import (
     SESSIONS,
     WORKER,
     FfnGone,
-    Row,
     Segment,
-    Share,
+    WorkerInfo,
     layout,
     path_of,
 )
 
 TOKENS, CHOSEN, EXPERTS, LAYERS, WIDTH, MICRO = 3, 2, 8, 2, 6, 2
-ROW, DIGEST = Row(WIDTH, np.dtype(np.float32)), "d" * 64
+ROW, DIGEST = np.dtype((np.float32, (WIDTH,))), "d" * 64
 SOON = 0.4  # seconds of a wait that has to end by itself
-ONE = Share(0, 1, DIGEST)
+ONE = WorkerInfo(0, 1, DIGEST)
 IDS = np.array([[0, 5], [7, 2], [MASK, MASK]], np.int32)
 
 
@@ -50,7 +49,7 @@ def name(request: pytest.FixtureRequest) -> Iterator[str]:
     assert left == []
 
 
-def worker(name: str, sessions: int = 1, share: Share = ONE) -> Segment:
+def worker(name: str, sessions: int = 1, share: WorkerInfo = ONE) -> Segment:
     context = layout(sessions, MICRO, TOKENS, CHOSEN, EXPERTS, ROW, ROW)
     return Segment.create(name, context, share, ROW, ROW)
 
@@ -77,9 +76,9 @@ def serve(segment: Segment, errors: list[Ling3Error] | None = None, **limits: fl
         try:
             while (taken := link.recv_attn_output()) is not None:
                 found, data = taken
-                ids = found.expert_ids[: found.out_num]
-                added = 100 * found.layer_ids[: found.out_num, None, None] + ids
-                link.send_ffn_output(found, (data.astype(np.float32) + added[..., None]).astype(ROW.dtype))
+                ids = found.expert_ids
+                added = 100 * found.layer_ids[:, None, None] + ids
+                link.send_ffn_output(found, (data.astype(np.float32) + added[..., None]).astype(ROW.base))
         except Ling3Error as error:
             segment.say(error.message)
             assert errors is not None
@@ -93,12 +92,12 @@ def serve(segment: Segment, errors: list[Ling3Error] | None = None, **limits: fl
 
 
 def tokens(seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).standard_normal((TOKENS, WIDTH)).astype(ROW.dtype)
+    return np.random.default_rng(seed).standard_normal((TOKENS, WIDTH)).astype(ROW.base)
 
 
 def expected(data: np.ndarray, layer: int) -> np.ndarray:
     live = IDS < MASK
-    return np.where(live[..., None], data[:, None].astype("f4") + (100 * layer + IDS)[..., None], 0).astype(ROW.dtype)
+    return np.where(live[..., None], data[:, None].astype("f4") + (100 * layer + IDS)[..., None], 0).astype(ROW.base)
 
 
 @pytest.mark.parametrize(("workers", "dtype"), [(1, "float32"), (2, "float32"), (3, "float32"), (2, "bfloat16")])
@@ -106,9 +105,9 @@ def test_every_pair_comes_back_from_the_worker_that_has_its_expert(
     name: str, workers: int, dtype: str, monkeypatch: pytest.MonkeyPatch
 ):
     """Micro batches of different layers are in flight at once, and come back in any order."""
-    monkeypatch.setattr(sys.modules[__name__], "ROW", Row(WIDTH, np.dtype(BY_NAME[dtype].numpy)))
+    monkeypatch.setattr(sys.modules[__name__], "ROW", np.dtype((BY_NAME[dtype].numpy, (WIDTH,))))
     names = [f"{name}.{index}" for index in range(workers)]
-    segments = [worker(each, 2, Share(index, workers, DIGEST)) for index, each in enumerate(names)]
+    segments = [worker(each, 2, WorkerInfo(index, workers, DIGEST)) for index, each in enumerate(names)]
     threads = [serve(segment) for segment in segments]
     first, second = link(*names), link(*reversed(names))
     assert [first.session, second.session] == [0, 1]
@@ -120,7 +119,9 @@ def test_every_pair_comes_back_from_the_worker_that_has_its_expert(
             for micro in reversed(range(MICRO)):
                 wanted = expected(tokens(10 * turn + micro + 1 - number), (turn + micro) % LAYERS)
                 assert np.array_equal(side.recv_ffn_output(micro), wanted)
-    assert first.phases.sent == 5 * MICRO * 4 * ROW.nbytes  # four pairs have an expert, whatever the number of workers
+    assert (
+        first.phases.sent == 5 * MICRO * 4 * ROW.itemsize
+    )  # four pairs have an expert, whatever the number of workers
     first.close()
     second.close()
     for thread in threads:
@@ -146,17 +147,6 @@ def test_a_synchronous_worker_takes_each_micro_batch_from_all_sessions_until_the
     second.close()
     thread.join(60)
     assert not thread.is_alive()
-
-
-def test_a_synchronous_worker_names_the_session_that_it_waits_for(name: str):
-    segment, errors = worker(name, 2, replace(ONE, synchronous=True)), list[Ling3Error]()
-    thread = serve(segment, errors, quiet=SOON)
-    first, second = link(name), link(name)
-    second.send_attn_output(0, 0, tokens(0), IDS)
-    thread.join(60)
-    assert isinstance(errors[0], ScheduleTimeout) and "expected sessions [0] to publish within 0.4 s" in str(errors[0])
-    first.close()
-    second.close()
 
 
 def test_experts_are_shared_out_whole_and_in_order():
@@ -230,8 +220,10 @@ def test_a_cleared_run_flag_ends_both_sides(name: str):
 def test_a_session_that_dies_ends_the_worker_and_with_it_the_others(name: str):
     segment, errors = worker(name, 2), list[Ling3Error]()
     thread = serve(segment, errors)
-    first, second = link(name), link(name)
-    first._segments[0].unlock(1 + first.session)
+    first = Segment.attach(name, ROW, ROW, 20)
+    assert first.claim() == 0
+    second = link(name)
+    first.unlock(1)
     thread.join(10)
     assert str(errors[0]) == f"session 0 of `{name}`: expected a live process, found none"
     second.send_attn_output(0, 0, tokens(0), IDS)
@@ -241,22 +233,25 @@ def test_a_session_that_dies_ends_the_worker_and_with_it_the_others(name: str):
     second.close()
 
 
-def test_a_session_that_never_comes_is_a_timeout(name: str):
-    segment, errors = worker(name, 3), list[Ling3Error]()
-    thread = serve(segment, errors, wait=SOON)
-    side = link(name)
-    thread.join(10)
-    assert isinstance(errors[0], ScheduleTimeout) and "expected sessions [1, 2] within 0.4 s" in str(errors[0])
-    side.close()
-
-
-def test_a_flag_that_never_comes_is_a_timeout(name: str):
-    segment, errors = worker(name), list[Ling3Error]()
-    thread = serve(segment, errors, quiet=SOON)
-    side = link(name)
-    thread.join(10)
-    assert isinstance(errors[0], ScheduleTimeout) and "expected sessions [0] to publish within 0.4 s" in str(errors[0])
-    side.close()
+@pytest.mark.parametrize(
+    ("sessions", "synchronous", "limits", "late"),
+    [
+        (2, True, {"quiet": SOON}, "sessions [0] to publish"),
+        (1, False, {"quiet": SOON}, "sessions [0] to publish"),
+        (3, False, {"wait": SOON}, "sessions [1, 2]"),
+    ],
+    ids=["a session of a synchronous worker", "a session", "sessions that never come"],
+)
+def test_sessions_that_a_worker_waits_for_in_vain_are_named(name: str, sessions, synchronous, limits, late):
+    segment, errors = worker(name, sessions, replace(ONE, synchronous=synchronous)), list[Ling3Error]()
+    thread = serve(segment, errors, **limits)
+    sides = [link(name) for _ in range(1 + synchronous)]
+    if synchronous:
+        sides[1].send_attn_output(0, 0, tokens(0), IDS)
+    thread.join(60)
+    assert isinstance(errors[0], ScheduleTimeout) and f"expected {late} within 0.4 s" in str(errors[0])
+    for side in sides:
+        side.close()
 
 
 @pytest.mark.parametrize(
@@ -270,15 +265,14 @@ def test_a_flag_that_never_comes_is_a_timeout(name: str):
 def test_ids_out_of_range_end_the_worker_by_name(name: str, layer: int, expert: int, message: str):
     segment, errors = worker(name), list[Ling3Error]()
     thread = serve(segment, errors)
-    side = link(name)
+    side = Segment.attach(name, ROW, ROW, 20)
     ids = np.full((TOKENS, CHOSEN), MASK, np.int32)
     ids[1, 0] = expert
-    side._segments[0].buffers.announce(0, 0, layer, ids)
+    side.buffers.announce(side.claim(), 0, layer, ids)
     thread.join(10)
     assert [error.message for error in errors] == [message]
-    side._sent[0] = layer, np.zeros((TOKENS, CHOSEN), np.int64)
     with pytest.raises(FfnGone, match=message):
-        side.recv_ffn_output(0)
+        side.check_worker()
     side.close()
 
 
@@ -314,7 +308,7 @@ def test_a_session_takes_what_is_free_and_leaves_in_order(name: str):
 def test_a_session_that_is_refused_leaves_none_of_another_process(name: str):
     """The second worker's session 0 is somebody else's; it was marked as left when this one gave up."""
     names = [f"{name}.0", f"{name}.1"]
-    segments = [worker(each, 2, Share(index, 2, DIGEST)) for index, each in enumerate(names)]
+    segments = [worker(each, 2, WorkerInfo(index, 2, DIGEST)) for index, each in enumerate(names)]
     other = Segment.attach(names[1], ROW, ROW, 20)
     assert other.claim() == 0
     with pytest.raises(ContextError, match="expected session 0 to be free of 2, found it taken"):
@@ -358,12 +352,12 @@ def test_a_segment_that_is_none_of_this_version_is_refused(name: str, at: int, d
 @pytest.mark.parametrize(
     ("shares", "message"),
     [
-        ([Share(0, 2, DIGEST)], "expected each share of 1 once, found 0/2"),
-        ([Share(0, 2, DIGEST), Share(0, 2, DIGEST)], "expected each share of 2 once, found 0/2, 0/2"),
-        ([Share(0, 1, "e" * 64)], "expected a worker of this artifact, found one of another"),
+        ([WorkerInfo(0, 2, DIGEST)], "expected each share of 1 once, found 0/2"),
+        ([WorkerInfo(0, 2, DIGEST), WorkerInfo(0, 2, DIGEST)], "expected each share of 2 once, found 0/2, 0/2"),
+        ([WorkerInfo(0, 1, "e" * 64)], "expected a worker of this artifact, found one of another"),
     ],
 )
-def test_workers_of_other_shares_or_artifacts_are_refused(name: str, shares: list[Share], message: str):
+def test_workers_of_other_shares_or_artifacts_are_refused(name: str, shares: list[WorkerInfo], message: str):
     names = [f"{name}.{number}" for number in range(len(shares))]
     segments = [worker(each, share=share) for each, share in zip(names, shares, strict=True)]
     with pytest.raises(ContextError, match=message):
@@ -376,7 +370,7 @@ def test_workers_of_other_shares_or_artifacts_are_refused(name: str, shares: lis
 def test_workers_of_other_sizes_and_schedules_are_refused(name: str, other: tuple[int, bool]):
     names = [f"{name}.0", f"{name}.1"]
     segments = [
-        worker(each, sessions, Share(index, 2, DIGEST, synchronous))
+        worker(each, sessions, WorkerInfo(index, 2, DIGEST, synchronous))
         for index, (each, (sessions, synchronous)) in enumerate(zip(names, ((1, False), other), strict=True))
     ]
     with pytest.raises(ContextError, match="expected workers of one size and schedule, found 2"):
@@ -432,7 +426,7 @@ def test_a_refused_segment_leaves_no_open_file(name: str):
 
 def test_the_context_of_a_segment_is_one_of_the_published_layout(name: str):
     segment = worker(name, 2)
-    segment.context.check(ROW.nbytes, len(segment.memory))
+    segment.context.check(ROW.itemsize, len(segment.memory))
     assert segment.context.data_shape == (2, MICRO, TOKENS, CHOSEN, 512)
     assert segment.context == replace(segment.context, run_flag=1, attention_micro_batch_id=MICRO - 1)
     end(segment)

@@ -11,7 +11,7 @@ from ling3export.runners.ffn.connector import Phases
 from ling3export.runners.ffn.split import decode
 
 LAYERS, DENSE, TOKENS, VOCABULARY = 3, 1, 4, 5
-SIZES: Any = SimpleNamespace(layers=LAYERS, dense=DENSE, back=SimpleNamespace(width=2))
+SIZES: Any = SimpleNamespace(layers=LAYERS, dense=DENSE, back=np.dtype((np.float32, (2,))))
 
 
 class Runner:

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -30,16 +29,15 @@ from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.evals.trials import tokens_digest
 from ling3export.runners.hosts import channel as channels
-from ling3export.runners.hosts import rendezvous
+from ling3export.runners.hosts import handshake, rendezvous
 from ling3export.runners.hosts.channel import STEP, Channel
+from ling3export.runners.hosts.handshake import HEAD, HELLO, REFUSED
 from ling3export.runners.hosts.hosts import Hosts, find_hosts, read_secret
-from ling3export.runners.hosts.rendezvous import HEAD, HELLO, REFUSED, HostsError, Identity, announced, meet
 from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTIFIES
+from ling3export.runners.hosts.rendezvous import HostsError, Identity, announced, meet
 from ling3export.runners.load.loader import Timings, load
-from ling3export.runners.transfer.prefix_store import FollowingStore, PrefixStore
 from tests.support.builds import environment
 from tests.support.fake_backend import VOCAB, FakeBackend
-from tests.support.scheduler_rig import Rig
 
 SECRET = "correct horse battery staple".replace(" ", "-")
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
@@ -239,7 +237,7 @@ def test_jax_is_served_at_another_port_where_one_was_taken(monkeypatch, taken):
     if taken == 3:
         assert isinstance(one, Ling3Error) and "found its port taken" in two.message
         return
-    assert one._port == two._port == tried[-1] != tried[0]
+    assert one.service_port == two.service_port == tried[-1] != tried[0]
     one.close()
     two.close()
 
@@ -330,9 +328,9 @@ def test_a_caller_has_one_deadline_for_all_its_bytes(monkeypatch):
 
 
 def test_silent_callers_delay_nobody(monkeypatch):
-    """However many they are: those beyond CALLERS are dropped at once, and a host calls again."""
+    """However many they are: the first of them is dropped for the next one."""
     monkeypatch.setattr(rendezvous, "GREETING", 2.0)
-    monkeypatch.setattr(rendezvous, "CALLERS", 3)
+    monkeypatch.setattr(handshake, "CALLERS", 3)
     first, second = hosts()
 
     def crowded() -> Any:
@@ -362,11 +360,11 @@ def test_a_host_tells_nothing_to_who_cannot_prove_to_be_host_0():
         with socket.create_server(first.address) as listener:
             caller, _ = listener.accept()
             with caller:
-                nonce = json.dumps({"protocol": rendezvous.PROTOCOL, "nonce": "0" * 32}).encode()
-                caller.sendall(message(rendezvous.CHALLENGE, nonce))
-                _, hello = rendezvous.receive(caller)
+                nonce = json.dumps({"protocol": handshake.PROTOCOL, "nonce": "0" * 32}).encode()
+                caller.sendall(message(handshake.CHALLENGE, nonce))
+                _, hello = handshake.receive(caller)
                 # What it can do without the secret: send the caller's own proof back.
-                caller.sendall(message(rendezvous.PROVEN, json.loads(hello)["proof"].encode()))
+                caller.sendall(message(handshake.PROVEN, json.loads(hello)["proof"].encode()))
                 told.extend([hello, heard(caller)])
 
     _, two = in_threads(impostor, lambda: join(second))
@@ -396,13 +394,15 @@ def test_a_host_that_restarts_takes_its_place_while_others_are_awaited():
 
 
 def test_a_host_that_ended_before_all_were_there_is_waited_for_again():
-    first, second, third = hosts(3, timeout=3.0)
+    first, _, third = hosts(3, timeout=3.0)
 
     def gone_then_there() -> Any:
         with called(first) as caller:
             threading.Timer(0.5, lambda: caller.shutdown(socket.SHUT_RDWR)).start()
+            handshake.prove(caller, "", 1, time.monotonic() + 10, rendezvous.ROLES)
+            handshake.tell(caller, IDENTIFIES, hosts=3, identity=IDENTITY)
             with pytest.raises(ConnectionError):  # not before host 0 has let it in
-                rendezvous._introduce(caller, second, IDENTITY)
+                handshake.receive(caller)
         return join(third)
 
     one, two = in_threads(lambda: lead(first), gone_then_there)
@@ -525,9 +525,9 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def core(channel: Channel, ahead: int) -> SharedCore:
+def core(channel: Channel, ahead: int, backend: FakeBackend | None = None) -> SharedCore:
     """On the fake model; every host has the same."""
-    backend, blocks = FakeBackend(2, 16, 4, 4), BlockManager(2, 16, 4)
+    backend, blocks = backend or FakeBackend(2, 16, 4, 4), BlockManager(2, 16, 4)
     scheduler = Scheduler(backend, Shapes((4, 16), (2,), 4), blocks, VOCAB, ahead=ahead)
     return SharedCore(scheduler, lambda arrival: Sequence(arrival.request, arrival.number, 20, frozenset()), channel)
 
@@ -538,9 +538,8 @@ def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, ahe
     monkeypatch.setattr(channels, "SETTLE", 3600)  # until which its process has to have ended
     lost: list[tuple[str, int]] = []
     with connected(lost) as (one, two):
-        first, second = core(one, ahead), core(two, ahead)
-        backend = second.scheduler._backend
-        assert isinstance(backend, FakeBackend)
+        backend = FakeBackend(2, 16, 4, 4)
+        first, second = core(one, ahead), core(two, ahead, backend)
         inputs = StepInputs((Arrival(0, Request((1, 2, 3), 20)),))
         for _ in range(3):
             mine, found = first.step(inputs), second.received(two.take()[1])
@@ -717,44 +716,3 @@ def test_a_long_message_arrives_whole(no_service, monkeypatch):
             one.send(b"T", payload)
             two.send(b"P", payload)
             assert two.take() == (b"T", payload) and one.take(1) == (b"P", payload)
-        assert (one._sent, one._taken) == (7, 7)
-
-
-class Written(PrefixStore):
-    """Decides as one with a folder, and keeps what it fetched."""
-
-    def __init__(self, channel, busy):
-        self._channel, self.fetched, self._there, self._jobs = channel, [], set(), self
-        self.counts, self._layout, self.busy = {"skipped": 0}, SimpleNamespace(page=4), busy
-
-    def qsize(self):
-        return self.busy.pop() if self.busy else 0
-
-    def put(self, job):
-        pass
-
-
-def test_every_host_fetches_what_the_first_one_writes(no_service):
-    """What it writes depends on its folder and on how busy it is, which the others do not know."""
-    with connected([]) as (one, two):
-        rigs = [Rig(slots=2, pages=24, snapshots=4, every=8) for _ in range(2)]
-        stores = [Written(one, [0, 9, 0, 9]), FollowingStore(two)]
-        for rig, store in zip(rigs, stores, strict=True):
-            rig.fetched = []
-            rig.backend.fetching = lambda slot, pages, rig=rig: rig.fetched.append((slot, pages))
-            rig.scheduler._reuse._store = store
-
-        def run(rig):
-            for length in (9, 17, 13):
-                for start in (0, 5):
-                    rig.submit([(start + n) % VOCAB for n in range(length)], 3)
-                rig.run()
-
-        threads = [threading.Thread(target=run, args=(rig,)) for rig in rigs]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        assert rigs[0].fetched == rigs[1].fetched and rigs[0].fetched
-        assert stores[0].counts["skipped"] > 0
-        assert two._inbox[0].empty() and [rig.check() for rig in rigs] == [None, None]

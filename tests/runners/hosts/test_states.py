@@ -32,7 +32,7 @@ HALF = """
 import sys
 from tests.support import shared_states
 from ling3export.runners.hosts import channel
-from ling3export.runners.hosts.rendezvous import HEAD
+from ling3export.runners.hosts.handshake import HEAD
 def half(peer, kind, payload):
     if kind != channel.PART or len(payload) < 4096:
         return send(peer, kind, payload)

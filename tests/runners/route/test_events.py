@@ -11,10 +11,10 @@ import zmq
 
 from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.route.app import Choice, Router, workers_of
+from ling3export.runners.route.app import Router, RoutingPolicy, workers_of
 from ling3export.runners.route.blocks import Tokens
-from ling3export.runners.route.events import Feed, place_of
-from ling3export.runners.route.workers import best, blocks_of
+from ling3export.runners.route.events import KVEventSubscriber, source_of
+from ling3export.runners.route.workers import best
 from ling3export.runners.serve.kv_events import Publisher, encoded
 from ling3export.runners.state.prefix_cache import Cleared, Removed, Stored
 from tests.support.serving import Server
@@ -49,7 +49,7 @@ async def until(true, feed=None, of=None):
     """Waits until something is so; meanwhile the feed is told what ``/health`` says, as a router does each second."""
     end = time.monotonic() + WAIT
     while not true():
-        assert time.monotonic() < end, feed and (feed.live, feed._last, feed.counts)
+        assert time.monotonic() < end, feed and (feed.live, feed.last, feed.counts)
         if of is not None:
             feed.told(said(of))
         await asyncio.sleep(0.02)
@@ -63,7 +63,7 @@ def run(scenario):
     """Runs a scenario with a feed of the loopback."""
 
     async def whole():
-        feed = Feed(HOST, pause=0.01)
+        feed = KVEventSubscriber(HOST, pause=0.01)
         try:
             await asyncio.wait_for(scenario(feed), 2 * WAIT)
         finally:
@@ -151,11 +151,11 @@ def test_what_was_known_is_dropped_and_asked_for_again(frames, why):
         with closing(Loud((5, chain("a")))) as loud:
             await heard(loud, feed)
             loud.tell(6)
-            await until(lambda: feed._last == 6)
+            await until(lambda: feed.last == 6)
             before = feed.counts[why]
             assert hit(feed, "aax") == 2
             loud.answer = ((9, [Cleared()]), (10, chain("b")))
-            loud.say(*(frames or (b"", (feed._last + 1).to_bytes(8, "big"), b"\xc1")))
+            loud.say(*(frames or (b"", (feed.last + 1).to_bytes(8, "big"), b"\xc1")))
             await until(lambda: feed.counts[why] > before)
             assert hit(feed, "aax") is None and feed.blocks == 0, "nothing counts until it was asked"
 
@@ -176,9 +176,9 @@ def test_a_message_that_was_lost_last_is_missed_by_what_health_says():
         with closing(Loud((5, chain("a")))) as loud:
             await heard(loud, feed)
             place = loud.record(2)
-            feed.told({"kv_events": place | {"sequence": feed._last + 1}})
+            feed.told({"kv_events": place | {"sequence": feed.last + 1}})
             assert feed.live and not feed.counts["gaps"], "it may be on its way"
-            feed.told({"kv_events": place | {"sequence": feed._last + 1}})
+            feed.told({"kv_events": place | {"sequence": feed.last + 1}})
             assert not feed.live and feed.counts["gaps"] == 1
             await until(lambda: loud.look() or feed.live)
             assert feed.counts["replays"] == 2
@@ -222,8 +222,8 @@ def test_a_large_message_is_not_taken_in():
         with closing(Loud((5, chain("a")))) as loud:
             await heard(loud, feed)
             loud.tell(6)
-            await until(lambda: feed._last == 6)
-            loud.say(b"", (feed._last + 1).to_bytes(8, "big"), bytes(2 << 20))
+            await until(lambda: feed.last == 6)
+            loud.say(b"", (feed.last + 1).to_bytes(8, "big"), bytes(2 << 20))
             loud.tell(8)
 
             def missed():
@@ -254,9 +254,9 @@ def test_a_large_message_is_not_taken_in():
 )
 def test_a_place_that_is_none_is_passed_over(change):
     place = {"port": 1, "replay_port": 2, "topic": "t", "block_size": 2, "instance": "i", "sequence": -1}
-    assert place_of({"kv_events": place}) is not None
-    assert place_of({"kv_events": place | change}) is None
-    assert place_of([]) is place_of({}) is place_of({"kv_events": 3}) is None
+    assert source_of({"kv_events": place}) is not None
+    assert source_of({"kv_events": place | change}) is None
+    assert source_of([]) is source_of({}) is source_of({"kv_events": 3}) is None
 
 
 TEXT = "Question: Hana has 11 apples, buys 8 and drops 6. How many now?\nAnswer: "
@@ -302,11 +302,11 @@ def routed(scenario):
         async with AsyncExitStack() as stack:
             publishers = [stack.enter_context(publisher()) for _ in range(2)]
             servers = [await stack.enter_async_context(Worker(each)) for each in publishers]
-            router = Router([], workers_of([each.url for each in servers], None, 60.0), Choice(every=0.02))
+            router = Router([], workers_of([each.url for each in servers], None, 60.0), RoutingPolicy(every=0.02))
             for each in publishers:
                 tell(each, Cleared())
             async with router.watching():
-                await until(lambda: all(worker.feed.live for worker in router.decode))
+                await until(lambda: all(worker.events.live for worker in router.decode))
                 await scenario(router, servers, publishers)
 
     asyncio.run(whole())
@@ -325,16 +325,16 @@ def test_a_prompt_goes_where_events_say_that_it_hits_until_they_say_that_it_does
         second = router.decode[1]
         assert await picked(router) == 0
         tell(publishers[1], *chain("a", "b"))
-        await until(lambda: second.feed.blocks == 2)
+        await until(lambda: second.events.blocks == 2)
         assert await picked(router) == 1
-        assert second.load(blocks_of(BODY), Tokens(BODY["prompt"], "")).hit == 4 / 5
+        assert second.load(Tokens(BODY["prompt"], "")).hit == 4 / 5
         assert await picked(router, BODY | {"cache_salt": "me"}) == 0, "another salt shares nothing"
         assert await picked(router, BODY | {"prompt": "aabbx"}) == 1
         assert await picked(router, {"messages": [{"role": "user", "content": "aabbx"}]}, "/v1/chat/completions") == 1
         names = chain("a", "b")[0].hashes
         tell(publishers[1], Removed(names[1:], state=True), Removed(names[::-1]))
-        await until(lambda: second.feed.blocks == 0)
-        assert await picked(router) == 0, "though this router has sent it to the other one"
+        await until(lambda: second.events.blocks == 0)
+        assert await picked(router) == 0
         text = router.text().decode()
         assert 'ling3_route_prompts_total{by="events"} 6.0' in text
         assert f'ling3_route_kv_events{{role="decode",url="{servers[1].url}",what="replays"}} 1.0' in text
@@ -346,17 +346,17 @@ def test_a_prompt_goes_where_events_say_that_it_hits_until_they_say_that_it_does
 def test_a_text_is_tokenized_once_and_a_server_that_cannot_is_not_asked_for_a_while():
     async def scenario(router, servers, publishers):
         tell(publishers[1], *chain("a", "b"))
-        await until(lambda: router.decode[1].feed.blocks == 2)
+        await until(lambda: router.decode[1].events.blocks == 2)
         for _ in range(3):
             assert await picked(router, BODY | {"prompt": "aabbx"}) == 1
         assert sum(each.asked.count("/tokenize") for each in servers) == 1
         for each in servers:
             each.tokens = 503
         for text in ("aabby", "aabbz"):
-            assert await picked(router, BODY | {"prompt": text}) == 0, "without tokens by what was sent there"
+            assert await picked(router, BODY | {"prompt": text}) == 0, "without tokens by load"
         assert sum(each.asked.count("/tokenize") for each in servers) == 2
         assert await picked(router) == 1, "token ids need nobody"
-        assert 'ling3_route_prompts_total{by="memory"} 2.0' in router.text().decode()
+        assert 'ling3_route_prompts_total{by="load"} 2.0' in router.text().decode()
 
     routed(scenario)
 
@@ -365,11 +365,11 @@ def test_a_server_that_is_gone_has_nothing():
     async def scenario(router, servers, publishers):
         tell(publishers[1], *chain("a", "b"))
         second = router.decode[1]
-        await until(lambda: second.feed.blocks == 2)
+        await until(lambda: second.events.blocks == 2)
         second.lost()
-        assert not second.feed.live
-        assert best(router.decode, blocks_of(BODY), 1.0, Tokens(BODY["prompt"], "")) is router.decode[0]
-        await until(lambda: second.feed.blocks == 2 and second.well)
+        assert not second.events.live
+        assert best(router.decode, 1.0, Tokens(BODY["prompt"], "")) is router.decode[0]
+        await until(lambda: second.events.blocks == 2 and second.well)
         assert await picked(router) == 1
 
     routed(scenario)
@@ -390,35 +390,36 @@ def test_a_router_finds_what_clients_computed_past_it_and_loses_it_with_the_serv
     async def scenario():
         options = "--model", "m", "--kv-events", f"tcp://{HOST}:0"
         with Server(folder, *options) as one, Server(folder, *options) as two:
-            router = Router([], workers_of([one.url, two.url], None, WAIT), Choice(every=0.05))
+            router = Router([], workers_of([one.url, two.url], None, WAIT), RoutingPolicy(every=0.05))
             first, second = router.decode
             async with router.watching():
-                await until(lambda: first.feed.live and second.feed.live)
+                await until(lambda: first.events.live and second.events.live)
                 assert await asyncio.to_thread(completed, two.url, ids) == 0
-                await until(lambda: second.feed.blocks)
-                hit = second.feed.hit(Tokens(ids, ""))
-                assert hit == 32 and second.feed.hit(Tokens(ids, "me")) == first.feed.hit(Tokens(ids, "")) == 0
+                await until(lambda: second.events.blocks)
+                hit = second.events.hit(Tokens(ids, ""))
+                assert hit == 32 and second.events.hit(Tokens(ids, "me")) == first.events.hit(Tokens(ids, "")) == 0
                 assert await picked(router, body) == 1, "though this router has sent nothing there"
                 assert await asyncio.to_thread(completed, two.url, ids) == hit
                 assert await asyncio.to_thread(completed, two.url, TEXT) == 0
-                tokens = await router._prompts.tokens("/v1/completions", {"prompt": TEXT})
-                await until(lambda: second.feed.hit(tokens))
+                answer = await second.endpoint.whole("POST", "/tokenize", json.dumps({"prompt": TEXT}).encode())
+                tokens = Tokens(json.loads(answer[1])["tokens"], "")
+                await until(lambda: second.events.hit(tokens))
                 assert await picked(router, body | {"prompt": TEXT}) == 1, "of a text, by the tokens of /tokenize"
                 for n in range(24):  # more prompts than there are snapshots, each used twice
                     await asyncio.to_thread(completed, two.url, [n // 2 + 50, *range(2, 41)])
-                await until(lambda: not second.feed.hit(Tokens(ids, "")))
+                await until(lambda: not second.events.hit(Tokens(ids, "")))
                 assert await picked(router, body) == 0
                 assert await asyncio.to_thread(completed, two.url, ids) == 0, "the cache says so, too"
-                assert not second.feed.counts["gaps"] and second.feed.counts["replays"] == 1
-                assert 'ling3_route_prompts_total{by="memory"}' not in router.text().decode()
+                assert not second.events.counts["gaps"] and second.events.counts["replays"] == 1
+                assert 'ling3_route_prompts_total{by="load"}' not in router.text().decode()
                 two.process.kill()
                 await until(lambda: not second.well)
-                assert not second.feed.live and second.feed.blocks == 0
+                assert not second.events.live and second.events.blocks == 0
                 with Server(folder, *options, "--port", two.url.rpartition(":")[2]) as again:
-                    await until(lambda: second.feed.live)
-                    assert second.load(blocks_of(body | {"prompt": TEXT}), tokens).hit == 0
+                    await until(lambda: second.events.live)
+                    assert second.load(tokens).hit == 0
                     assert await asyncio.to_thread(completed, again.url, ids[::-1]) == 0
-                    await until(lambda: second.feed.blocks)
+                    await until(lambda: second.events.blocks)
                     assert await picked(router, body | {"prompt": ids[::-1]}) == 1
 
     asyncio.run(scenario())

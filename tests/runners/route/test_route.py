@@ -8,8 +8,8 @@ import pytest
 
 from bench.pd import PHASES
 from bench.pd import main as demo
-from ling3export.runners.route.app import Choice, Router, _BadAnswer, application, workers_of
-from ling3export.runners.route.workers import Load, best, blocks_of, scores
+from ling3export.runners.route.app import Router, RoutingPolicy, _BadAnswer, application, workers_of
+from ling3export.runners.route.workers import WorkerLoad, best, scores
 from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.schema import ApiError
 
@@ -18,20 +18,18 @@ BODY = {"model": "m", "prompt": "a" * 2000, "max_tokens": 5, "stream": False}
 
 
 def test_the_score_is_that_of_the_specification():
-    found = scores([Load(0.5, 0.3, 2), Load(0, 0.1, 0), Load(1, 0.9, 4)])
+    found = scores([WorkerLoad(0.5, 0.3, 2), WorkerLoad(0, 0.1, 0), WorkerLoad(1, 0.9, 4)])
     assert [round(score, 9) for score in found] == [0.10, -0.05, 0.05]
 
 
-def test_who_knows_a_prompt_is_chosen_and_of_equals_the_first():
+def test_who_has_least_to_do_is_chosen_and_of_equals_the_first():
     workers = workers_of([f"http://127.0.0.1:{port}" for port in (1, 2, 3)], None, 1.0)
-    blocks = blocks_of(BODY)
-    assert best(workers, blocks, 1.0) is workers[0]
-    workers[2].saw(blocks[:2])
-    assert best(workers, blocks, 1.0) is workers[2] and workers[2].load(blocks).hit == 0.5
-    assert workers[2].load(blocks_of(BODY | {"cache_salt": "x"})).hit == 0
+    assert best(workers, 1.0) is workers[0]
+    workers[0].queued, workers[1].usage = 1, 0.5
+    assert best(workers, 1.0) is workers[2]
     workers[2].lost()
-    assert best(workers, blocks, 1.0) is workers[0] and not workers[2].load(blocks).hit
-    assert best([], blocks, 1.0) is None
+    assert best(workers, 1.0) is workers[1]
+    assert best([], 1.0) is None
 
 
 class Fake:
@@ -62,13 +60,13 @@ class Fake:
         writer.close()
 
 
-def routed(prefill, decode, body=BODY, path="/v1/completions", choice=None, waiting=0):
+def routed(prefill, decode, body=BODY, path="/v1/completions", policy=None, waiting=0):
     """The statuses and the body that a client gets; and the router."""
 
     async def run():
         async with AsyncExitStack() as stack:
             urls = [[(await stack.enter_async_context(fake)).url for fake in fakes] for fakes in (prefill, decode)]
-            router = Router(*(workers_of(each, None, 60.0) for each in urls), choice or Choice())
+            router = Router(*(workers_of(each, None, 60.0) for each in urls), policy or RoutingPolicy())
             for worker in router.prefill:
                 worker.queued = waiting
             replies = []
@@ -102,13 +100,19 @@ def test_a_prompt_is_prefilled_in_one_place_and_answered_in_another():
 
 @pytest.mark.parametrize(
     ("prompt", "waiting", "why"),
-    [([1] * 33, 3, None), ([1] * 32, 0, "short"), ("a" * 512, 0, None), ([1] * 33, 4, "queue_full")],
+    [
+        ([1] * 33, 3, None),
+        ([1] * 32, 0, "short"),
+        ("a" * 132, 0, None),
+        ("a" * 131, 0, "short"),
+        ([1] * 33, 4, "queue_full"),
+    ],
 )
 def test_a_short_prompt_and_one_that_finds_a_full_queue_are_prefilled_where_they_are_decoded(prompt, waiting, why):
-    """A text counts as a quarter of its bytes, in blocks of 512."""
+    """A text counts as a quarter of its characters."""
     p, d = Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
-    choice = Choice(most_local=32, most_queued=4)
-    status, _, router = routed([p], [d], BODY | {"prompt": prompt}, choice=choice, waiting=waiting)
+    policy = RoutingPolicy(most_local=32, most_queued=4)
+    status, _, router = routed([p], [d], BODY | {"prompt": prompt}, policy=policy, waiting=waiting)
     assert (status, bool(p.asked), "kv_transfer_params" in d.asked[0]) == (200, why is None, why is None)
     assert why is None or f'ling3_route_fallbacks_total{{why="{why}"}} 1.0' in router.text().decode()
 
@@ -123,15 +127,13 @@ def test_where_a_server_cannot_prefill_another_one_does_else_the_one_that_decode
     assert 'ling3_route_fallbacks_total{why="prefill_by_decode"} 1.0' in router.text().decode()
 
 
-def test_a_response_is_routed_by_what_it_asks_and_its_prompt_computed_where_it_is_answered():
+def test_the_prompt_of_a_response_is_computed_where_it_is_answered():
     """/v1/responses was no endpoint of the router; its body has no place for the address of a state."""
     body = {"model": "m", "input": "a" * 2000, "instructions": "b"}
     p, d = Fake(), Fake((200, {"object": "response"}))
     status, data, router = routed([p], [d], body, "/v1/responses")
     assert (status, json.loads(data)) == (200, {"object": "response"})
     assert not p.asked and d.asked == [body]
-    assert router.decode[0].load(blocks_of(body)).hit == 1
-    assert blocks_of(body)[0] != blocks_of(body | {"instructions": "c"})[0]
     app = application(router, Policy("m", None, 1, 1000))
     assert "/v1/responses" in {route.path for route in app.routes}
 

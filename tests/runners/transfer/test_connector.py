@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from ling3export.runners.state.layout import CONV, LATENT, POOLS, RECURRENT
-from ling3export.runners.transfer.connector import THREADS, Connector, Meta, ProtocolError
+from ling3export.runners.transfer.connector import LOADS, Connector, ConnectorMetadata, ProtocolError
+from ling3export.runners.transfer.store import StateAddress
 from tests.support.transfers import DESCRIPTION, LAYOUT, LEASE, STORES, random_state, remove_all, same, store
 
 TOKENS = 20  # two whole pages, and a half
@@ -49,7 +50,7 @@ class Engine:
         )
         self.connector.register_kv_caches(self.buffers)
 
-    def step(self, requests=(), state=None) -> Meta:
+    def step(self, requests=(), state=None) -> ConnectorMetadata:
         connector, pools = self.connector, None if state is None else state.pool_arrays(LAYOUT.page)
         meta = connector.build_connector_meta(requests)
         connector.bind_connector_metadata(meta)
@@ -114,7 +115,7 @@ def test_a_prompts_state_goes_from_one_to_the_other_once(kind, groups, tmp_path,
     assert d.connector.get_num_new_matched_tokens(asked, 0) == (TOKENS, True)
     assert d.load(asked) == TOKENS and same(d.received(), state)
     d.connector.update_state_after_alloc(asked, 0)  # again, once it is loaded: nothing is given back
-    assert d.connector.build_connector_meta([]) == Meta()
+    assert d.connector.build_connector_meta([]) == ConnectorMetadata()
     assert d.connector.get_num_new_matched_tokens(asked, 0) == (0, False), "a state counts once"
     end = time.monotonic() + 60
     while p.connector.get_finished()[0] != {"r"}:
@@ -179,24 +180,49 @@ def test_what_is_not_wanted_is_freed_at_once(kind, tmp_path, stack):
 
 def test_a_load_that_waits_for_its_turn_keeps_its_lease_and_gives_it_back_when_cancelled(tmp_path, stack):
     """Four are loaded at once: all wait for a holder that says nothing, until it is let go."""
-    found = [prefilled(stack, "tcp", tmp_path, seed=number) for number in range(THREADS + 2)]
-    d, go, get = engine(stack, "tcp", tmp_path, deadline=60.0), threading.Event(), None
+    found = [prefilled(stack, "tcp", tmp_path, seed=number) for number in range(LOADS + 2)]
+    d, go = engine(stack, "tcp", tmp_path, deadline=60.0), threading.Event()
     get = d.store.get
     d.store.get = lambda *given: (go.wait(60), get(*given))[1]
     for number, (_, asked, _) in enumerate(found):
-        asked.request_id = str(number)
+        asked.request_id, asked.kv_transfer_params["lease"] = str(number), 0.3
         assert d.load(asked) == TOKENS
-    assert len(d.connector.renewals) == THREADS + 2
-    cancelled = str(THREADS + 1)
+    cancelled, end = str(LOADS + 1), time.monotonic() + 60
+    while d.connector.counts["renewed"] < 6:
+        assert time.monotonic() < end
+    assert [p.store.counts["renewed"] > 1 for p, *_ in found] == [False] * LOADS + [True] * 2, (
+        "who loads renews nothing"
+    )
     d.connector.handle_preemptions({cancelled})
     go.set()
     for number, (_, _, state) in enumerate(found):
         brought = d.received(str(number)) if str(number) != cancelled else None
         assert same(brought, state) == (str(number) != cancelled)
-    end = time.monotonic() + 60
-    while found[-1][0].connector.get_finished()[0] != {"r"} or len(d.connector.renewals):
+    while found[-1][0].connector.get_finished()[0] != {"r"}:
         assert time.monotonic() < end
     assert d.buffers == {} and found[-1][0].store.counts["given_back"] == 1
+
+
+def test_a_lease_that_is_not_renewed_is_asked_for_no_more(tmp_path, stack):
+    """Its holder is gone, or knows it no more: the loads before it are not disturbed."""
+    found = [prefilled(stack, "tcp", tmp_path, seed=number) for number in range(LOADS + 2)]
+    d, go = engine(stack, "tcp", tmp_path, deadline=60.0), threading.Event()
+    get = d.store.get
+    d.store.get = lambda *given: (go.wait(60), get(*given))[1]
+    found[LOADS][0].store.release(
+        StateAddress(found[LOADS][1].kv_transfer_params["transfer_id"], *found[LOADS][0].store.address),
+        time.monotonic() + 60,
+    )
+    found[LOADS + 1][0].connector.shutdown()
+    for number, (_, asked, _) in enumerate(found):
+        asked.request_id, asked.kv_transfer_params["lease"] = str(number), 0.3
+        assert d.load(asked) == TOKENS
+    end = time.monotonic() + 60
+    while d.connector.counts != {"renewal_refused": 1, "renewal_peer_gone": 1}:
+        assert time.monotonic() < end
+    go.set()
+    assert [d.received(str(number)) is not None for number in range(LOADS + 2)] == [True] * LOADS + [False] * 2
+    assert d.connector.counts == {"renewal_refused": 1, "renewal_peer_gone": 1}
 
 
 def test_who_says_nothing_of_a_lease_is_not_asked_to_renew_it(tmp_path, stack):

@@ -17,10 +17,11 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file
 
 from ling3export.runners.cli.main import main
-from ling3export.runners.hosts.rendezvous import CALLERS
+from ling3export.runners.hosts.handshake import CALLERS
 from ling3export.runners.state.sequence_state import StateBytes
 from ling3export.runners.transfer import folder as folders
-from ling3export.runners.transfer.folder import FolderStore, own_prefix
+from ling3export.runners.transfer.folder import FolderStore
+from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.store import StateAddress, TransferError, put
 from ling3export.runners.transfer.tcp import TcpStore
 from tests.support import transfers
@@ -119,8 +120,8 @@ def test_a_lease_that_is_renewed_outlives_its_first_end_and_then_ends(ends, cloc
         clock.now += LEASE - 1
         assert holder.ended() == set()
         assert taker.renew(address(holder, NAME), soon()) == "renewed"
-    for where, prefix, local in ((transfers.SHM, own_prefix(), True), (tmp_path, folders.PREFIX, False)):
-        assert [*folders.collect(where, prefix, local=local, dry_run=True)] == [], "gc takes none that is leased"
+    for where in (transfers.SHM, tmp_path):
+        assert [*folders.collect(where, dry_run=True)] == [], "gc takes none that is leased"
     clock.now += LEASE + 1
     assert holder.ended() == {NAME} and holder.counts["expired"] == 1
     assert taker.renew(address(holder, NAME), soon()) == "refused"
@@ -221,12 +222,12 @@ def test_a_folder_that_is_gone_stores_nothing(tmp_path):
 
 def test_a_store_that_cannot_start_says_why(tmp_path):
     first = store("tcp", tmp_path)
-    host, port = first.address
+    _, port = first.address
     try:
         with pytest.raises(TransferError, match=f"tcp: expected a free port .* at 127.0.0.1 port {port}"):
-            TcpStore(LAYOUT, DESCRIPTION, 1, 1.0, (host, port), "", 1.0)
+            TcpStore(LAYOUT, DESCRIPTION, Transfer("tcp", port=port))
         with pytest.raises(TransferError, match=r"tcp 0\.0\.0\.0: expected a secret where other machines reach it"):
-            TcpStore(LAYOUT, DESCRIPTION, 1, 1.0, ("0.0.0.0", 0), "", 1.0)
+            TcpStore(LAYOUT, DESCRIPTION, Transfer("tcp", host="0.0.0.0"))
     finally:
         first.close()
 
@@ -246,7 +247,7 @@ else:
     assert put(end, name, state)
 if how == "stuck":
     def send(caller, name, leased):
-        from ling3export.runners.hosts.rendezvous import HEAD
+        from ling3export.runners.hosts.handshake import HEAD
         caller.sendall(HEAD.pack(b"B", leased.memory.nbytes))
         caller.sendall(leased.memory.data[:leased.memory.nbytes // 2])
         time.sleep(100)
