@@ -110,8 +110,7 @@ def _assembled(
     from ling3export.runners.load.calibrated import calls_measured
     from ling3export.runners.load.segments import SegmentedRunner
     from ling3export.runners.state.layout import root_of
-    from ling3export.runners.state.prefix_cache import PrefixCache
-    from ling3export.runners.state.snapshot_cost import snapshot_cost
+    from ling3export.runners.state.prefix_cache import PrefixCache, snapshot_cost
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)

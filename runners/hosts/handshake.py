@@ -58,22 +58,18 @@ class Listener:
     silent keeps nobody out.
 
     Args:
-        answer: Speaks with a caller, and closes the connection unless it is kept.
+        answer: Speaks with a caller, and closes the connection unless it is kept; calls what it gets beside once the
+            caller has proven the secret, which is then dropped for nobody.
         bound: The socket, which this closes.
     """
 
-    def __init__(self, answer: Callable[[socket.socket], None], bound: socket.socket) -> None:
+    def __init__(self, answer: Callable[[socket.socket, Callable[[], None]], None], bound: socket.socket) -> None:
         self._answer, self._bound, self._closed = answer, bound, False
         self._lock = threading.Lock()
         self._waiting: dict[socket.socket, None] = {}  # not admitted yet, the first one first
         bound.listen(2 * CALLERS)
         self._thread = threading.Thread(target=self._listen, name="ling3-listener", daemon=True)
         self._thread.start()
-
-    def admit(self, caller: socket.socket) -> None:
-        """Notes that a caller has proven the secret: it is not dropped for another one."""
-        with self._lock:
-            self._waiting.pop(caller, None)
 
     def close(self) -> None:
         """Closes the port; those who are being answered are not waited for."""
@@ -100,10 +96,14 @@ class Listener:
             threading.Thread(target=self._run, args=(caller,), name="ling3-caller", daemon=True).start()
 
     def _run(self, caller: socket.socket) -> None:
+        def admit() -> None:
+            with self._lock:
+                self._waiting.pop(caller, None)
+
         try:
-            self._answer(caller)
+            self._answer(caller, admit)
         finally:
-            self.admit(caller)
+            admit()
 
 
 def send(peer: socket.socket, kind: bytes, payload: bytes) -> None:

@@ -130,14 +130,14 @@ class _Door:
                 self.peers.pop(number).close()
         return len(self.peers) == self._hosts.count - 1
 
-    def _answer(self, caller: socket.socket) -> None:
+    def _answer(self, caller: socket.socket, admit: Callable[[], None]) -> None:
         try:
             greeting = _greeting(caller, self._hosts)
         except (OSError, ValueError):
             with self._changed:
                 self.dropped += 1
             return caller.close()  # after the count: a caller that sees this close may already find all hosts connected
-        self._listener.admit(caller)
+        admit()
         refusal = self._refusal(greeting)
         with self._changed:
             if self._closed:

@@ -50,7 +50,7 @@ def source_of(said: Any) -> tuple[EventSource, int] | None:
     try:
         found = said["kv_events"]
         return msgspec.convert(found, EventSource), msgspec.convert(found["sequence"], Annotated[int, Meta(ge=-1)])
-    except (LookupError, TypeError, msgspec.ValidationError):
+    except (LookupError, TypeError, UnicodeEncodeError, msgspec.ValidationError):
         return None
 
 

@@ -5,9 +5,7 @@ whose prompt ``/tokenize`` does not make: one with several prompts or with tools
 """
 
 import asyncio
-import hashlib
 import json
-from collections import OrderedDict
 from collections.abc import Sequence
 from time import monotonic as now
 from typing import Any
@@ -18,21 +16,17 @@ from ling3export.runners.route.workers import Worker
 
 WITHIN = 1.0  # seconds for an answer
 AGAIN = 10.0  # seconds until the next question after a failure
-PROMPTS = 4096  # that are remembered
-REMEMBERED = 1 << 22  # tokens of them
 
 
 class Prompts:
-    """Asks servers, and remembers what they said.
+    """Asks servers.
 
     Args:
         workers: Whom to ask.
     """
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        self._workers = workers
-        self._known: OrderedDict[bytes, Tokens] = OrderedDict()
-        self._held, self._until = 0, 0.0
+        self._workers, self._until = workers, 0.0
 
     async def tokens(self, path: str, body: dict[str, Any]) -> Tokens | None:
         """The tokens of a request's prompt; None where they are not known, or no server tells its events."""
@@ -42,18 +36,7 @@ class Prompts:
             return None
         if isinstance(asked, list):
             return _tokens(asked, salt)
-        data = json.dumps(asked).encode()
-        key = hashlib.sha256(data + b"\0" + salt.encode("utf-8", "surrogatepass")).digest()
-        if (known := self._known.get(key)) is not None:
-            self._known.move_to_end(key)
-            return known
-        found = await self._said(min(listened, key=lambda worker: worker.live), data, salt)
-        if found is not None and key not in self._known:
-            self._known[key] = found
-            self._held += found.length
-            while len(self._known) > PROMPTS or self._held > REMEMBERED:
-                self._held -= self._known.popitem(last=False)[1].length
-        return found
+        return await self._said(min(listened, key=lambda worker: worker.live), json.dumps(asked).encode(), salt)
 
     async def _said(self, worker: Worker, data: bytes, salt: str) -> Tokens | None:
         if now() < self._until:

@@ -11,14 +11,14 @@ the calls, no clock: hosts that take the same steps have the same tree.
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from ling3export.runners.state.snapshot_cost import SnapshotCost
+from ling3export.artifacts.schema import Target
+from ling3export.runners.state.layout import layout_of, nbytes
 
 EVERY = 512  # tokens between snapshots of a prompt
 REMEMBERED = 4096  # names of nodes and snapshots that were evicted, to tell why a request hit nothing
@@ -129,6 +129,31 @@ class Hit:
     reason: str
 
 
+class SnapshotCost(NamedTuple):
+    """Both sides of whether a snapshot is kept. It is where ``keep < tokens before it · token``.
+
+    Attributes:
+        keep: What copying one state costs.
+        token: What prefilling one token costs.
+        unit: Of both: ``s`` as measured or estimated, or ``bytes`` that are moved where nobody knows the device. The
+            bytes of prefill leave out what its products compute, and loops count once, so a snapshot is kept too rarely
+            rather than too often.
+    """
+
+    keep: float
+    token: float
+    unit: str
+
+    @property
+    def least(self) -> int:
+        """The fewest tokens behind which a snapshot is kept."""
+        return int(self.keep / self.token) + 1
+
+    def record(self) -> dict[str, float | str]:
+        """Both sides and what follows, as JSON."""
+        return {"keep": self.keep, "prefill_token": self.token, "unit": self.unit, "least_tokens": self.least}
+
+
 class PrefixCache:
     """A tree of blocks.
 
@@ -157,7 +182,7 @@ class PrefixCache:
         root: str = "",
         every: int = EVERY,
         evict: str = "lru",
-        cost: "SnapshotCost | None" = None,
+        cost: SnapshotCost | None = None,
         tell: Callable[[Event], None] | None = None,
     ) -> None:
         self._pools, self._root, self._evict, self._cost, self._tell = pools, root, evict, cost, tell
@@ -385,3 +410,26 @@ def chained(before: bytes, tokens: Sequence[int], block: int) -> Iterator[bytes]
     for at in range(0, len(ids), block):
         before = hashlib.sha256(before + ids[at : at + block].tobytes()).digest()
         yield before
+
+
+def snapshot_cost(target: Target, measured: Mapping[str, float]) -> SnapshotCost | None:
+    """What snapshots of a target with programs that move states are worth; None where nothing says so.
+
+    Args:
+        target: The manifest's.
+        measured: Seconds of a call, by cell: the same on all hosts, which decide alike.
+    """
+    copy, prefill = (target.cells[f"{phase}@{target.paddings(phase)[-1]}"] for phase in ("copy", "prefill"))
+    seconds = (
+        (measured.get(copy.name), measured.get(prefill.name)),
+        (copy.estimated_seconds, prefill.estimated_seconds),
+    )
+    for keep, whole in seconds:
+        if keep and whole:
+            return SnapshotCost(keep, whole / prefill.padding, "s")
+    if not prefill.bytes_accessed:
+        return None
+    layout = layout_of(target)
+    state = nbytes(layout.recurrent) + nbytes(layout.conv)
+    keep = 2 * state / target.tp  # it is read and written
+    return SnapshotCost(keep, prefill.bytes_accessed / prefill.padding, "bytes")

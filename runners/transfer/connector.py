@@ -6,11 +6,10 @@ is a prefill of one's own: nothing is put into the state buffers, and the reason
 one, whatever its TP: a state is in canonical order.
 """
 
-import re
 import secrets
 import threading
 import time
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -22,10 +21,8 @@ from ling3export.runners.load.segments import Layers
 from ling3export.runners.state.layout import StateLayout, StateMismatch, check_same_state
 from ling3export.runners.state.prefix_cache import chain_start, chained
 from ling3export.runners.state.sequence_state import Arrays, SequenceState, fill
-from ling3export.runners.transfer.store import PendingWrite, StateAddress, StateStore
+from ling3export.runners.transfer.store import NAME, PendingWrite, StateAddress, StateStore
 
-NAME = re.compile("[0-9a-f]{32}")
-REMEMBERED = 1 << 16  # states that cannot be loaded again
 LONGEST = 1e6  # seconds of a lease
 LOADS = 4  # at once
 WAITING = 512  # threads of loads that wait for their turn
@@ -124,7 +121,6 @@ class Connector:
         self.counts: Counter[str] = Counter()
         self._loads: dict[str, PendingLoad] = {}
         self._refused: list[StateAddress] = []
-        self._used: OrderedDict[str, None] = OrderedDict()  # names of states, the last ones
         self._buffers: dict[str, SequenceState] = {}
         self._meta: ConnectorMetadata | None = None
         self._writes: dict[str, tuple[str, PendingWrite]] = {}  # names and states that are being saved, by request
@@ -150,16 +146,11 @@ class Connector:
         try:
             load = self._load_of(request)
         except _UnusableError as error:
-            if error.reason == "used" and not num_external_tokens:
-                return None  # it comes again once the load has ended
             self.counts[error.reason] += 1
             self._refused += () if error.load is None else (error.load.address,)
             return self._report(f"{request.request_id}: {error}")
         if load is None:
             return None
-        self._used[load.address.name] = None
-        if len(self._used) > REMEMBERED:
-            self._used.popitem(last=False)
         if num_external_tokens:
             self._loads[request.request_id] = load
         else:
@@ -300,7 +291,7 @@ class Connector:
         """Where a request's state is; None where it brought nothing.
 
         Raises:
-            _UnusableError: What it brought is of another prompt or artifact, was used before, or has another form.
+            _UnusableError: What it brought is of another prompt or artifact, or has another form.
         """
         given = request.kv_transfer_params or {}
         if not given.get("do_remote_prefill"):
@@ -312,8 +303,8 @@ class Connector:
         if not right or not NAME.fullmatch(given["transfer_id"]):
             text = "kv_transfer_params: expected those of a prefill instance, found others"
             raise _UnusableError("bad_params", text)
-        name, count = given["transfer_id"], len(request.prompt_ids)
-        address = StateAddress(name, given["remote_host"], given["remote_port"], count)
+        where = given["transfer_id"], given["remote_host"], given["remote_port"]
+        address = StateAddress(*where, len(request.prompt_ids))
         load = PendingLoad(request.request_id, address, lease)
         try:
             check_same_state(self._description, given["state"])
@@ -322,8 +313,6 @@ class Connector:
         if given.get("prompt_digest") != self._digest(request):
             text = "kv_transfer_params: expected the digest of this prompt, found another"
             raise _UnusableError("other_prompt", text, load)
-        if name in self._used:
-            raise _UnusableError("used", "kv_transfer_params: expected a state of its own, found one used before")
         return load
 
     def _bound(self, call: str) -> ConnectorMetadata:

@@ -5,6 +5,7 @@ Whatever goes wrong is a miss with a reason, which is counted. What is *leased* 
 was taken or given back, or until its lease is over, which that reader can renew.
 """
 
+import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -13,6 +14,8 @@ import numpy as np
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.state.sequence_state import SequenceState, StateBytes
+
+NAME = re.compile("[0-9a-f]{32}")  # of a state
 
 
 class TransferError(Ling3Error):

@@ -11,7 +11,6 @@ A state is taken once, however that ends. What follows the proofs is neither sig
 """
 
 import io
-import re
 import socket
 import threading
 import time
@@ -42,19 +41,17 @@ from ling3export.runners.hosts.hosts import SHARE
 from ling3export.runners.state.layout import StateLayout, StateMismatch
 from ling3export.runners.state.sequence_state import SequenceState, StateBytes, read_state
 from ling3export.runners.transfer.options import Transfer
-from ling3export.runners.transfer.store import PendingWrite, StateAddress, TransferError
+from ling3export.runners.transfer.store import NAME, PendingWrite, StateAddress, TransferError
 
 ROLES = ("taker", "holder")
 ASK, STATE, DONE = b"A", b"B", b"K"
 TAKE, RENEW, RELEASE = "take", "renew", "release"
-NAME = re.compile("[0-9a-f]{32}")
 LARGEST_HEAD = 1 << 20  # bytes that a state has beside its arrays
 
 
 @dataclass
 class _Leased:
     memory: np.ndarray
-    size: int  # as it was counted
     until: float
 
 
@@ -117,7 +114,7 @@ class TcpStore:
             with self._lock:
                 self.counts["stored" if whole else "abandoned"] += 1
                 if whole:
-                    self._leased[name] = _Leased(data.memory, size, self._clock() + self._lease)
+                    self._leased[name] = _Leased(data.memory, self._clock() + self._lease)
                 else:
                     self._bytes -= size
             return whole
@@ -187,7 +184,7 @@ class TcpStore:
             tell(peer, ASK, what=what, name=address.name)
             yield peer
 
-    def _serve(self, caller: socket.socket) -> None:
+    def _serve(self, caller: socket.socket, admit: Callable[[], None]) -> None:
         with caller:
             try:
                 until = time.monotonic() + min(GREETING, self._deadline)
@@ -200,7 +197,7 @@ class TcpStore:
                 with self._lock:
                     self.counts["stranger"] += 1
                 return
-            self._listener.admit(caller)
+            admit()
             with suppress(OSError):
                 self._answer(caller, **asked)
 
@@ -241,7 +238,7 @@ class TcpStore:
 
     def _end(self, name: str, how: str) -> None:
         leased = self._leased.pop(name)
-        self._bytes -= leased.size
+        self._bytes -= leased.memory.nbytes
         self._ended.add(name)
         self.counts[how] += 1
 

@@ -1,10 +1,5 @@
-"""Faults of one of two hosts at random moments: what the hosts say, and how long it takes until all have ended.
+"""Faults of one of two hosts: what the hosts say, and how long it takes until all have ended."""
 
-``python -m tests.support.faults ARTIFACT COUNT [AT_ONCE [KIND …]]`` injects each kind COUNT times and prints a table.
-"""
-
-import os
-import random
 import re
 import signal
 import socket
@@ -14,7 +9,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -22,8 +16,6 @@ from typing import NamedTuple
 from ling3export.foundation.processes import free_port
 from tests.support.builds import environment
 
-KINDS = ("killed", "stopped", "slowed", "partitioned")
-PHASES = ("starting", "loading", "running")
 START_TIMEOUT, HOST_TIMEOUT = 12, 4
 STATED = 10  # seconds beyond the timeout of the phase, as docs/hosts.md says
 SLOWED = """
@@ -46,8 +38,8 @@ class Fault(NamedTuple):
     """What happens to which host, and when.
 
     Attributes:
-        kind: One of KINDS.
-        phase: One of PHASES: before the hosts meet, while they load, while they take steps.
+        kind: ``killed``, ``stopped``, ``slowed`` or ``partitioned``.
+        phase: ``starting``, ``loading`` or ``running``: before the hosts meet, while they load, while they take steps.
         victim: Number of the host; a partition lies between both.
         wait: Seconds after the beginning of the phase; of a slowed host, the step.
     """
@@ -70,15 +62,6 @@ class End(NamedTuple):
     seconds: float
     said: list[str]
     wrong: list[str]
-
-
-def drawn(kind: str, seed: int) -> Fault:
-    """A fault of a kind at a random moment."""
-    dice = random.Random(f"{kind} {seed}")
-    if kind == "slowed":  # only who follows is waited for
-        return Fault(kind, "running", 1, dice.randint(2, 60))
-    phase = PHASES[seed % len(PHASES)]
-    return Fault(kind, phase, dice.randint(0, 1), dice.uniform(0, 1))
 
 
 class Link:
@@ -232,24 +215,3 @@ def _ended(processes: list["subprocess.Popen[bytes]"], begun: float) -> float:
 def _last(text: str) -> str:
     errors = re.findall("^error: (.*)", text, re.MULTILINE)
     return errors[-1] if errors else ""
-
-
-def main() -> None:
-    """Prints what each fault led to, and for each kind how often it was as stated and how long it took at most."""
-    artifact, count = Path(sys.argv[1]), int(sys.argv[2])
-    kinds = sys.argv[4:] or KINDS
-    faults = [drawn(kind, seed) for seed in range(count) for kind in kinds]
-    ends: dict[str, list[End]] = {kind: [] for kind in kinds}
-    with ThreadPoolExecutor(int(sys.argv[3]) if sys.argv[3:] else 1) as pool:
-        for fault, end in zip(faults, pool.map(lambda fault: inject(artifact, fault), faults), strict=True):
-            ends[fault.kind].append(end)
-            print(f"{fault}\n  {end.seconds:.1f} s {end.said} {end.wrong}", file=sys.stderr, flush=True)
-    for kind, found in ends.items():
-        right, longest = sum(not end.wrong for end in found), max(end.seconds for end in found)
-        print(f"{kind:12} {right} of {count} as stated, longest {longest:.1f} s")
-    used = os.times()
-    print(f"{used.children_user + used.children_system:.0f} processor seconds")
-
-
-if __name__ == "__main__":
-    main()

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ling3export.runners.state.snapshot_cost import SnapshotCost
+from ling3export.runners.state.prefix_cache import SnapshotCost
 from tests.support.scheduler_rig import Rig, prompt
 
 
@@ -56,10 +56,10 @@ def test_no_snapshot_is_kept_that_costs_more_than_to_make_it_again():
         rig.run()
         cached.append(sequence.cached)
     assert cached == [44, 32, 0, 0, 0]
-    assert sorted(node.depth for node in rig.cache._kept.values()) == [8, 11]
+    assert rig.cache.record()["snapshots"] == 2
     short = rig.submit(prompt(rng, 5), 16)
     rig.run()
-    assert len(short.generated) == 16 and len(rig.cache._kept) == 2, "nothing is kept behind 8 to 20"
+    assert len(short.generated) == 16 and rig.cache.record()["snapshots"] == 2, "nothing is kept behind 8 to 20"
     assert rig.cache.record()["worth"] == {"keep": 40.0, "prefill_token": 2.0, "unit": "bytes", "least_tokens": 21}
     rig.check()
 
@@ -71,7 +71,7 @@ def test_the_next_turn_goes_on_behind_the_answer():
     second = rig.submit([*first.request.prompt_ids, *first.generated, *prompt(rng, 5)], 2)
     rig.run()
     assert second.cached == 20, "20 of the 20 that were stored: five blocks of four"
-    assert len(rig.cache._kept) == 2, "each turn left its end alone"
+    assert rig.cache.record()["snapshots"] == 2, "each turn left its end alone"
     rig.check()
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.state.snapshot_cost import SnapshotCost, snapshot_cost
+from ling3export.runners.state.prefix_cache import SnapshotCost, snapshot_cost
 
 
 @pytest.fixture
