@@ -188,7 +188,7 @@ def route(
         run(router, policy, listener, Bounds(server.max_connections), server.grace)
 
 
-class _Share(click.ParamType):
+class _WorkerShare(click.ParamType):
     """``0/2``."""
 
     name = "I/N"
@@ -223,7 +223,9 @@ class _Share(click.ParamType):
         default="async",
         help="Take a micro batch from sessions that have it ready, or from all at once.",
     ),
-    click.option("--share", type=_Share(), default=Shard(), help="Share of the experts, where there are N workers."),
+    click.option(
+        "--share", type=_WorkerShare(), default=Shard(), help="Share of the experts, where there are N workers."
+    ),
 )
 @section(
     "Faults",

@@ -5,7 +5,6 @@ ended. Whoever takes part holds a lock on a byte of the file, which the kernel t
 death is seen without a heartbeat. The name is removed once all sessions came, or by whoever finds the worker dead.
 """
 
-import errno
 import fcntl
 import mmap
 import os
@@ -210,16 +209,14 @@ class Segment:
     def lock(self, byte: int) -> bool:
         """Takes a byte; False where another has it."""
         try:
-            fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack(LOCK, fcntl.F_WRLCK, 0, byte, 1, 0))
-        except OSError as error:
-            if error.errno in (errno.EAGAIN, errno.EACCES):
-                return False
-            raise
+            _locking(self._descriptor, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte)
+        except (BlockingIOError, PermissionError):
+            return False
         return True
 
     def unlock(self, byte: int) -> None:
         """Gives a byte back."""
-        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack(LOCK, fcntl.F_UNLCK, 0, byte, 1, 0))
+        _locking(self._descriptor, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
     def held(self, byte: int) -> bool:
         """Whether another holds a byte: whether that process lives."""
@@ -281,7 +278,7 @@ class Segment:
 
     def close(self) -> None:
         """Gives every lock back; the memory goes with the last view of it."""
-        fcntl.fcntl(self._descriptor, fcntl.F_OFD_SETLK, struct.pack(LOCK, fcntl.F_UNLCK, 0, 0, 0, 0))
+        _locking(self._descriptor, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, 0, 0)
         os.close(self._descriptor)
 
 
@@ -356,6 +353,9 @@ def _unlink(path: Path, descriptor: int) -> None:
 
 def _holder(descriptor: int, byte: int) -> bool:
     """Whether another open file holds a byte."""
-    asked = struct.pack(LOCK, fcntl.F_WRLCK, 0, byte, 1, 0)
-    kind, *_ = struct.unpack(LOCK, fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))
-    return bool(kind != fcntl.F_UNLCK)
+    return _locking(descriptor, fcntl.F_OFD_GETLK, fcntl.F_WRLCK, byte) != fcntl.F_UNLCK
+
+
+def _locking(descriptor: int, command: int, kind: int, byte: int, count: int = 1) -> int:
+    """Asks the kernel for locks on so many bytes, 0 for all from the first one on; the kind that it gives back."""
+    return int(struct.unpack(LOCK, fcntl.fcntl(descriptor, command, struct.pack(LOCK, kind, 0, byte, count, 0)))[0])

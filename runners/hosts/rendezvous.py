@@ -213,9 +213,7 @@ def _gather(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket],
 
 def free_port(hosts: Hosts) -> int:
     """A port for jax's service, which listens at the same address as host 0; it was free a moment ago."""
-    address = own_address(hosts.address[0])
-    with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as free:
-        free.bind((address, 0))
+    with listening(own_address(hosts.address[0]), 0) as free:
         return int(free.getsockname()[1])
 
 

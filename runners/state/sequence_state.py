@@ -212,11 +212,6 @@ class StateBytes:
         return _head(self._forms, self._text, f"{found:08x}")
 
 
-def size_of(layout: StateLayout, tokens: int) -> int:
-    """About how many bytes a state of so many tokens has at least."""
-    return sum(map(nbytes, layout.forms(tokens)))
-
-
 def read_state(
     file: BinaryIO | io.RawIOBase, size: int, layout: StateLayout, description: Mapping[str, object] | None = None
 ) -> SequenceState:

@@ -180,17 +180,6 @@ def test_random_cases_equal_the_oracle_to_the_bit(seed):
     assert compared > 0
 
 
-def test_pairs_of_an_expert_keep_their_order():
-    ids = np.zeros((3, 4, 2), np.int32)
-    data = np.arange(3 * 4 * 2, dtype=np.float32).reshape(3, 1, 4, 2, 1)
-    zeros = np.zeros(3, np.int32)
-    batch = ffn_worker_batching(
-        data, ids, np.arange(3, dtype=np.int32), zeros, expert_num=2, max_out_shape=(3, 4, 2, 1)
-    )
-    assert np.asarray(batch.gather_idx).tolist() == list(range(24))
-    assert np.asarray(batch.y)[:, 0].tolist() == list(range(24))
-
-
 def test_the_exported_program_equals_the_function_in_a_fresh_process(tmp_path):
     """One program for every number of published rows, which is an argument."""
     rng = np.random.default_rng(3)

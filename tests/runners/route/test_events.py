@@ -17,6 +17,7 @@ from ling3export.runners.route.events import KVEventSubscriber, source_of
 from ling3export.runners.route.workers import best
 from ling3export.runners.serve.kv_events import Publisher, encoded
 from ling3export.runners.state.prefix_cache import Cleared, Removed, Stored
+from tests.support.routers import FakeServer
 from tests.support.serving import Server
 
 HOST = "127.0.0.1"
@@ -263,36 +264,20 @@ TEXT = "Question: Hana has 11 apples, buys 8 and drops 6. How many now?\nAnswer:
 BODY = {"model": "m", "prompt": [*b"aabbx"], "max_tokens": 1}
 
 
-class Worker:
-    """A server that answers ``/health`` with what its publisher says, ``/tokenize`` with bytes, the rest with 200."""
+class Worker(FakeServer):
+    """Answers ``/health`` with what its publisher says, ``/tokenize`` with bytes, the rest with 200."""
 
     def __init__(self, publisher):
-        self.publisher, self.asked, self.tokens = publisher, [], 200
+        super().__init__(self._said)
+        self.publisher, self.tokens = publisher, 200
 
-    async def __aenter__(self):
-        self._server = await asyncio.start_server(self._serve, HOST, 0)
-        self.url = f"http://{HOST}:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_):
-        self._server.close()
-
-    async def _serve(self, reader, writer):
-        head = (await reader.readuntil(b"\r\n\r\n")).decode()
-        path = head.split(" ")[1]
-        length = int(head.lower().partition("content-length: ")[2].partition("\r")[0] or 0)
-        body = json.loads(await reader.readexactly(length) or b"{}")
-        self.asked.append(path)
-        status, found = 200, {"id": 1}
+    def _said(self, path, body):
         if path == "/health" and self.publisher is not None:
-            found = said(self.publisher)
+            return 200, said(self.publisher)
         if path == "/tokenize":
             text = body.get("prompt") or "".join(each["content"] for each in body["messages"])
-            status, found = self.tokens, {"tokens": [*text.encode()]}
-        data = json.dumps(found)
-        writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {len(data)}\r\n\r\n{data}".encode())
-        await writer.drain()
-        writer.close()
+            return self.tokens, {"tokens": [*text.encode()]}
+        return 200, {"id": 1}
 
 
 def routed(scenario):
@@ -348,12 +333,12 @@ def test_a_text_is_tokenized_and_a_server_that_cannot_is_not_asked_for_a_while()
         tell(publishers[1], *chain("a", "b"))
         await until(lambda: router.decode[1].events.blocks == 2)
         assert await picked(router, BODY | {"prompt": "aabbx"}) == 1
-        assert sum(each.asked.count("/tokenize") for each in servers) == 1
+        assert sum([path for path, _ in each.asked].count("/tokenize") for each in servers) == 1
         for each in servers:
             each.tokens = 503
         for text in ("aabby", "aabbz"):
             assert await picked(router, BODY | {"prompt": text}) == 0, "without tokens by load"
-        assert sum(each.asked.count("/tokenize") for each in servers) == 2
+        assert sum([path for path, _ in each.asked].count("/tokenize") for each in servers) == 2
         assert await picked(router) == 1, "token ids need nobody"
         assert 'ling3_route_prompts_total{by="load"} 2.0' in router.text().decode()
 

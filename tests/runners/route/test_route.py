@@ -12,6 +12,7 @@ from ling3export.runners.route.app import Router, RoutingPolicy, _BadAnswer, app
 from ling3export.runners.route.workers import WorkerLoad, best, scores
 from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.schema import ApiError
+from tests.support.routers import FakeServer
 
 PARAMS = {"do_remote_prefill": True, "transfer_id": "0" * 32}
 BODY = {"model": "m", "prompt": "a" * 2000, "max_tokens": 5, "stream": False}
@@ -32,32 +33,12 @@ def test_who_has_least_to_do_is_chosen_and_of_equals_the_first():
     assert best([], 1.0) is None
 
 
-class Fake:
-    """A server that answers each request with the next of its answers; None hangs up, a text breaks off behind it."""
+class Fake(FakeServer):
+    """Answers each request with the next of its answers."""
 
     def __init__(self, *answers):
-        self.answers, self.asked = list(answers), []
-
-    async def __aenter__(self):
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
-        return self
-
-    async def __aexit__(self, *_):
-        self._server.close()
-
-    async def _serve(self, reader, writer):
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        length = int(head.partition("content-length: ")[2].partition("\r")[0])
-        self.asked.append(json.loads(await reader.readexactly(length)))
-        answer = self.answers.pop(0)
-        if answer is not None:
-            status, body = (200, answer) if isinstance(answer, str) else (answer[0], json.dumps(answer[1]))
-            more = 9 if isinstance(answer, str) else 0
-            size = len(body) + more
-            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {size}\r\n\r\n{body}".encode())
-            await writer.drain()
-        writer.close()
+        left = list(answers)
+        super().__init__(lambda path, body: left.pop(0))
 
 
 def routed(prefill, decode, body=BODY, path="/v1/completions", policy=None, waiting=0):
@@ -84,7 +65,7 @@ def test_a_prompt_is_prefilled_in_one_place_and_answered_in_another():
     p, d = Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
     status, data, _ = routed([p], [d], BODY | {"stream_options": {"include_usage": True}, "max_completion_tokens": 5})
     assert (status, json.loads(data)) == (200, {"id": 1})
-    (asked,) = p.asked
+    ((_, asked),) = p.asked
     assert (asked["max_tokens"], asked["stream"], asked["n"]) == (1, False, 1)
     assert asked["kv_transfer_params"] == {
         "do_remote_decode": True,
@@ -95,7 +76,7 @@ def test_a_prompt_is_prefilled_in_one_place_and_answered_in_another():
         "remote_port": None,
     }
     assert not {"stream_options", "max_completion_tokens"} & asked.keys()
-    assert d.asked[0]["kv_transfer_params"] == PARAMS and d.asked[0]["max_tokens"] == 5
+    assert d.asked[0][1]["kv_transfer_params"] == PARAMS and d.asked[0][1]["max_tokens"] == 5
 
 
 @pytest.mark.parametrize(
@@ -113,17 +94,17 @@ def test_a_short_prompt_and_one_that_finds_a_full_queue_are_prefilled_where_they
     p, d = Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
     policy = RoutingPolicy(most_local=32, most_queued=4)
     status, _, router = routed([p], [d], BODY | {"prompt": prompt}, policy=policy, waiting=waiting)
-    assert (status, bool(p.asked), "kv_transfer_params" in d.asked[0]) == (200, why is None, why is None)
+    assert (status, bool(p.asked), "kv_transfer_params" in d.asked[0][1]) == (200, why is None, why is None)
     assert why is None or f'ling3_route_fallbacks_total{{why="{why}"}} 1.0' in router.text().decode()
 
 
 @pytest.mark.parametrize("failing", [None, (503, {}), (429, {}), (200, {"id": 1})])
 def test_where_a_server_cannot_prefill_another_one_does_else_the_one_that_decodes(failing):
     p, q, d = Fake(failing), Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
-    assert routed([p, q], [d])[0] == 200 and d.asked[0]["kv_transfer_params"] == PARAMS
+    assert routed([p, q], [d])[0] == 200 and d.asked[0][1]["kv_transfer_params"] == PARAMS
     p, d = Fake(failing), Fake((200, {"id": 1}))
     status, _, router = routed([p], [d])
-    assert status == 200 and "kv_transfer_params" not in d.asked[0]
+    assert status == 200 and "kv_transfer_params" not in d.asked[0][1]
     assert 'ling3_route_fallbacks_total{why="prefill_by_decode"} 1.0' in router.text().decode()
 
 
@@ -133,7 +114,7 @@ def test_the_prompt_of_a_response_is_computed_where_it_is_answered():
     p, d = Fake(), Fake((200, {"object": "response"}))
     status, data, router = routed([p], [d], body, "/v1/responses")
     assert (status, json.loads(data)) == (200, {"object": "response"})
-    assert not p.asked and d.asked == [body]
+    assert not p.asked and d.asked == [("/v1/responses", body)]
     app = application(router, Policy("m", None, 1, 1000))
     assert "/v1/responses" in {route.path for route in app.routes}
 

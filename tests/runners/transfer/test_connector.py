@@ -177,21 +177,26 @@ def test_what_is_not_wanted_is_freed_at_once(kind, tmp_path, stack):
         assert time.monotonic() < end
 
 
-def test_a_load_that_waits_for_its_turn_keeps_its_lease_and_gives_it_back_when_cancelled(tmp_path, stack):
-    """Four are loaded at once: all wait for a holder that says nothing, until it is let go."""
-    found = [prefilled(stack, "tcp", tmp_path, seed=number) for number in range(LOADS + 2)]
-    d, go = engine(stack, "tcp", tmp_path, deadline=60.0), threading.Event()
+def crowded(stack, folder):
+    """An engine that loads four states at once, none before the event, and states of as many others and two more."""
+    found = [prefilled(stack, "tcp", folder, seed=number) for number in range(LOADS + 2)]
+    d, go = engine(stack, "tcp", folder, deadline=60.0), threading.Event()
     get = d.store.get
     d.store.get = lambda *given: (go.wait(60), get(*given))[1]
     for number, (_, asked, _) in enumerate(found):
         asked.request_id, asked.kv_transfer_params["lease"] = str(number), 0.3
-        assert d.load(asked) == TOKENS
+    return found, d, go
+
+
+def test_a_load_that_waits_for_its_turn_keeps_its_lease_and_gives_it_back_when_cancelled(tmp_path, stack):
+    """A lease of which nothing is known is not renewed, nor is that of a load whose turn it is."""
+    found, d, go = crowded(stack, tmp_path)
+    found[LOADS][1].kv_transfer_params["lease"] = None
+    assert [d.load(asked) for _, asked, _ in found] == [TOKENS] * (LOADS + 2)
     cancelled, end = str(LOADS + 1), time.monotonic() + 60
-    while d.connector.counts["renewed"] < 6:
+    while d.connector.counts["renewed"] < 3:
         assert time.monotonic() < end
-    assert [p.store.counts["renewed"] > 1 for p, *_ in found] == [False] * LOADS + [True] * 2, (
-        "who loads renews nothing"
-    )
+    assert [p.store.counts["renewed"] > 0 for p, *_ in found] == [False] * (LOADS + 1) + [True]
     d.connector.handle_preemptions({cancelled})
     go.set()
     for number, (_, _, state) in enumerate(found):
@@ -204,32 +209,17 @@ def test_a_load_that_waits_for_its_turn_keeps_its_lease_and_gives_it_back_when_c
 
 def test_a_lease_that_is_not_renewed_is_asked_for_no_more(tmp_path, stack):
     """Its holder is gone, or knows it no more: the loads before it are not disturbed."""
-    found = [prefilled(stack, "tcp", tmp_path, seed=number) for number in range(LOADS + 2)]
-    d, go = engine(stack, "tcp", tmp_path, deadline=60.0), threading.Event()
-    get = d.store.get
-    d.store.get = lambda *given: (go.wait(60), get(*given))[1]
-    found[LOADS][0].store.release(
-        StateAddress(found[LOADS][1].kv_transfer_params["transfer_id"], *found[LOADS][0].store.address),
-        time.monotonic() + 60,
-    )
+    found, d, go = crowded(stack, tmp_path)
+    name = found[LOADS][1].kv_transfer_params["transfer_id"]
+    d.store.release(StateAddress(name, *found[LOADS][0].store.address), time.monotonic() + 60)
     found[LOADS + 1][0].connector.shutdown()
-    for number, (_, asked, _) in enumerate(found):
-        asked.request_id, asked.kv_transfer_params["lease"] = str(number), 0.3
-        assert d.load(asked) == TOKENS
+    assert [d.load(asked) for _, asked, _ in found] == [TOKENS] * (LOADS + 2)
     end = time.monotonic() + 60
     while d.connector.counts != {"renewal_refused": 1, "renewal_peer_gone": 1}:
         assert time.monotonic() < end
     go.set()
     assert [d.received(str(number)) is not None for number in range(LOADS + 2)] == [True] * LOADS + [False] * 2
     assert d.connector.counts == {"renewal_refused": 1, "renewal_peer_gone": 1}
-
-
-def test_who_says_nothing_of_a_lease_is_not_asked_to_renew_it(tmp_path, stack):
-    _, asked, state = prefilled(stack, "tcp", tmp_path)
-    asked.kv_transfer_params["lease"] = None
-    d = engine(stack, "tcp", tmp_path)
-    assert d.load(asked) == TOKENS and same(d.received(), state)
-    assert d.connector.counts == {}
 
 
 def test_a_save_that_finds_no_room_is_an_answer_without_a_state(tmp_path, stack):

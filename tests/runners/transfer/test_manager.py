@@ -1,8 +1,6 @@
 """States that leave an engine and come to one: the tokens are those of one engine, whatever happens on the way."""
 
 import socket
-import time
-from collections import Counter
 from dataclasses import replace
 
 import httpx2
@@ -77,40 +75,6 @@ def test_a_state_that_cannot_be_taken_is_computed_again(engine):
     assert (counted["other_prompt"], counted["other_state"]) == (1, 1) and counted["bad_params"] == 6
 
 
-def test_a_prompt_of_two_devices_is_answered_on_one(artifact):
-    """Between engines of another TP, and back."""
-    with (
-        Engine(artifact("micro-tp2-snapshots"), transfer=Transfer("tcp", deadline=60.0), **TOLD) as two,
-        Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("tcp", deadline=60.0), **TOLD) as one,
-    ):
-        (alone,) = one.complete([Request(PROMPT, 9, ignore_eos=True)])
-        for p, d in ((two, one), (one, two)):
-            _, taking = moved(p, Request(PROMPT, 9, ignore_eos=True))
-            (done,) = d.complete([taking])
-            assert (done.token_ids, done.cached_tokens) == (alone.token_ids, len(PROMPT))
-            assert d.stats()["transfer"]["loaded"] == 1
-
-
-def test_a_prompt_that_is_cancelled_where_it_is_computed_holds_nothing(artifact):
-    """Cancelled before it runs, while it runs, or while its state is written: what was offered ends with its lease."""
-    with Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("shm", lease=0.05), **TOLD) as engine:
-        salt = "salt"
-        asked = [Request(PROMPT[: 10 + 2 * n], 1, kv_transfer_params=AWAY, cache_salt=f"{salt} {n}") for n in range(12)]
-        for handle in engine.submit(*asked[:6]):
-            handle.cancel()
-        for number, request in enumerate(asked[6:]):
-            (handle,) = engine.submit(request)
-            if number % 2:
-                handle.result(60)
-            handle.cancel()
-            assert handle.result(60).stop_reason in ("cancelled", "length")
-        end = time.monotonic() + 60
-        while (said := Counter(engine.stats()["transfer"]))["expired"] + said["pulled"] != said["stored"]:
-            assert time.monotonic() < end, said
-            time.sleep(0.02)
-        assert engine.stats()["free"] == engine.stats()["pools"] and engine.stats()["live"] == 0
-
-
 def test_an_answer_that_ends_with_its_first_token_needs_no_slot(engine):
     asked = Request(PROMPT[:30], 1, ignore_eos=True)
     given, taking = moved(engine, asked)
@@ -131,18 +95,6 @@ def test_a_request_that_waits_for_its_state_can_be_cancelled(artifact):
         assert handle.result(60).stop_reason == "cancelled"
         assert engine.stats()["free"] == engine.stats()["pools"]
         silent.close()  # so that the pull ends
-
-
-def test_what_nobody_takes_is_released_when_its_lease_is_over(artifact):
-    with Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("shm", lease=0.05), **TOLD) as engine:
-        _, taking = moved(engine, Request(PROMPT, 5, ignore_eos=True, cache_salt="salt"))
-        end = time.monotonic() + 60
-        while engine.stats()["transfer"].get("expired") != 1:
-            assert time.monotonic() < end
-            time.sleep(0.02)
-        (done,) = engine.complete([taking])
-        assert done.cached_tokens == 0 and len(done.token_ids) == 5
-        assert engine.stats()["transfer"]["load_failed"] == 1
 
 
 def test_two_servers_speak_the_protocol_of_vllm(artifact):

@@ -189,9 +189,10 @@ def test_a_save_that_fails_is_an_answer_without_a_state(artifact, monkeypatch):
         assert engine.stats()["free"] == engine.stats()["pools"]
 
 
-def test_what_nobody_will_take_is_freed_at_once(artifact):
+@pytest.mark.parametrize("name", ["micro-tp1-segments", "micro-tp1-snapshots"])
+def test_what_nobody_will_take_is_freed_at_once(artifact, name):
     """Cancelled before the call, while it runs, while its state is saved, or behind it; no lease has to end."""
-    with Engine(artifact("micro-tp1-segments"), transfer=Transfer("shm", lease=600.0), **QUIET) as engine:
+    with Engine(artifact(name), transfer=Transfer("shm", lease=600.0), **QUIET) as engine:
         salt, kept = "salt", 0
         for number in range(12):
             (handle,) = engine.submit(replace(asked(30, f"{salt} {number}"), max_tokens=1, kv_transfer_params=AWAY))

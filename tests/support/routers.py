@@ -1,0 +1,46 @@
+"""Servers before which a router stands in tests."""
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+HOST = "127.0.0.1"
+
+
+class FakeServer:
+    """A server that answers what a test says.
+
+    Args:
+        answer: From a path and a body to a status and JSON; or to None, where it hangs up, or to a text, behind which
+            it breaks off.
+
+    Attributes:
+        asked: Paths and bodies, in order.
+        url: Its address.
+    """
+
+    def __init__(self, answer: Callable[[str, Any], tuple[int, Any] | str | None]) -> None:
+        self._answer = answer
+        self.asked: list[tuple[str, Any]] = []
+
+    async def __aenter__(self) -> "FakeServer":
+        self._server = await asyncio.start_server(self._serve, HOST, 0)
+        self.url = f"http://{HOST}:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode()
+        length = int(head.lower().partition("content-length: ")[2].partition("\r")[0] or 0)
+        path, body = head.split(" ")[1], json.loads(await reader.readexactly(length) or b"{}")
+        self.asked.append((path, body))
+        answer = self._answer(path, body)
+        if answer is not None:
+            status, said = (200, answer) if isinstance(answer, str) else (answer[0], json.dumps(answer[1]))
+            size = len(said) + 9 * isinstance(answer, str)
+            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {size}\r\n\r\n{said}".encode())
+            await writer.drain()
+        writer.close()
