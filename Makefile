@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types check test extras fuzz bench peers witness budgets demo demo-pd smoke runner
+.PHONY: setup parity fmt lint types check test extras fuzz bench peers witness budgets demo demo-pd runner
 .NOTPARALLEL:
 # Tests start a thousand processes: each would compile our sources again if none may keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -32,14 +32,15 @@ types: setup
 
 # What takes minutes or more than `setup` is marked: pyproject.toml says what the markers mean.
 check: lint types
-	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or install or extras or browser or fuzz)" -n 3 $(ARGS)
+	$(BIN)/python -m pytest -m "not (build or jit or tpu or hosts or install or extras or fuzz)" -n 3 $(ARGS)
 
 # In processes that take whole files (tests/conftest.py says why): tracing uses one core alone. One more than two cores,
 # for some tests wait without computing.
 test: setup
 	$(BIN)/python -m pytest -m "not extras" -n 3 $(ARGS)
 
-# What needs TensorFlow, Ray, lm-eval, inspect-ai, torch and transformers, routers or schemas of others.
+# What needs TensorFlow, Ray, lm-eval, inspect-ai, torch and transformers, Chromium, routers or schemas of others, or
+# minutes for a rare property.
 extras: setup parity .venv/tests
 	$(BIN)/python -m pytest -m extras -n 2 $(ARGS)
 
@@ -76,10 +77,6 @@ demo-pd: setup
 	$(BIN)/ling3export build build/demo-pd demo-pd.ling3 --dtype float32 --paddings 64 --tp 1 --decode-paddings 4 \
 		--max-running 4 --context 256 --page-size 16 --pages 28 --snapshots 6 --force
 	$(BIN)/python -m bench pd demo-pd.ling3 $(ARGS)
-
-# Twice: the second run compiles nothing, or fails.
-smoke: setup
-	$(BIN)/python -m tests.support.smoke $(ARGS)
 
 # One file that needs this machine's version of Python and nothing else.
 runner: setup

@@ -17,7 +17,7 @@ from bench.inputs import CACHE, ROOT, artifact, checkpoint, last_line, run, spaw
 from bench.report import machine, medians, say, show, table
 
 PARITY = ROOT / ".venv-parity" / "bin" / "python"
-HF = ROOT / "tests" / "support" / "parity" / "hf_speed.py"
+HF = ROOT / "bench" / "hf_speed.py"
 PREFILLS, COUNTS = (128, 512), (1, 4, 16)
 ANSWER = 32  # tokens that llama.cpp decodes for each sequence
 STEPS = [f"prefill {length}" for length in PREFILLS] + [f"decode {count}" for count in COUNTS]

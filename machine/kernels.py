@@ -9,7 +9,7 @@ from ling3export.foundation.errors import ArtifactError
 
 # What a library exports, each with ``ling3_`` before it; those of older artifacts have fewer.
 HANDLERS = ("columns", "rows", "experts", "route", "token", "attention", "best", "recurrence")
-_registered: dict[str, ctypes.CDLL] = {}  # by the end of the names: XLA takes a name once a process, and calls it later
+LIBRARIES: dict[str, ctypes.CDLL] = {}  # by the end of the names: XLA takes a name once a process, and calls it later
 _lock = threading.Lock()
 
 
@@ -25,7 +25,7 @@ def register(library: bytes, ending: str) -> None:
     import jax
 
     with _lock:
-        if ending in _registered:
+        if ending in LIBRARIES:
             return
         descriptor = os.memfd_create(KERNELS, os.MFD_CLOEXEC)
         try:
@@ -43,4 +43,4 @@ def register(library: bytes, ending: str) -> None:
             ) from error
         for name, symbol in symbols.items():
             jax.ffi.register_ffi_target(f"ling3_{name}.{ending}", jax.ffi.pycapsule(symbol), platform="cpu")
-        _registered[ending] = loaded
+        LIBRARIES[ending] = loaded

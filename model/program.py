@@ -125,7 +125,7 @@ def sample_rows(logits: jax.Array, state: Tree, fields: dict[str, jax.Array], ge
     return {"last_token": state["last_token"].at[fields["slot"]].set(token)}, {"token": token, "logprob": logprob}
 
 
-def _sharded(
+def sharded(
     body: Callable[..., tuple[Tree, Tree]],
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
     specs: Any,
@@ -202,4 +202,4 @@ def build_step(
         return (decode if phase == "decode" else prefill)(fill(params), state, values)
 
     specs, out_specs = (param_specs, state_specs, batch_specs), (state_specs, out)
-    return Step(_sharded(body, mesh, specs, out_specs), (params, state, batch), specs, out_specs, fields)
+    return Step(sharded(body, mesh, specs, out_specs), (params, state, batch), specs, out_specs, fields)

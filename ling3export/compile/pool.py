@@ -59,8 +59,8 @@ class Compilers:
     ) -> None:
         self.plan = plan
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
-        self._job = Job(plan.target, plan.geometry, config, folder, self._cells.use)
-        self._jobs, self._taken, self._shown = jobs, taken, shown
+        self.job = Job(plan.target, plan.geometry, config, folder, self._cells.use)
+        self._jobs, self.taken, self._shown = jobs, taken, shown
         self._workers: list[Child] = []
         self._stopped = False
         self._lock = threading.Lock()
@@ -76,13 +76,13 @@ class Compilers:
             PlanError: The native kernels do not compile.
         """
         if self.plan.geometry.kernels:
-            put_library(self._job.folder, self.plan.geometry.kernels, self._cells)
+            put_library(self.job.folder, self.plan.geometry.kernels, self._cells)
         waiting: SimpleQueue[Cell] = SimpleQueue()
         outcome = Outcome(self.plan, {}, {})
         for cell in cells:
-            if cell.name in self._taken:
-                outcome.built[cell.name] = self._taken[cell.name]
-                done(cell, self._taken[cell.name])
+            if cell.name in self.taken:
+                outcome.built[cell.name] = self.taken[cell.name]
+                done(cell, self.taken[cell.name])
             else:
                 waiting.put(cell)
         count = min(self._jobs or len(os.sched_getaffinity(0)), waiting.qsize())
@@ -110,12 +110,12 @@ class Compilers:
                 cell = waiting.get_nowait()
                 built: Built | Failure | None
                 try:
-                    built = self._cells.fetch(self._job.config, self.plan, cell, self._job.folder)
+                    built = self._cells.fetch(self.job.config, self.plan, cell, self.job.folder)
                     if built is None:
                         worker = self._alive(worker, stack)
                         if worker is None:
                             break
-                        built = self._made(worker, cell)
+                        built = self.made(worker, cell)
                 except Ling3Error as error:
                     outcome.failures[cell.name] = Failure.of(error)
                     continue
@@ -125,7 +125,7 @@ class Compilers:
                     outcome.built[cell.name] = built
                     done(cell, built)
 
-    def _made(self, worker: Child, cell: Cell) -> Built | Failure:
+    def made(self, worker: Child, cell: Cell) -> Built | Failure:
         """A cell that a worker makes now, kept in the cache; or why it failed."""
         worker.send(asdict(cell))
         reply = worker.receive()
@@ -138,7 +138,7 @@ class Compilers:
         self._cells.say(reply["messages"])
         if other := changed(reply["sources"]):
             return Failure(f"expected the sources of the build's start, found another {listed(other)}", "build again")
-        return self._cells.keep(self._job.config, self.plan, cell, self._job.folder, from_json(Built, reply["built"]))
+        return self._cells.keep(self.job.config, self.plan, cell, self.job.folder, from_json(Built, reply["built"]))
 
     def _alive(self, worker: Child | None, stack: contextlib.ExitStack) -> Child | None:
         """``worker``, or a new one if it has died; None once the workers are stopped."""
@@ -150,7 +150,7 @@ class Compilers:
                     worker = stack.enter_context(Child(MODULE, shown=self._shown))
                 except OSError as error:
                     raise PlanError(f"no compiling process could be started: {error}") from error
-                worker.send({"job": to_json(self._job)})
+                worker.send({"job": to_json(self.job)})
                 self._workers.append(worker)
             return worker
 

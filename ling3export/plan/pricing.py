@@ -302,10 +302,10 @@ def _target_lines(name: str, target: PricedTarget, wide: bool) -> list[str]:
         wanted += (MEASURED,)
     rows = [_columns(name, cell) for name, cell in target.cells.items()]
     table = selected(rows, ("cell", *wanted)) if wanted else []
-    return lines + table + ([] if target.prefill is None else _tokens(target.prefill))
+    return lines + table + ([] if target.prefill is None else token_lines(target.prefill))
 
 
-def _tokens(costs: TokenCosts) -> list[str]:
+def token_lines(costs: TokenCosts) -> list[str]:
     """What a token of each prefill padding costs, and which paddings follow from that."""
     source = "as measured" if costs.source == "measured" else "by estimate, without collectives"
     source += ", at least" if costs.unseen else ""

@@ -71,7 +71,7 @@ def compile_here(
         say(f"{verdict.cell}: RECOMPILE ({verdict.reason}): compiling")
         with flight.loading(f"program {verdict.cell}, which is compiled here"):
             result = _compile(verdict.cell, blobs[verdict.cell], mesh)
-        _store(folder, keys[verdict.cell], result, say)
+        store_program(folder, keys[verdict.cell], result, say)
         return result
 
     # An executable that came from jax's own persistent cache cannot be saved.
@@ -143,7 +143,7 @@ def _check_owner(folder: Path) -> None:
         raise ArtifactError(f"cache `{folder.name}`: expected a folder that this user alone can write, found {found}")
 
 
-def _store(folder: Path, key: str, result: Compiled, say: Callable[[str], None]) -> None:
+def store_program(folder: Path, key: str, result: Compiled, say: Callable[[str], None]) -> None:
     raw, executable = result
     try:
         with writing(folder):

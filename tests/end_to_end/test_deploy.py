@@ -1,4 +1,7 @@
-"""The manifests of deploy/ against the fields that they use, and what their containers run."""
+"""The manifests of deploy/: what they name is there, and what their containers run is a command of ours.
+
+test_deploy_schemas.py compares their fields with published schemas.
+"""
 
 import os
 import shlex
@@ -24,119 +27,6 @@ ROOT = Path(__file__).parents[2]
 FULL = Config.from_dict(config_fields("full", {}))
 TARGETS = {name: parse_target(f"tpu:v6e:{name}", None, FULL) for name in ("4x4", "2x2")}
 
-# What they hold, by the references of JobSet v1alpha2, LeaderWorkerSet v1, batch/v1 Job, apps/v1 Deployment,
-# autoscaling/v2 HorizontalPodAutoscaler, v1 Service and v1 Pod (test_deploy_schemas.py has published schemas of all but
-# LeaderWorkerSet): a mapping of field to schema, a list of one schema for
-# every item, a tuple of schemas of which one holds, or a type. Every field is required; `...` as a key allows any.
-CHIPS_OF = {"requests": {"google.com/tpu": str}, "limits": {"google.com/tpu": str}}
-PROCESSOR = {"requests": {"cpu": str, "memory": str}}
-VARIABLES = [
-    (
-        {"name": str, "value": str},
-        {"name": str, "valueFrom": {"secretKeyRef": {"name": str, "key": str}}},
-        {"name": str, "valueFrom": {"fieldRef": {"fieldPath": str}}},
-    )
-]
-PROBED = {"path": str, "port": int}
-CONTAINER = {
-    "name": str,
-    "image": str,
-    "command": [str],
-    "args": [str],
-    "volumeMounts": [({"name": str, "mountPath": str, "readOnly": bool}, {"name": str, "mountPath": str})],
-}
-SERVER = CONTAINER | {"env": VARIABLES, "ports": [{"containerPort": int}], "resources": CHIPS_OF}
-CLAIMS = [({"claimName": str, "readOnly": bool}, {"claimName": str})]
-POD = {"containers": [SERVER], "volumes": [{"name": str, "persistentVolumeClaim": CLAIMS[0]}]}
-SLICE = {"nodeSelector": {"cloud.google.com/gke-tpu-accelerator": str, "cloud.google.com/gke-tpu-topology": str}}
-ONCE = {"restartPolicy": str}
-LASTING = {"terminationGracePeriodSeconds": int}
-JOB = {"parallelism": int, "completions": int, "completionMode": str}
-SERVICE = {
-    "apiVersion": str,
-    "kind": str,
-    "metadata": {"name": str},
-    "spec": {"selector": {...: str}, "ports": [{"name": str, "port": int, "targetPort": int}]},
-}
-SCHEMAS: dict[str, list[dict[Any, Any]]] = {
-    "jobset-v6e-4x4.yaml": [{
-        "apiVersion": str,
-        "kind": str,
-        "metadata": {"name": str, "annotations": {...: str}},
-        "spec": {
-            "network": {"enableDNSHostnames": bool},
-            "failurePolicy": {"maxRestarts": int},
-            "replicatedJobs": [{
-                "name": str,
-                "replicas": int,
-                "template": {
-                    "spec": JOB | {"backoffLimit": int, "template": {"spec": POD | SLICE | ONCE}},
-                },
-            }],
-        },
-    }],
-    "leaderworkerset-v6e-4x4.yaml": [{
-        "apiVersion": str,
-        "kind": str,
-        "metadata": {"name": str, "annotations": {...: str}},
-        "spec": {
-            "replicas": int,
-            "leaderWorkerTemplate": {
-                "size": int,
-                "restartPolicy": str,
-                "workerTemplate": {"metadata": {"labels": {...: str}}, "spec": POD | SLICE | LASTING},
-            },
-        },
-    }, SERVICE],
-    "deployment-v6e-2x2.yaml": [{
-        "apiVersion": str,
-        "kind": str,
-        "metadata": {"name": str},
-        "spec": {
-            "selector": {"matchLabels": {...: str}},
-            "template": {
-                "metadata": {"labels": {...: str}, "annotations": {...: str}},
-                "spec": POD | SLICE | LASTING | {"containers": [SERVER | {
-                    "readinessProbe": {"httpGet": PROBED, "periodSeconds": int},
-                    "livenessProbe": {
-                        "httpGet": PROBED, "initialDelaySeconds": int, "periodSeconds": int, "failureThreshold": int,
-                    },
-                }]},
-            },
-        },
-    }, SERVICE, {
-        "apiVersion": str,
-        "kind": str,
-        "metadata": {"name": str},
-        "spec": {
-            "scaleTargetRef": {"apiVersion": str, "kind": str, "name": str},
-            "minReplicas": int,
-            "maxReplicas": int,
-            "metrics": [{
-                "type": str,
-                "pods": {"metric": {"name": str}, "target": {"type": str, "averageValue": str}},
-            }],
-            "behavior": {"scaleDown": {"stabilizationWindowSeconds": int}},
-        },
-    }],
-    "job-shards.yaml": [{
-        "apiVersion": str,
-        "kind": str,
-        "metadata": {"name": str},
-        "spec": JOB | {
-            "backoffLimitPerIndex": int,
-            "template": {"spec": POD | ONCE | {"containers": [CONTAINER | {"resources": PROCESSOR}]}},
-        },
-    }],
-}  # fmt: skip
-KINDS = {
-    "JobSet": "jobset.x-k8s.io/v1alpha2",
-    "LeaderWorkerSet": "leaderworkerset.x-k8s.io/v1",
-    "Service": "v1",
-    "Deployment": "apps/v1",
-    "HorizontalPodAutoscaler": "autoscaling/v2",
-    "Job": "batch/v1",
-}
 # What the controllers give to a container, by file.
 GIVEN = {
     "jobset-v6e-4x4.yaml": {"JOB_COMPLETION_INDEX": "2", "JOB": "5", "NNODES": "4"},
@@ -167,48 +57,7 @@ def container_of(name: str) -> Any:
     return container
 
 
-def misfits(value: Any, schema: Any, at: str = "") -> list[str]:
-    """Where ``value`` is not what ``schema`` says."""
-    if isinstance(schema, type):
-        return [] if type(value) is schema else [f"{at}: {type(value).__name__}"]
-    if isinstance(schema, tuple):
-        return min((misfits(value, each, at) for each in schema), key=len)
-    if isinstance(schema, list):
-        if not isinstance(value, list) or not value:
-            return [f"{at}: no list of something"]
-        return [bad for n, item in enumerate(value) for bad in misfits(item, schema[0], f"{at}[{n}]")]
-    if not isinstance(value, dict):
-        return [f"{at}: {type(value).__name__}"]
-    if ... in schema:
-        return [bad for key, item in value.items() for bad in misfits(item, schema[...], f"{at}.{key}")]
-    wrong = [f"{at}.{key}" for key in sorted(schema.keys() ^ value.keys())]
-    return wrong + [
-        bad for key in schema.keys() & value.keys() for bad in misfits(value[key], schema[key], f"{at}.{key}")
-    ]
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
-def test_manifests_have_the_fields_that_they_need_and_no_others(name):
-    found = documents(name)
-    assert len(found) == len(SCHEMAS[name])
-    assert [bad for value, schema in zip(found, SCHEMAS[name], strict=True) for bad in misfits(value, schema)] == []
-    assert [KINDS[value["kind"]] for value in found] == [value["apiVersion"] for value in found]
-
-
-def test_the_check_finds_what_is_wrong():
-    (manifest,) = documents("jobset-v6e-4x4.yaml")
-    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
-    job["paralellism"] = job.pop("parallelism")
-    job["template"]["spec"]["containers"][0]["env"][0]["value"] = 4
-    at = ".spec.replicatedJobs[0].template.spec"
-    assert misfits(manifest, SCHEMAS["jobset-v6e-4x4.yaml"][0]) == [
-        f"{at}.paralellism",
-        f"{at}.parallelism",
-        f"{at}.template.spec.containers[0].env[0].value: int",
-    ]
-
-
-@pytest.mark.parametrize("name", SCHEMAS)
+@pytest.mark.parametrize("name", GIVEN)
 def test_what_a_manifest_names_is_there(name):
     """Volumes and ports by their names and numbers; chips and topology as the target says."""
     pod, container = pod_of(name), container_of(name)

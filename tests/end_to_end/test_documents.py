@@ -14,13 +14,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from ling3export.checkpoint.synth import synthesize
-from tests.support.artifacts_fixture import DEMO, ROOT, Artifacts, sources_of
+from tests.support.artifacts_fixture import DEMO, RECIPES, ROOT, Artifacts, sources_of
 from tests.support.documents import Command, commands, is_whole, matches
 from tests.support.hosting import free_port
 from tests.support.package_copy import copied
@@ -31,8 +31,16 @@ LINKING = [*PAGES, "CHANGELOG.md", *LOG, "artifacts/FORMAT.md"]
 WITH_COMMANDS = [page for page in PAGES if (ROOT / page).is_file() and commands((ROOT / page).read_text())]
 
 MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "2", "--context", "512", "--score-paddings", "16")
+# The demo as other tests have it, a slice of four chips for the micro model: both are compiled once for all pages.
+DEMO_OPTIONS = " ".join(RECIPES["demo-tp1"].options())
+SLICE = "--target tpu:v6e:2x2 --paddings 16 --max-running 4 --context 512 --no-prove-portable"
+# Commands that need an optional extra: `make test` leaves them out, and `make extras` runs them.
+OPTIONAL = ("--format savedmodel", "lm-eval run", "inspect eval")
+MAKING = ("ling3export synth ", "ling3export build CHECKPOINT ")  # what such a command starts from
 # Pages that start from an artifact which another page builds.
 GIVEN = {
+    "README.md": ["micro"],
+    "docs/hosts.md": ["micro"],
     "docs/targets.md": ["micro", "micro.ling3"],
     "docs/cache.md": ["micro"],
     "docs/benchmark.md": ["micro.ling3", "gsm8k"],
@@ -45,20 +53,19 @@ GIVEN = {
 }
 SWAPS = {
     "README.md": [
-        ("--tp 1 --max-running 8", "--tp 1 --paddings 16 --max-running 2 --context 512"),
-        ("--paddings 16,128,512", "--paddings 16 --decode-paddings 16 --max-running 4 --context 512"),
-        ("--target tpu:v6e:4x4", "--target tpu:v6e:4x4 --no-prove-portable"),
+        ("--tp 1 --max-running 8", DEMO_OPTIONS),
+        ("CHECKPOINT ling3-v6e.ling3 --target tpu:v6e:4x4 --paddings 16,128,512", f"micro ling3-v6e.ling3 {SLICE}"),
     ],
     # Compiling the portable programs for the processor, too, takes half a minute.
     "docs/build.md": [("--target tpu:v6e:2x2", "--target tpu:v6e:2x2 --no-prove-portable")],
     "docs/targets.md": [("--context 512", "--context 512 --no-prove-portable")],
     "docs/hosts.md": [
-        ("--target cpu:4x4", "--target cpu:4x4 --paddings 16 --decode-paddings 16 --max-running 4 --context 512")
+        ("CHECKPOINT four.ling3 --target cpu:4x4", "micro four.ling3 --target cpu:4x1 --paddings 16 --max-running 1")
     ],
     # Built once, with these options, for other tests, too.
     "docs/state.md": [("ling3export build micro shared.ling3 --snapshots 6", "ling3export inspect shared.ling3")],
     "docs/evaluation.md": [
-        ("--score-paddings 512", "--tp 1 --paddings 128 --max-running 16 --context 4096 --score-paddings 128"),
+        ("--score-paddings 512", DEMO_OPTIONS),
         ("--suite gsm8k", "--suite gsm8k --limit 2 --max-tokens 32"),
         ("--suite mmlu-pro", "--suite mmlu-pro --max-tokens 32"),
         ("--suite cats.yaml", "--suite cats.yaml --max-tokens 32"),
@@ -137,7 +144,7 @@ class Reader:
             text, shown, cwd = text.replace("make", "make -n", 1), ["…"], ROOT
         elif text.startswith("pip install "):
             text, shown, cwd = dry(text), ["…"], self.sources()
-        elif (re.match(r"ling3export build .*--target tpu", text) and "--into" not in text) or str(DEMO) in text:
+        elif re.match(r"ling3export build .*(--target|/demo )", text) and "--into" not in text:
             return self.builds(text)
         done = subprocess.run(
             ["bash", "-c", text],
@@ -188,19 +195,33 @@ def dry(text: str) -> str:
     return text.replace("pip install", f"python -m pip install {options}", 1)
 
 
+def run(page: str, left: list[Command], folder: Path, artifact: Artifacts) -> None:
+    """Runs commands of a page in order; a server that one of them starts runs until the last has ended."""
+    reader = Reader(page, folder / "reader", artifact)
+    with ExitStack() as servers:
+        for command in left:
+            if command.text.startswith("ling3-runner serve "):
+                servers.enter_context(reader.serving(command))
+            else:
+                reader.does(command)
+
+
+def is_optional(command: Command) -> bool:
+    return any(word in command.text for word in OPTIONAL)
+
+
 @pytest.mark.parametrize("page", WITH_COMMANDS)
 def test_commands_print_what_is_shown(page: str, tmp_path: Path, artifact: Artifacts):
-    reader = Reader(page, tmp_path / "reader", artifact)
+    run(page, [each for each in commands((ROOT / page).read_text()) if not is_optional(each)], tmp_path, artifact)
 
-    def go(left: list[Command]) -> None:
-        for at, command in enumerate(left):
-            if command.text.startswith("ling3-runner serve "):
-                with reader.serving(command):
-                    go(left[at + 1 :])
-                return
-            reader.does(command)
 
-    go(commands((ROOT / page).read_text()))
+@pytest.mark.extras
+@pytest.mark.parametrize("page", ["docs/build.md", "docs/evaluation.md"])
+def test_commands_of_optional_extras_print_what_is_shown(page: str, tmp_path: Path, artifact: Artifacts):
+    found = commands((ROOT / page).read_text())
+    left = [each for each in found if is_optional(each) or each.text.startswith(MAKING)]
+    assert any(map(is_optional, left))
+    run(page, left, tmp_path, artifact)
 
 
 @pytest.mark.parametrize("page", LINKING)

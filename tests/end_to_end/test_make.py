@@ -9,25 +9,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TARGETS = [
-    "setup",
-    "parity",
-    "fmt",
-    "lint",
-    "types",
-    "check",
-    "test",
-    "extras",
-    "fuzz",
-    "bench",
-    "peers",
-    "witness",
-    "budgets",
-    "demo",
-    "demo-pd",
-    "smoke",
-    "runner",
-]
+TARGETS = "setup parity fmt lint types check test extras fuzz bench peers witness budgets demo demo-pd runner".split()
 ENVIRONMENTS = [".venv", ".venv-parity"]
 
 

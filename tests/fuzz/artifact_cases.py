@@ -3,29 +3,25 @@
 Whatever is taken must answer the toy's prompts as numpy does.
 """
 
-import contextlib
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from ling3export.artifacts.calibration import SCHEMA, Calibration, Times, beside, found_beside, programs_digest
-from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
+from ling3export.artifacts.manifest import MANIFEST, file_record, read_manifest
 from ling3export.artifacts.receipts import executed
-from ling3export.artifacts.records import sha256_of, to_json
-from ling3export.artifacts.schema import ON_LOGITS, Executable, Receipt, Receipts, Tolerance
+from ling3export.artifacts.records import to_json
+from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.environment import prepare_cpu
 from ling3export.report.inspect import describe
 from ling3export.report.page import render
 from ling3export.runners.calibrate.text import page as calibration_page
-from ling3export.runners.load import recompile
 from ling3export.runners.load.calibrated import calls_measured, measuring
 from ling3export.runners.text import chat
 from ling3export.runners.text.tokenizer import TokenizerFiles
@@ -33,7 +29,7 @@ from ling3export.verify.measure import measure_target
 from ling3export.verify.verify import check_digests
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes, spelled
-from tests.support.manifests import changed_targets, sealed
+from tests.support.manifests import sealed
 
 TEXT = "How many apples has the old man? \x00é😀 <|endoftext|> 12"
 MESSAGES = ({"role": "user", "content": "Hi <role>"}, {"role": "assistant", "content": "12"})
@@ -139,44 +135,6 @@ def calibrations(folder: Path) -> Iterator[Case]:
 
 
 @contextmanager
-def recompiled(folder: Path) -> Iterator[Case]:
-    """Programs that were compiled on this machine: their records with right digests, their bytes without."""
-    toy = toy_copy(folder)
-    os.environ["LING3_CACHE"] = str(folder / "cache")  # of this process alone
-    from ling3export.machine.pjrt import recorded_mesh
-
-    (target,) = read_manifest(toy).targets.values()
-    mesh, files, small = recorded_mesh(target.mesh), {}, []
-    for cell in target.cells.values():  # the programs of the build: compiling them would take half a minute
-        key, raw = recompile.cache_key(cell.stablehlo.sha256, mesh), read_checked(toy, cell.exec)
-        compiled = raw, Executable(target.requires, target.mesh, cell.call)
-        recompile._store(recompile.cache_folder(), key, compiled, lambda text: None)
-        pair = sorted(recompile.cache_folder().glob(f"{key}.*"))
-        files |= {path: path.read_bytes() for path in pair}
-        small += pair if cell.phase not in ON_LOGITS else []  # a sampler takes four seconds to compile again
-    changed_targets(toy, lambda target: replace(target, requires=replace(target.requires, jaxlib="0.0.0")))
-    check_answers(toy, "allow-compile")
-    if files != {path: path.read_bytes() for path in recompile.cache_folder().iterdir()}:
-        raise WrongResultError("programs were compiled again that were there")
-
-    def case(rng: Random) -> None:
-        path = rng.choice(small)
-        try:
-            if path.suffix == ".json" and rng.random() < 0.8:
-                tree = json.loads(files[path])
-                del tree["sha256"]
-                path.write_bytes(_digested(mutated(rng, tree)))
-            else:
-                path.write_bytes(mutated_bytes(rng, files[path]))
-            check_answers(toy, "allow-compile")
-        finally:
-            for name, data in files.items():
-                name.write_bytes(data)
-
-    yield case
-
-
-@contextmanager
 def tokenizers(folder: Path) -> Iterator[Case]:
     """Files of a tokenizer, by right digests: ids, text, streams, and conversations."""
     from ling3export.checkpoint.synth_tokenizer import write_tokenizer
@@ -251,13 +209,6 @@ def _manifest(rng: Random, original: dict[str, Any]) -> bytes:
     if rng.random() < 0.05:
         covered = mutated_bytes(rng, covered)
     return covered + line + hashlib.sha256(covered).hexdigest().encode() + b'"\n}\n'
-
-
-def _digested(tree: Any) -> bytes:
-    """A record of the recompile cache with a digest of itself."""
-    with contextlib.suppress(ValueError, TypeError, AttributeError):
-        tree["sha256"] = sha256_of(tree)
-    return json_text(tree)
 
 
 def _damaged(rng: Random, data: bytes) -> bytes:

@@ -5,24 +5,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import numpy as np
 
-from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.records import sha256_of
-from ling3export.artifacts.schema import Origin, Program
-from ling3export.cache.cells import SUFFIXES, Built, Cells
-from ling3export.cache.cleanup import clean_up, status
-from ling3export.cache.explain import lookup
-from ling3export.cache.store import known_folder
-from ling3export.cache.use import CacheUse
 from ling3export.checkpoint.reader import INDEX, Checkpoint
-from ling3export.machine.environment import prepare_cpu
-from ling3export.model.config import Config
+from ling3export.model.parameters import expected_tensors
 from ling3export.plan.options import Options
 from ling3export.plan.paddings import read_lengths
-from ling3export.plan.plan import make_plans
 from ling3export.plan.pricing import config_of, described, priced
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
@@ -86,61 +75,6 @@ def indexes(folder: Path) -> Iterator[Case]:
 
 
 @contextmanager
-def caches(folder: Path) -> Iterator[Case]:
-    """An entry of the build cache, its key and digest right, or any file of the cache; used, counted and cleaned up."""
-    prepare_cpu(2)  # where the toy is not there yet
-    from tests.support.toy_artifact import shared
-
-    toy, where, out = shared(), folder / "entries", folder / "out"
-    target = next(iter(read_manifest(toy).targets.values()))
-    record = target.cells["prefill@16"]
-    out.mkdir()
-    for file, suffix in zip(record.files, SUFFIXES, strict=True):
-        (out / f"prefill@16.{suffix}").write_bytes((toy / file.path).read_bytes())
-    config = Config.from_dict(tiny_fields())
-    (plan,) = make_plans(config, OPTIONS)
-    cell = next(each for each in plan.cells if each.name == "prefill@16")
-    fields = {name: value for name, value in vars(record).items() if name not in ("status", "stablehlo", "exec")}
-    program = Program(**fields | {"origin": Origin("compiler", "0" * 64, 1, 1)})
-    cells = Cells(CacheUse("on", where, explain=True), lambda text: None)
-    cells.keep(config, plan, cell, out, Built(program, target.requires, target.mesh))
-    files = {path: path.read_bytes() for path in where.rglob("*") if path.is_file()}
-    entry = next(path for path in files if path.suffix == ".json")
-    wanted = {suffix: (out / f"prefill@16.{suffix}").read_bytes() for suffix in SUFFIXES}
-
-    def case(rng: Random) -> None:
-        for path in where.rglob("*"):
-            if path.is_file():
-                path.unlink()
-        for path, data in files.items():
-            path.write_bytes(data)
-        path, data, name = entry, files[entry], entry
-        if rng.random() < 0.7:
-            data, name = _entry(mutated(rng, json.loads(data)), entry)
-            entry.unlink()
-        else:
-            path = name = rng.choice(sorted(files))
-            data = mutated_bytes(rng, files[path])
-        name.write_bytes(data)
-        look(name.stem)
-
-    def look(key: str) -> None:
-        known_folder(CacheUse("on", where))
-        status(where)
-        lookup(where, key if len(key) == 64 else "0" * 64)
-        opened = Cells(CacheUse("on", where, explain=True), lambda text: None)
-        if opened.fetch(config, plan, cell, out) is not None:
-            found = {suffix: (out / f"prefill@16.{suffix}").read_bytes() for suffix in SUFFIXES}
-            if found not in (wanted, dict(zip(SUFFIXES, reversed(list(wanted.values())), strict=True))):
-                raise WrongResultError("the cache gave other bytes")
-        status(where)
-        clean_up(where, max_bytes=1 << 20)
-
-    look(entry.stem)
-    yield case
-
-
-@contextmanager
 def lengths(folder: Path) -> Iterator[Case]:
     """A histogram of requests: read, and what the runner would pad on it."""
     path = folder / "lengths.jsonl"
@@ -174,20 +108,11 @@ def read_checkpoint(folder: Path) -> float:
     checkpoint = Checkpoint.open(folder)
     checkpoint.digests()
     with np.errstate(all="ignore"):
-        return sum(float(np.sum(checkpoint.tensor(name), dtype=np.float64)) for name in checkpoint._homes)
+        return sum(
+            float(np.sum(checkpoint.tensor(name), dtype=np.float64)) for name in expected_tensors(checkpoint.config)
+        )
 
 
 def _checkpoint(folder: Path) -> Path:
     fields = tiny_fields(**SMALL)
     return write_tiny(folder, fields, tiny_weights(fields))
-
-
-def _entry(tree: Any, path: Path) -> tuple[bytes, Path]:
-    """A changed entry with a digest of itself, under the name that its fields have; as it is where it has no digest."""
-    try:
-        del tree["sha256"]
-        tree["sha256"] = sha256_of(tree)
-        path = path.with_name(f"{sha256_of(tree['fields'])}.json")
-    except (ValueError, TypeError, KeyError, AttributeError):
-        pass
-    return json_text(tree), path

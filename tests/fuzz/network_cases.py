@@ -1,20 +1,13 @@
-"""Damaged bytes on sockets: bodies and whole requests for a server, greetings for hosts that meet."""
+"""Damaged bytes for a server: bodies and whole requests."""
 
 import json
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from ling3export.foundation.errors import Ling3Error
-from ling3export.foundation.processes import LOOPBACK, free_port
-from ling3export.runners.hosts.handshake import CHALLENGE, HEAD, HELLO, PROTOCOL, proof_of, receive
-from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTITY_OF
-from ling3export.runners.hosts.rendezvous import WELCOME, meet, welcome
 from tests.fuzz.artifact_cases import toy_copy
 from tests.fuzz.harness import MEMORY, Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
@@ -33,7 +26,6 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {**ASKED, "prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}),
     (CHAT, {**ASKED, "messages": [{"role": "system", "content": "Hi"}, {"role": "user", "content": [PART, PART]}]}),
 )
-IDENTITY = {"artifact": "a" * 64, "target": "cpu-tp2", "overlap": True}
 
 
 @contextmanager
@@ -73,29 +65,6 @@ def requests(folder: Path) -> Iterator[Case]:
             _check_alive(server, rng)
 
         yield case
-
-
-@contextmanager
-def greetings(folder: Path) -> Iterator[Case]:
-    """Hosts that meet while strangers, who have no secret to miss, call host 0; or a stranger answers in its place."""
-
-    def case(rng: Random) -> None:
-        first, second = (
-            Hosts(address, 2, number, 2.0) for address in (f"{LOOPBACK}:{free_port()}",) for number in (0, 1)
-        )
-        calls: list[Callable[[], Any]] = [lambda: meet(second, IDENTITY)]
-        if rng.random() < 0.3:
-            said = [_message(rng, CHALLENGE, {"protocol": PROTOCOL, "nonce": "0" * 32}), _message(rng, WELCOME, 4711)]
-            calls.append(lambda: _answer(first, said))
-        else:
-            calls.append(lambda: _welcomed(first))
-            for seed in rng.sample(range(2**32), rng.randint(1, 3)):
-                calls.append(lambda seed=seed: _call(first, Random(seed)))
-        for each in _together(calls):
-            if isinstance(each, BaseException):
-                raise each
-
-    yield case
 
 
 @contextmanager
@@ -190,60 +159,3 @@ def _check_alive(server: Server, rng: Random | None) -> None:
         if status != 200:
             raise WrongResultError(f"status {status} for a right request")
         _check_choices(found, body["prompt"])
-
-
-def _message(rng: Random, kind: bytes, tree: Any) -> bytes:
-    """A message between hosts, damaged or not."""
-    text = json_text(mutated(rng, tree) if rng.random() < 0.6 else tree)
-    whole = HEAD.pack(kind if rng.random() < 0.9 else rng.randbytes(1), len(text)) + text
-    return mutated_bytes(rng, whole) if rng.random() < 0.2 else whole
-
-
-def _welcomed(host: Hosts) -> Any:
-    """Host 0's part until the other host is there and knows it."""
-    peers, port = meet(host, IDENTITY)
-    welcome(peers, port)
-    return peers, port
-
-
-def _call(host: Hosts, rng: Random) -> None:
-    """Greets host 0 as soon as it listens, as host 1 would or nearly so, and leaves."""
-    for _ in range(100):
-        with suppress(OSError, ValueError, KeyError), socket.create_connection(host.address, 1) as peer:
-            theirs = json.loads(receive(peer)[1])["nonce"]
-            proof = proof_of(host.secret, "caller", (theirs, "0" * 32), 1)
-            peer.sendall(_message(rng, HELLO, {"host": 1, "nonce": "0" * 32, "proof": proof}))
-            peer.sendall(_message(rng, IDENTITY_OF, {"hosts": 2, "identity": IDENTITY}))
-            return
-
-
-def _answer(host: Hosts, messages: list[bytes]) -> None:
-    """Answers the next caller as host 0."""
-    with socket.create_server(host.address) as listener:
-        listener.settimeout(3)
-        with suppress(OSError):
-            peer, _ = listener.accept()
-            with peer:
-                for each in messages:
-                    peer.sendall(each)
-                    peer.recv(1 << 16)
-
-
-def _together(calls: list[Callable[[], Any]]) -> list[Any]:
-    """What calls in threads return or raise."""
-    results: list[Any] = [None] * len(calls)
-
-    def work(place: int) -> None:
-        try:
-            results[place] = calls[place]()
-        except BaseException as error:
-            results[place] = error
-
-    threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for peer in (peer for each in results if isinstance(each, tuple) for peer in each[0].values()):
-        peer.close()
-    return sorted(results, key=lambda each: isinstance(each, Ling3Error))  # what is no error of ours comes first

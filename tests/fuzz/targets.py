@@ -13,7 +13,6 @@ from tests.fuzz import (
 TARGETS = {
     "manifest": (artifact_cases.manifests, 50),
     "calibration": (artifact_cases.calibrations, 100),
-    "recompiled": (artifact_cases.recompiled, 15),
     "tokenizer": (artifact_cases.tokenizers, 150),
     "catalog": (catalog_cases.catalogs, 80),
     "signatures": (catalog_cases.signatures, 100),
@@ -24,13 +23,10 @@ TARGETS = {
     "prompts": (runner_cases.prompts, 150),
     "evaluation": (runner_cases.evaluations, 100),
     "tasks": (runner_cases.tasks, 100),
-    "cache": (build_cases.caches, 30),
     "body": (network_cases.bodies, 150),
-    "greeting": (network_cases.greetings, 20),
     "request": (network_cases.requests, 100),
     "object": (transfer_cases.objects, 150),
     "pull": (transfer_cases.pulls, 60),
     "saved": (transfer_cases.saved, 150),
     "events": (event_cases.batches, 300),
-    "subscribers": (event_cases.messages, 60),
 }

@@ -16,7 +16,7 @@ from ling3export.runners.hosts.handshake import HEAD, challenge, prove, receive
 from ling3export.runners.state.sequence_state import StateBytes, load_state, save_state
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer.store import StateAddress, put
-from ling3export.runners.transfer.tcp import ASK, ROLES, STATE, TAKE, TcpStore
+from ling3export.runners.transfer.tcp import ASK, ROLES, STATE, TAKE
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 from tests.support.transfers import DESCRIPTION, LAYOUT, address, file_of, name_of, random_state, same, store
@@ -51,7 +51,6 @@ def objects(folder: Path) -> Iterator[Case]:
 def pulls(folder: Path) -> Iterator[Case]:
     """Damaged words of a taker, behind its proof or before it; damaged words of a holder. Right ones are served."""
     with closing(store("tcp", folder, deadline=2.0)) as holder, closing(store("tcp", folder)) as taker:
-        assert isinstance(holder, TcpStore)
 
         def case(rng: Random) -> None:
             state = random_state(20)

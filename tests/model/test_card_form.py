@@ -10,7 +10,7 @@ from ling3export.cost.chips import CHIPS
 from ling3export.cost.roofline import expert_times
 from ling3export.model import moe
 from ling3export.model.config import Config
-from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.geometry import AXIS
 from ling3export.model.mla.paged import attend_tables
 from ling3export.model.program import bind
 from ling3export.plan.options import Options
@@ -139,8 +139,3 @@ def test_a_card_counts_the_chosen_experts_of_few_rows():
     assert many.flop_seconds / few.flop_seconds == pytest.approx(
         17 / 16 * config.num_experts / config.num_experts_per_tok
     )
-
-
-def test_a_card_decodes_the_rows_that_it_is_asked_for():
-    sizes = {"tp": 1, "dtype": "float32", "slots": 1, "pages": 1, "page_size": 16, "max_pages": 1, "latent_row": 1}
-    assert [Geometry(**sizes, form=form).fewest_rows for form in ("loops", "tiles", "card")] == [1, 4, 1]

@@ -96,9 +96,13 @@ def test_flash_structure():
     assert config.q_lora_rank is None
 
 
-def test_layers_of_an_incomplete_last_group_are_mla():
-    config = Config.from_dict(TINY | {"num_hidden_layers": 6})
-    assert config.attention_kinds == ("kda", "kda", "kda", "mla", "mla", "mla")
+@pytest.mark.parametrize(
+    ("layers", "group", "expected"),
+    [(6, 3, "kkmkkm"), (7, 3, "kkmkkmm"), (8, 3, "kkmkkmmm"), (2, 4, "mm"), (3, 1, "mmm")],
+)
+def test_layers_of_an_incomplete_last_group_are_mla(layers: int, group: int, expected: str):
+    config = Config.from_dict(TINY | {"num_hidden_layers": layers, "layer_group_size": group})
+    assert "".join(kind[0] for kind in config.attention_kinds) == expected
 
 
 def test_tp_shards_count_only_the_widths_that_exist():

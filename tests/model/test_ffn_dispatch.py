@@ -1,15 +1,12 @@
 """ffn_worker_batching against the published example, against a numpy oracle written from its contract, and exported."""
 
 import re
-import subprocess
-import sys
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 
 from ling3export.foundation.dtypes import MASK
 from ling3export.model.ffn import FfnBatch, ffn_worker_batching
@@ -178,38 +175,6 @@ def test_random_cases_equal_the_oracle_to_the_bit(seed):
         assert len(set(places)) == count  # a permutation of what was not masked
         compared += count
     assert compared > 0
-
-
-def test_the_exported_program_equals_the_function_in_a_fresh_process(tmp_path):
-    """One program for every number of published rows, which is an argument."""
-    rng = np.random.default_rng(3)
-    data = rng.standard_normal((3, 2, 5, 2, 8)).astype(np.float16)
-    ids = rng.integers(0, 6, (3, 5, 2)).astype(np.int32)
-    rows, micro = np.arange(3, dtype=np.int32), np.array([0, 1, 0], np.int32)
-
-    def call(data, ids, rows, micro, out_num):
-        return ffn_worker_batching(data, ids, rows, micro, expert_num=6, max_out_shape=(3, 5, 2, 8), out_num=out_num)
-
-    arguments = (data, ids, rows, micro)
-    exported = export.export(jax.jit(lambda *args: tuple(call(*args))))(*arguments, np.int32(0))
-    (tmp_path / "program").write_bytes(exported.serialize())
-    np.savez(tmp_path / "in.npz", *arguments)
-    code = """
-import sys, numpy as np
-from jax import export
-folder = sys.argv[1]
-program = export.deserialize(open(folder + "/program", "rb").read())
-arguments = [*np.load(folder + "/in.npz").values()]
-for rows in range(4):
-    np.savez(f"{folder}/out{rows}.npz", *program.call(*arguments, np.int32(rows)))
-"""
-    subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=True, timeout=300)
-    for published in range(4):
-        expected = call(*arguments, np.int32(published))
-        found = [*np.load(tmp_path / f"out{published}.npz").values()]
-        assert int(expected.actual_token_num) == 10 * published
-        for name, left, right in zip(FfnBatch._fields, found, expected, strict=True):
-            assert left.tobytes() == np.asarray(right).tobytes(), name
 
 
 @pytest.mark.parametrize(

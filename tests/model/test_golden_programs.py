@@ -1,7 +1,6 @@
 """The true Ling3-Tiny for a v6e 4x4 slice, compiled here: its cells cost what their budget says, neither more nor less.
 
-Minutes on two cores; half a minute where an earlier run compiled the same modules, a second where no source changed.
-After a change that is meant: ``make budgets``.
+Minutes on two cores, seconds where no source changed. After a change that is meant: ``make budgets``.
 """
 
 import datetime
@@ -13,15 +12,16 @@ from types import SimpleNamespace
 import pytest
 
 from ling3export.artifacts.schema import Collective, Memory
-from tests.support import state_bytes
 from tests.support.golden_programs import (
     ALLOWED,
     CELLS,
     HEADING,
+    MOVED,
     NoBudgetError,
     budget,
     compile_cells,
     differences,
+    moved,
     quantities,
     record_budget,
     table,
@@ -44,8 +44,9 @@ def changed(name: str, factor: float) -> dict[str, dict[str, float]]:
     return {"decode@16": BUDGET["decode@16"] | {name: BUDGET["decode@16"][name] * factor}}
 
 
-@pytest.mark.tpu
-def test_the_programs_cost_what_their_budget_says(artifact):
+@pytest.mark.extras
+def test_the_programs_cost_what_their_budget_says():
+    """And those that move states move little more than they must: `fetch` moved 1.9 times as much for a while."""
     try:
         expected = budget()
     except NoBudgetError as error:
@@ -53,35 +54,29 @@ def test_the_programs_cost_what_their_budget_says(artifact):
         if os.environ.get("LING3_BUDGETS") == "required":
             raise
         pytest.skip(str(error))
-    found = {name: quantities(record) for name, record in compile_cells(artifact).items()}
-    assert set(expected) == {cell.name for cell in CELLS}
-    rows = differences(expected, found)
+    programs = compile_cells()
+    assert set(expected) == set(CELLS) and set(programs) == {*CELLS, "copy@8", "fetch@16", "store@16"}
+    rows = differences(expected, {name: quantities(programs[name]) for name in CELLS})
     assert not rows, f"{toolchain()}\n{table(rows)}"
+    times = {name: moved(program) for name, program in programs.items() if name not in CELLS}
+    assert max(times.values()) <= MOVED, times
 
 
 @pytest.mark.parametrize("name", BUDGET["decode@16"])
-@pytest.mark.parametrize("factor", [0.94, 1.06])
-def test_a_change_of_six_percent_is_seen_in_every_quantity(name, factor):
-    found = changed(name, factor)
-    ((cell, quantity, old, new, change),) = differences(BUDGET, found)
-    assert (cell, quantity) == ("decode@16", name)
-    assert (old, new) == (f"{BUDGET['decode@16'][name]:,}", f"{found['decode@16'][name]:,}")
-    assert change == f"{100 * (factor - 1):+.1f} %"
-
-
-@pytest.mark.parametrize("name", BUDGET["decode@16"])
-@pytest.mark.parametrize("factor", [0.96, 1.0, 1.04])
-def test_a_change_of_four_percent_is_allowed(name, factor):
-    assert differences(BUDGET, changed(name, factor)) == []
+def test_a_change_of_six_percent_is_seen_in_every_quantity_and_one_of_four_is_allowed(name):
+    for factor in (0.94, 1.06):
+        found = changed(name, factor)
+        ((cell, quantity, old, new, change),) = differences(BUDGET, found)
+        assert (cell, quantity, change) == ("decode@16", name, f"{100 * (factor - 1):+.1f} %")
+        assert (old, new) == (f"{BUDGET['decode@16'][name]:,}", f"{found['decode@16'][name]:,}")
+    for factor in (0.96, 1.04):
+        assert differences(BUDGET, changed(name, factor)) == []
 
 
 def test_what_is_new_or_gone_is_seen():
     found = {"decode@16": BUDGET["decode@16"] | {"collectives: all-to-all": 1}}
     assert differences(BUDGET, found) == [("decode@16", "collectives: all-to-all", "0", "1", "new")]
-    del found["decode@16"]["collectives: all-to-all"], found["decode@16"]["custom calls: kernel"]
-    assert differences(BUDGET, found) == [("decode@16", "custom calls: kernel", "36", "0", "-100.0 %")]
-    assert len(differences(BUDGET, {})) == len(BUDGET["decode@16"])
-    assert len(differences({}, BUDGET)) == len(BUDGET["decode@16"])
+    assert len(differences(BUDGET, {})) == len(differences({}, BUDGET)) == len(BUDGET["decode@16"])
 
 
 def test_the_difference_is_printed_as_a_table():
@@ -113,30 +108,6 @@ def test_quantities_are_taken_from_a_cell_s_record():
     }
 
 
-def test_a_toolchain_without_a_budget_is_told_which_have_one(tmp_path: Path):
-    path = tmp_path / "budget.json"
-    path.write_text(json.dumps({"jax 1, libtpu 2": BUDGET}))
-    assert budget(path, "jax 1, libtpu 2") == BUDGET
-    with pytest.raises(NoBudgetError) as raised:
-        budget(path, "jax 3, libtpu 4")
-    assert str(raised.value) == (
-        "toolchain jax 3, libtpu 4, recorded with jax 1, libtpu 2: nothing is compared; `make budgets` records another"
-    )
-
-
-def test_another_toolchain_is_skipped_by_name_and_fails_where_a_budget_is_required(monkeypatch):
-    def none() -> None:
-        raise NoBudgetError("toolchain jax 3, recorded with jax 1")
-
-    monkeypatch.setitem(globals(), "budget", none)
-    monkeypatch.delenv("LING3_BUDGETS", raising=False)
-    with pytest.raises(pytest.skip.Exception, match=r"^toolchain jax 3, recorded with jax 1$"):
-        test_the_programs_cost_what_their_budget_says(None)
-    monkeypatch.setenv("LING3_BUDGETS", "required")
-    with pytest.raises(NoBudgetError):
-        test_the_programs_cost_what_their_budget_says(None)
-
-
 def test_recording_keeps_other_toolchains_and_adds_a_dated_line(tmp_path: Path):
     path, log = tmp_path / "budget.json", tmp_path / "log.md"
     log.write_text("# Log\n\n## An experiment\n\ntext\n")
@@ -150,16 +121,3 @@ def test_recording_keeps_other_toolchains_and_adds_a_dated_line(tmp_path: Path):
         "Full config, TP=16, tpu:v6e:4x4, compiled and never executed.\n\n"
         f"- 2026-11-21, jax 1, libtpu 2: {lines}\n- 2026-11-22, jax 3, libtpu 4: {lines}\n"
     )
-    with log.open("a") as file:
-        file.write("\n## Another\n\nmore\n")
-    record_budget(path, log, BUDGET, "jax 3, libtpu 4", day + datetime.timedelta(2))
-    assert log.read_text().endswith(f"4: {lines}\n- 2026-11-23, jax 3, libtpu 4: {lines}\n\n## Another\n\nmore\n")
-
-
-@pytest.mark.tpu
-def test_programs_that_move_states_move_little_more_than_they_must(artifact):
-    """`fetch` moved 1.9 times as much while a loop wrote its pages."""
-    programs = state_bytes.compiled(kept=artifact)
-    found = {name: state_bytes.times(program) for name, program in programs.items()}
-    assert set(found) == {"copy@8", "fetch@16", "store@16"}
-    assert max(found.values()) <= state_bytes.BAR, found

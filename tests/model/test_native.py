@@ -53,8 +53,8 @@ def geometry(request: pytest.FixtureRequest) -> Geometry:
         kept.parent.mkdir(parents=True, exist_ok=True)
         kept.write_bytes(compiled(command, request.param))
     register(kept.read_bytes(), name)
-    addresses.add(ctypes.cast(kernels._registered[name].ling3_columns, ctypes.c_void_p).value)
-    assert len(addresses) == len(kernels._registered), "each form is a library of its own"
+    addresses.add(ctypes.cast(kernels.LIBRARIES[name].ling3_columns, ctypes.c_void_p).value)
+    assert len(addresses) == len(kernels.LIBRARIES), "each form is a library of its own"
     return Geometry(tp=1, dtype="bfloat16", slots=1, pages=1, page_size=16, max_pages=1, latent_row=16, kernels=name)
 
 
@@ -301,7 +301,7 @@ def test_a_layer_outside_of_its_stack_is_refused(geometry: Geometry) -> None:
 
 def test_a_library_of_an_older_version_has_fewer_kernels(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     library = kept_library(geometry.kernels).read_bytes()
-    monkeypatch.setattr(kernels, "_registered", {})
+    monkeypatch.setattr(kernels, "LIBRARIES", {})
     monkeypatch.setattr(kernels, "HANDLERS", (*kernels.HANDLERS, "later"))
     register(library, f"{geometry.kernels}-older")
     monkeypatch.setattr(kernels, "HANDLERS", ("later",))

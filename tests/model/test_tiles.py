@@ -106,20 +106,20 @@ class ThreePasses:
     @staticmethod
     def einsum(equation: str, *operands: Any, precision: lax.Precision) -> jax.Array:
         product = functools.partial(jnp.einsum, equation, precision=lax.Precision.HIGHEST)
-        return ThreePasses._split(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
+        return ThreePasses.split(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
 
     @staticmethod
     def matmul(*operands: Any, precision: lax.Precision) -> jax.Array:
         product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-        return ThreePasses._split(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
+        return ThreePasses.split(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
 
     @staticmethod
-    def _split(product: Any, a: jax.Array, b: jax.Array) -> jax.Array:
-        (high_a, low_a), (high_b, low_b) = (ThreePasses._halves(y) for y in (a, b))
+    def split(product: Any, a: jax.Array, b: jax.Array) -> jax.Array:
+        (high_a, low_a), (high_b, low_b) = (ThreePasses.halves(y) for y in (a, b))
         return product(high_a, high_b) + product(high_a, low_b) + product(low_a, high_b)
 
     @staticmethod
-    def _halves(y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def halves(y: jax.Array) -> tuple[jax.Array, jax.Array]:
         high = lax.reduce_precision(y, 8, 7)
         return high, lax.reduce_precision(y - high, 8, 7)
 

@@ -57,6 +57,7 @@ class Recipe:
     seed: int = 1
     overrides: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    context: int = 1024
     paddings: tuple[int, ...] = (128,)
     decode: int = 8
     score: tuple[int, ...] = ()
@@ -78,7 +79,7 @@ class Recipe:
             "--tp": self.tp,
             "--decode-paddings": self.decode,
             "--max-running": 8,
-            "--context": 1024,
+            "--context": self.context,
             "--page-size": 64,
             "--paddings": ",".join(map(str, self.paddings)),
             "--dtype": self.dtype,
@@ -110,7 +111,6 @@ RECIPES = {
     "micro-2x1": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1"),
     "micro-2x1-snapshots": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1", snapshots=2),
     "small-tp1": Recipe(1),
-    "small-tp16-bf16": Recipe(16, dtype="bfloat16"),
     "micro-tp4": Recipe(4, "micro"),
     "micro-tp2": Recipe(2, "micro"),
     "micro-tp1": Recipe(1, "micro"),
@@ -129,7 +129,7 @@ RECIPES = {
     ),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
-    "demo-tp16": Recipe(16, "demo", dtype="bfloat16", score=(128,)),
+    "demo-tp1": Recipe(1, "demo", dtype="bfloat16", score=(128,), context=4096),
     # Compiled for four chips that are not here (20 s).
     "micro-v6e": Recipe(4, "micro", dtype="bfloat16", paddings=(16,), decode=16, score=(16,), target="tpu:v6e:2x2"),
 }

@@ -21,23 +21,8 @@ ROOT = Path(__file__).parents[2]
 MARK = "LING3_TEST_MARK"
 # The smallest artifact: three cells, always compiled anew.
 SMALLEST = (
-    "--cache",
-    "off",
-    "--tp",
-    "1",
-    "--paddings",
-    "16",
-    "--decode-paddings",
-    "1",
-    "--max-running",
-    "1",
-    "--context",
-    "64",
-    "--page-size",
-    "16",
-    "--dtype",
-    "float32",
-)
+    "--cache off --tp 1 --paddings 16 --decode-paddings 1 --max-running 1 --context 64 --page-size 16 --dtype float32"
+).split()
 # Runs the module that its second argument names; the first one is the largest file that it may write, 0 for any. A test
 # that runs with SIGINT ignored hands that down.
 SCRIPT = """
@@ -149,12 +134,12 @@ def copying(programs: Path, target: Target):
     def run(self, wanted, done):
         built = {}
         for cell in wanted:
-            if cell.name in self._taken:
-                built[cell.name] = self._taken[cell.name]
+            if cell.name in self.taken:
+                built[cell.name] = self.taken[cell.name]
                 done(cell, built[cell.name])
                 continue
             for tier in ("stablehlo", "exec"):
-                shutil.copy(programs / f"{cell.name}.{tier}", self._job.folder)
+                shutil.copy(programs / f"{cell.name}.{tier}", self.job.folder)
             built[cell.name] = Built(target.cells[cell.name], target.requires, target.mesh)
             done(cell, built[cell.name])
         return Outcome(self.plan, built, {})

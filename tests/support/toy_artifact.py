@@ -95,7 +95,7 @@ def build_step(config: Any, geometry: Geometry, phase: str, padding: int, mesh: 
     )
     specs = ({"toy": {"table": P("tp")}}, {"last_token": P(), "seen": P()}, {"packed": P()})
     out_specs = (specs[1], {"logits": P(None, "tp")})
-    return steps.Step(steps._sharded(body, mesh, specs, out_specs), values, specs, out_specs, fields)
+    return steps.Step(steps.sharded(body, mesh, specs, out_specs), values, specs, out_specs, fields)
 
 
 def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifest:

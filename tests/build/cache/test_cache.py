@@ -97,21 +97,18 @@ def test_a_broken_entry_is_named_discarded_and_can_be_made_again(cache, said, da
     assert len(said) == 1
 
 
-def test_an_entry_under_another_name_is_not_used(cache, said):
-    other = sha256_of({"n": 2})
-    cache.path("programs", KEY).rename(cache.path("programs", other))
+def test_an_entry_under_another_name_or_with_a_digest_that_is_none_is_not_followed(cache, said):
+    path, other = cache.path("programs", KEY), sha256_of({"n": 2})
+    whole = path.read_text()
+    path.rename(cache.path("programs", other))
     assert cache.read("programs", other) is None
-    assert "found the fields of another key" in said[0]
-
-
-def test_a_digest_that_is_no_digest_is_not_followed(cache, said, tmp_path):
-    path = cache.path("programs", KEY)
-    raw = json.loads(path.read_text())
+    raw = json.loads(whole)
     del raw["sha256"]
     raw["blobs"]["exec"] = "../../secret"
     path.write_text(json.dumps(raw | {"sha256": sha256_of(raw)}))
     assert cache.read("programs", KEY) is None
-    assert "found bytes that no digest names" in said[0]
+    found = [text.partition("found ")[2].partition(",")[0] for text in said]
+    assert found == ["the fields of another key", "bytes that no digest names"]
 
 
 def test_a_lock_is_not_taken_through_a_link(cache, said, tmp_path):
@@ -152,19 +149,6 @@ def test_readonly_uses_what_is_there_and_changes_nothing(cache, said, tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-def test_the_policies():
-    table = {policy: (CacheUse(policy).reads, CacheUse(policy).writes) for policy in ("on", "off", "redo", "readonly")}
-    assert table == {"on": (True, True), "off": (False, False), "redo": (False, True), "readonly": (True, False)}
-
-
-def test_a_folder_that_cannot_be_made_is_named_and_nothing_else_happens(tmp_path, said):
-    (tmp_path / "file").write_text("")
-    cache = Cache(CacheUse("on", tmp_path / "file" / "cache"), said.append)
-    cache.write("programs", FIELDS, {}, {"exec": RAW})
-    path = f"{tmp_path}/file/cache/programs"
-    assert said == [f"not cached: write `{KEY}.json`: expected a writable file, found Not a directory, in {path}"]
-
-
 def test_where_the_cache_is(monkeypatch, tmp_path):
     monkeypatch.setenv("LING3_CACHE", "/a/b")
     assert user_cache() == Path("/a/b")
@@ -190,12 +174,12 @@ def writer(folder: Path) -> subprocess.Popen[str]:
 
 def test_a_kill_at_any_point_leaves_only_whole_entries(tmp_path, said):
     moments = random.Random(1)
-    for number in range(12):
+    for number in range(6):
         process = writer(tmp_path / "cache")
         with process:
             assert process.stdout is not None
             process.stdout.readline()
-            time.sleep(moments.uniform(0, 0.02 * (1 + number)))  # the later ones write on a busy machine, too
+            time.sleep(moments.uniform(0, 0.04 * (1 + number)))  # the later ones write on a busy machine, too
             process.send_signal(signal.SIGKILL)
         cache = Cache(CacheUse("on", tmp_path / "cache"), said.append)
         for entry in entries(cache.folder, "programs"):
@@ -214,7 +198,7 @@ def test_two_that_write_the_same_entry_and_one_that_reads_it_never_meet_half_of_
         for process in processes:
             assert process.stdout is not None
             process.stdout.readline()
-        until, seen = time.monotonic() + 2, set()
+        until, seen = time.monotonic() + 1, set()
         while time.monotonic() < until:
             if entry := cache.read("programs", sha256_of({"n": 1})):
                 assert entry.data["exec"][0] == entry.record["first"]

@@ -20,7 +20,7 @@ import pytest
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cells import counts
-from tests.support.builds import UNOPTIMIZED, ended
+from tests.support.builds import SMALLEST, UNOPTIMIZED, ended
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 pytestmark = pytest.mark.build
@@ -28,22 +28,9 @@ pytestmark = pytest.mark.build
 ROOT = Path(__file__).parents[3]
 TARGET = "cpu-tp1"
 CELLS = ["adjust@1", "decode@1", "prefill@16", "sample@1"]
-SMALL = (
-    "--tp",
-    "1",
-    "--paddings",
-    "16",
-    "--decode-paddings",
-    "1",
-    "--max-running",
-    "1",
-    "--context",
-    "64",
-    "--page-size",
-    "16",
-    "--dtype",
-    "float32",
-)
+
+
+CACHED = SMALLEST[2:]  # without `--cache off`
 
 
 class Tree:
@@ -66,7 +53,17 @@ class Tree:
 
     @contextmanager
     def building(self, checkpoint: Path, artifact: Path, *options: object) -> Iterator[subprocess.Popen[str]]:
-        command = [sys.executable, "-P", "-m", "ling3export.cli", "build", checkpoint, artifact, *SMALL, *options]
+        command = [
+            sys.executable,
+            "-P",
+            "-m",
+            "ling3export.cli",
+            "build",
+            checkpoint,
+            artifact,
+            *SMALLEST[2:],
+            *options,
+        ]
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=self.home,
@@ -129,8 +126,10 @@ class Built:
             self.first, self.said = finished(first, self.artifacts[0])
             self.shares = [ended(share)[1] for share in (half, rest)]
         assert not self.artifacts[1].exists()
-        self.second, self.collected = self.two.build(checkpoint, self.artifacts[1])
-        self.cache = self.one.home / ".cache" / "ling3export"
+        self.cache, self.other_cache = (tree.home / ".cache" / "ling3export" for tree in (self.one, self.two))
+        before = files_below(self.other_cache)
+        self.second, self.collected = self.two.build(checkpoint, self.artifacts[1], "--explain")
+        assert files_below(self.other_cache) == before
 
 
 @pytest.fixture(scope="module")
@@ -166,45 +165,20 @@ def test_the_summary_counts_what_was_compiled(built):
     assert f"\n{line}compiled 4 programs\n" in built.said
 
 
-def test_a_rebuild_from_another_tree_traces_and_compiles_nothing_and_holds_the_original_bytes(built, checkpoint):
-    artifact = built.two.home / "again.ling3"
-    before = sorted(built.cache.rglob("*"))
-    manifest, said = built.two.build(checkpoint, artifact, "--cache-dir", built.cache, "--explain")
-    assert origins(manifest) == dict.fromkeys(CELLS, "cache")
-    assert counts(manifest.targets[TARGET].cells.values()) == {
-        "cells": 4,
-        "compiled": 0,
-        "from_program_cache": 0,
-        "from_cache": 4,
-        "traces": 0,
-        "compiles": 0,
-    }
-    assert keys(manifest) == keys(built.first)
-    assert files(artifact, "exec") == files(built.artifacts[0], "exec")
-    assert files(artifact, "stablehlo") == files(built.artifacts[0], "stablehlo")
-    assert sorted(path for path in built.cache.rglob("*")) == before
+def test_shares_compile_every_cell_once_and_the_build_only_collects(built):
+    """The shares got a config.json alone: no weights. The build traced and compiled nothing, and has the same bytes."""
+    assert [re.findall(r"cells: .*, 0 from the cache", said) for said in built.shares] == [
+        ["cells: 2 compiled, 0 from the cache"]
+    ] * 2
+    none = {"compiled": 0, "from_program_cache": 0, "traces": 0, "compiles": 0}
+    assert counts(built.second.targets[TARGET].cells.values()) == {"cells": 4, "from_cache": 4, **none}
+    said = built.collected
+    assert "jax traced 0 functions and compiled 0 programs\n" in said
     table = [line.split()[:3] for line in said[said.index(f"{TARGET}:\n") :].splitlines()[2 : 2 + len(CELLS)]]
     assert sorted(table) == sorted([cell, "cached", "-"] for cell in CELLS)
-    for cell in CELLS:
-        assert f"{TARGET} {cell}: from the cache\n" in said
-    assert "jax traced 0 functions and compiled 0 programs\n" in said
-
-
-def test_shares_compile_every_cell_once_and_the_build_only_collects(built):
-    """The shares got a config.json alone: no weights. The build traced and compiled nothing."""
-    assert [re.findall(r"cells: .*, 0 from the cache", said) for said in built.shares] == [
-        ["cells: 2 compiled, 0 from the cache"],
-        ["cells: 2 compiled, 0 from the cache"],
-    ]
-    assert counts(built.second.targets[TARGET].cells.values()) == {
-        "cells": 4,
-        "compiled": 0,
-        "from_program_cache": 0,
-        "from_cache": 4,
-        "traces": 0,
-        "compiles": 0,
-    }
-    assert "jax traced 0 functions and compiled 0 programs\n" in built.collected
+    assert all(f"{TARGET} {cell}: from the cache\n" in said for cell in CELLS)
+    blobs = {path.read_bytes() for path in (built.other_cache / "blobs").iterdir()}
+    assert {*files(built.artifacts[1], "exec").values(), *files(built.artifacts[1], "stablehlo").values()} <= blobs
 
 
 def test_sources_that_lower_to_the_same_program_compile_nothing_and_readonly_changes_nothing(
@@ -268,7 +242,7 @@ def test_a_broken_executable_is_named_and_made_again(built, checkpoint, tmp_path
 
 
 def test_a_build_that_is_killed_leaves_what_it_had_to_the_one_beside_it_and_the_next(built, checkpoint, tmp_path):
-    """Two builds make the same cell for the same cache; one is killed in it. The other ends, the next makes nothing."""
+    """Two builds make the same cell for the same cache; one is killed in it. The other ends."""
     cache = tmp_path / "cache"
     shutil.copytree(built.cache, cache)
     for kind, key in zip(("cells", "programs"), keys(built.first)["sample@1"], strict=True):
@@ -287,6 +261,3 @@ def test_a_build_that_is_killed_leaves_what_it_had_to_the_one_beside_it_and_the_
     assert "expected a whole one" not in said
     assert origins(manifest)["prefill@16"] == "cache"
     assert origins(manifest)["sample@1"] in ("compiler", "program cache", "cache")
-    manifest, said = built.one.build(checkpoint, tmp_path / "next.ling3", "--cache-dir", cache)
-    assert origins(manifest) == dict.fromkeys(CELLS, "cache")
-    assert "expected a whole one" not in said

@@ -166,19 +166,16 @@ def test_the_commands_print_data_on_stdout(folder, tmp_path):
     key, made = sha256_of(fields(1))[:12], sha256_of(program(1))[:12]
     assert (done.exit_code, done.stdout) == (0, f"cpu-tp2 decode@1: {key} found, program {made} found\n")
     done = cache_command("cleanup", "--older-than", "36h", "--json", *where)
-    assert {name: json.loads(done.stdout)[name] for name in ("removed", "kept", "in_use")} == {
-        "removed": 4,
-        "kept": 2,
-        "in_use": 0,
-    }
+    assert {"removed": 4, "kept": 2, "in_use": 0}.items() <= json.loads(done.stdout).items()
     done = cache_command("cleanup", "--all", *where)
     assert done.stdout == "removed 2 entries (0.0 MB); 0 entries (0.0 MB) are left\n"
 
 
+NO_CACHES = {"checkpoint": "other files", "hub": "other files", "nope": "none", "file": "a file"}
+
+
 @pytest.mark.parametrize("command", [["status"], ["cleanup", "--all"]])
-@pytest.mark.parametrize(
-    ("name", "found"), [("checkpoint", "other files"), ("hub", "other files"), ("nope", "none"), ("file", "a file")]
-)
+@pytest.mark.parametrize(("name", "found"), NO_CACHES.items())
 def test_what_is_no_cache_is_refused_and_nothing_is_written_or_removed(tmp_path, monkeypatch, command, name, found):
     """A clean-up once left its lock in a checkpoint, and would have removed files that are named by their digests."""
     (tmp_path / "checkpoint").mkdir()
@@ -201,16 +198,13 @@ def test_what_is_no_cache_is_refused_and_nothing_is_written_or_removed(tmp_path,
     assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("there", [False, True])
-def test_a_default_folder_that_is_empty_or_absent_holds_no_entries(tmp_path, monkeypatch, there):
-    if there:
-        (tmp_path / "cache").mkdir()
-    monkeypatch.setenv("LING3_CACHE", str(tmp_path / "cache"))
-    before = sorted(tmp_path.rglob("*"))
-    assert "entries   0 cells, 0 programs\n" in cache_command("status").stdout
-    done = cache_command("cleanup", "--all")
-    assert done.stdout == "removed 0 entries (0.0 MB); 0 entries (0.0 MB) are left\n"
-    assert sorted(tmp_path.rglob("*")) == before
+def test_a_default_folder_that_is_empty_or_absent_holds_no_entries(tmp_path, monkeypatch):
+    (tmp_path / "empty").mkdir()
+    for name in ("empty", "absent"):
+        monkeypatch.setenv("LING3_CACHE", str(tmp_path / name))
+        assert "entries   0 cells, 0 programs\n" in cache_command("status").stdout
+        assert cache_command("cleanup", "--all").stdout.startswith("removed 0 entries (0.0 MB); 0 entries (0.0 MB) ")
+    assert [path.name for path in tmp_path.rglob("*")] == ["empty"]
 
 
 @pytest.mark.parametrize(

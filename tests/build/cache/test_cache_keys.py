@@ -2,9 +2,7 @@
 
 import errno
 import hashlib
-import json
 import os
-import shutil
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -15,17 +13,17 @@ from unittest.mock import Mock
 
 import pytest
 
-from ling3export.artifacts.records import from_json, sha256_of, to_json
+from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Call, Executable, Memory, Mesh, Origin, Program, Requirements
 from ling3export.cache import keys
-from ling3export.cache.cells import Built, Cells, counts, opened, summary
+from ling3export.cache.cells import Built, Cells, opened
 from ling3export.cache.keys import cell_fields, program_fields
 from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse
 from ling3export.compile import build
 from ling3export.compile.lower import Compiled
 from ling3export.compile.pool import Compilers, Outcome
-from ling3export.compile.worker import Job, compiled_program
+from ling3export.compile.worker import compiled_program
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.processes import Failure
 from ling3export.machine import environment
@@ -50,64 +48,63 @@ def key_of(config: Config = CONFIG, planned: Plan | None = None, cell: Cell = CE
     return sha256_of(cell_fields(config, plan() if planned is None else planned, cell))
 
 
-def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
-    code = "import sys, ling3export.compile.lower, ling3export.compile.accelerators\nprint(*sys.modules)"
+def loaded(*modules: str) -> set[str]:
+    """The files of ours that a fresh process has loaded which imports these."""
+    code = f"import sys, {', '.join(modules)}\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     names = [name for name in done.stdout.split() if name.split(".")[0] == "ling3export"]
-    loaded = {name.removeprefix("ling3export.").replace(".", "/") + ".py" for name in names}
-    packages = {name for name in loaded if not (keys.ROOT / name).is_file()}
+    return {name.removeprefix("ling3export.").replace(".", "/") + ".py" for name in names}
+
+
+def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
+    """For cpu nothing that is for accelerators: estimates change, and its programs stay."""
     digests = keys.source_digests()
-    assert loaded - packages <= {name for group in digests.values() for name in group}
-    assert sum(map(len, digests.values())) == len({name for group in digests.values() for name in group})
+    names = [name for group in digests.values() for name in group]
+    assert len(names) == len(set(names))
+    found = loaded("ling3export.compile.lower", "ling3export.compile.accelerators")
+    assert {name for name in found if (keys.ROOT / name).is_file()} <= set(names)
     assert {"model/kda/layer.py", "model/program.py"} <= digests["model"].keys()
     assert {"compile/lower.py", "machine/pjrt.py"} <= digests["lowering"].keys()
     assert {"compile/accelerators.py", "cost/estimates.py", "plan/targets.py"} <= digests["accelerators"].keys()
-    others = {"compile/build.py", "cli.py", "plan/plan.py", "cache/store.py"}
-    assert not others & {name for group in digests.values() for name in group}
+    assert not {"compile/build.py", "cli.py", "plan/plan.py", "cache/store.py"} & set(names)
+    for_cpu = loaded("ling3export.compile.lower")
+    assert "compile/lower.py" in for_cpu and not for_cpu & digests["accelerators"].keys()
 
 
-def test_a_compiling_process_for_cpu_loads_nothing_that_is_for_accelerators():
-    """So their sources are in no key of cpu: estimates change, and its programs stay."""
-    code = "import sys, ling3export.compile.lower\nprint(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    names = [name for name in done.stdout.split() if name.split(".")[0] == "ling3export"]
-    loaded = {name.removeprefix("ling3export.").replace(".", "/") + ".py" for name in names}
-    assert "compile/lower.py" in loaded
-    assert not loaded & keys.source_digests()["accelerators"].keys()
+def test_estimates_are_in_the_keys_of_accelerators_alone_and_this_processor_in_those_of_cpu(monkeypatch):
+    plans = plan(), plan("tpu:v6e:2x2")
 
-
-def test_sources_for_accelerators_are_in_the_keys_of_accelerators_alone(monkeypatch):
-    tpu = plan("tpu:v6e:2x2")
-
-    def all_keys() -> list[str]:
-        programs = [program_fields(each.target, {"portable": "0"}, DEVICES, None) for each in (plan(), tpu)]
-        wholes = [keys.fingerprint(CONFIG, each) for each in (plan(), tpu)]
-        return [key_of(), sha256_of(programs[0]), wholes[0], key_of(planned=tpu), sha256_of(programs[1]), wholes[1]]
+    def all_keys() -> list[tuple[str, ...]]:
+        """By target: of a cell, of its program and of the whole target."""
+        return [
+            (
+                key_of(planned=each),
+                sha256_of(program_fields(each.target, {"portable": "0"}, DEVICES, None)),
+                keys.fingerprint(CONFIG, each),
+            )
+            for each in plans
+        ]
 
     before, digests = all_keys(), keys.source_digests()
     changed = {"accelerators": digests["accelerators"] | {"cost/estimates.py": "0"}}
-    monkeypatch.setattr(keys, "source_digests", lambda: digests | changed)
-    assert [a == b for a, b in zip(before, all_keys(), strict=True)] == [True] * 3 + [False] * 3
+    with monkeypatch.context() as patch:
+        patch.setattr(keys, "source_digests", lambda: digests | changed)
+        after = all_keys()
+    assert after[0] == before[0] and not {*after[1]} & {*before[1]}
+    monkeypatch.setattr(keys.environment, "cpu_features", lambda: ["sse2"])
+    after = all_keys()
+    assert after[1] == before[1] and not {*after[0]} & {*before[0]}
 
 
-def test_a_changed_file_of_a_sub_package_changes_the_key(tmp_path, monkeypatch):
+def test_a_changed_file_of_a_sub_package_changes_the_key(monkeypatch):
     """A search of the top folder alone would miss every file of a sub-package."""
-    tree = Path(
-        shutil.copytree(keys.ROOT, tmp_path / "ling3export", ignore=shutil.ignore_patterns("demo", "__pycache__"))
-    )
-    monkeypatch.setattr(keys, "ROOT", tree)
-    monkeypatch.setattr(keys, "source_digests", lambda: keys._source_digests.__wrapped__(0))
-    first, seen = key_of(), set()
-    names = [name for group in keys.deciding(plan().target).values() for name in group]
-    nested = {str(Path(name).parent): name for name in names if name.count("/") > 1}  # one file of each
-    assert {"model/kda", "model/mla", "model/sampling", "model/ffn"} <= nested.keys()
-    for name in nested.values():
-        file, before = tree / name, (tree / name).read_bytes()
-        file.write_bytes(before + b"# A comment.\n")
-        seen.add(key_of())
-        file.write_bytes(before)
-    assert key_of() == first
-    assert len({first, *seen}) == 1 + len(nested)
+    files = {path.relative_to(keys.ROOT).as_posix(): path for path in (keys.ROOT / "model").rglob("*.py")}
+    assert {"model/kda/layer.py", "model/mla/paged.py", "model/sampling/sample.py"} <= files.keys()
+    digests, first = keys.source_digests(), key_of()
+    assert digests["model"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
+    changed = digests["model"] | {"model/kda/layer.py": "0"}
+    monkeypatch.setattr(keys, "source_digests", lambda: digests | {"model": changed})
+    assert key_of() != first
 
 
 def test_what_decides_a_cell_changes_its_key_and_nothing_else_does(monkeypatch):
@@ -130,19 +127,6 @@ def test_what_decides_a_cell_changes_its_key_and_nothing_else_does(monkeypatch):
     monkeypatch.setattr(keys.metadata, "version", lambda name: "9.9" if name == "jaxlib" else "1")
     changed.append(key_of())
     assert len({first, *changed}) == 1 + len(changed)
-
-
-def test_this_processor_is_in_the_keys_of_cpu_alone(monkeypatch):
-    tpu = plan("tpu:v6e:2x2")
-
-    def all_keys() -> list[str]:
-        programs = [program_fields(each.target, {"portable": "0"}, DEVICES, None) for each in (plan(), tpu)]
-        return [key_of(), sha256_of(programs[0]), key_of(planned=tpu), sha256_of(programs[1])]
-
-    before = all_keys()
-    monkeypatch.setattr(keys.environment, "cpu_features", lambda: ["sse2"])
-    after = all_keys()
-    assert [a == b for a, b in zip(before, after, strict=True)] == [False, False, True, True]
 
 
 def test_a_programs_key_follows_program_and_devices_and_no_source_of_the_model(monkeypatch):
@@ -222,12 +206,6 @@ def test_the_policies_of_cells(tmp_path):
     cells("redo").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "second", b"2"), built())
     assert fetched("on", "b-on") == b"2exec"
     assert said == []
-
-
-def test_a_compiling_process_is_told_how_the_cache_is_used(tmp_path):
-    whole = plan()
-    job = Job(whole.target, whole.geometry, CONFIG, tmp_path / "built", CacheUse("redo", tmp_path / "cache"))
-    assert from_json(Job, json.loads(json.dumps(to_json(job)))) == job
 
 
 @pytest.mark.parametrize(
@@ -335,19 +313,6 @@ def test_the_policies_of_programs(tmp_path, policy, compiled):
     assert ["expected the field executable" in line for line in said] == [True]
 
 
-def test_explain_says_when_the_cache_was_not_to_be_read(tmp_path):
-    said: list[str] = []
-    Cells(CacheUse("redo", tmp_path, explain=True), said.append).fetch(CONFIG, plan(), CELL, tmp_path)
-    assert said == ["cpu-tp2 decode@16: made anew: --cache redo"]
-
-
-def test_the_line_of_a_build_without_a_cache():
-    programs = [built(origin).program for origin in (MADE, MADE, None)]
-    assert counts(programs)["cells"] == 2
-    line = "cells: 2 compiled, 0 from the cache (off); jax traced 10 functions and compiled 2 programs"
-    assert summary(programs, CacheUse("off")) == line
-
-
 def test_a_file_of_flags_counts_by_its_content(tmp_path, monkeypatch):
     """``XLA_FLAGS=FILE`` counted by its name: another content gave the programs of the first."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
@@ -407,12 +372,12 @@ def test_a_worker_of_other_sources_fails_its_cell_and_keeps_nothing(tmp_path, mo
     compilers = Compilers(plan(), CONFIG, folder, 1, cells)
     reply = {"built": to_json(built()), "messages": [], "sources": {"model/kda/layer.py": "0"}}
     worker: Any = SimpleNamespace(send=lambda message: None, receive=lambda: reply)
-    failure = compilers._made(worker, CELL)
+    failure = compilers.made(worker, CELL)
     assert isinstance(failure, Failure)
     assert failure.error == "expected the sources of the build's start, found another model/kda/layer.py"
     assert not (tmp_path / "cache").exists()
     reply["sources"] = {"model/kda/layer.py": keys.source_digests()["model"]["model/kda/layer.py"]}
-    assert isinstance(compilers._made(worker, CELL), Built)
+    assert isinstance(compilers.made(worker, CELL), Built)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Synthetic checkpoints: the published layout, the same bytes for the same seed, and weights that show mistakes."""
 
 import dataclasses
-import errno
 import hashlib
 import json
 import math
@@ -13,13 +12,13 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
-from ling3export.checkpoint import synth
 from ling3export.checkpoint.reader import INDEX, Checkpoint
-from ling3export.checkpoint.synth import PRESETS, config_fields, synthesize
+from ling3export.checkpoint.synth import config_fields, synthesize
 from ling3export.foundation.errors import ArtifactError, CheckpointError, ConfigError
 from ling3export.model.config import Config
 from ling3export.model.parameters import expected_tensors, mtp_tensors
 from ling3export.verify.reference import Reference
+from tests.support.limits import file_size_limit
 
 EXPERT = "model.layers.7.mlp.experts.3.up_proj.weight"
 
@@ -50,14 +49,6 @@ def test_files_of_the_published_layout(micro: Path):
     assert index["metadata"]["total_size"] == sum(sizes.values())
     config = Config.from_file(micro / "config.json")
     assert sizes.keys() == expected_tensors(config).keys() | mtp_tensors(config).keys()
-
-
-@pytest.mark.parametrize(("preset", "slabs"), [("micro", 4), ("small", 16), ("aligned", 16), ("full", 16)])
-def test_presets_are_models(preset: str, slabs: int):
-    config = Config.from_dict(config_fields(preset, {}))
-    assert config.tp_shards == slabs
-    assert config.num_experts_per_tok > config.topk_group
-    assert PRESETS[preset].items() <= config.semantic().items() | {("eos_token_id", config.eos_token_id)}
 
 
 def test_full_is_as_large_as_ling3_tiny():
@@ -117,14 +108,6 @@ def test_tokenizer(micro: Path):
     assert max(tokenizer.get_vocab().values()) < config.vocab_size
 
 
-def test_tokenizer_of_full_has_the_published_end_of_text_id(tmp_path: Path):
-    config = Config.from_dict(config_fields("full", {}))
-    synth.write_tokenizer(tmp_path, config.eos_token_ids[0])
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.encode("of the<|endoftext|>").ids[-1] == 156892
-    assert tokenizer.decode(tokenizer.encode("of the people<|endoftext|>").ids) == "of the people"
-
-
 def test_an_existing_folder_is_replaced_only_by_force(tmp_path: Path):
     synthesize(tmp_path / "out", "micro", 0)
     with pytest.raises(ArtifactError):
@@ -142,21 +125,13 @@ def test_an_existing_folder_is_replaced_only_by_force(tmp_path: Path):
     assert Checkpoint.open(tmp_path / "out").tensor(EXPERT).size
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    def full(*args: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(synth, "_write_all", full)
-    with pytest.raises(ArtifactError, match=r"write `model-0000.-of-00004.safetensors`: expected room for .* bytes"):
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path):
+    with (
+        file_size_limit(100_000),
+        pytest.raises(ArtifactError, match=r"write `model-0000.-of-00004.safetensors`: expected room for .* bytes"),
+    ):
         synthesize(tmp_path / "out", "micro", 0)
     assert [*tmp_path.iterdir()] == []
-
-
-def test_progress_ends_at_the_whole(tmp_path: Path):
-    seen: list[tuple[int, int]] = []
-    total = synthesize(tmp_path / "out", "micro", 0, progress=lambda done, whole: seen.append((done, whole)))
-    assert seen[-1] == (total, total)
-    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
 
 
 def test_what_cannot_be_written(tmp_path: Path):

@@ -33,7 +33,7 @@ def stub(self: Compilers, cells, done) -> Outcome:
     outcome = Outcome(self.plan, {}, {})
     for cell in cells:
         for suffix in ("stablehlo", "exec"):
-            (self._job.folder / f"{cell.name}.{suffix}").write_text(f"{suffix} of {cell.name}")
+            (self.job.folder / f"{cell.name}.{suffix}").write_text(f"{suffix} of {cell.name}")
         program = Program(
             phase=cell.phase,
             padding=cell.padding,

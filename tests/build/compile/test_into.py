@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts.manifest import read_manifest, write_manifest
-from ling3export.artifacts.staging import folder_lock
+from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
 from ling3export.compile import build, into
 from ling3export.compile import pool as compiling
@@ -246,26 +245,11 @@ def test_another_checkpoint_is_refused(whole, artifact, tmp_path):
     )
 
 
-def test_two_additions_at_once_are_refused(whole):
-    with folder_lock(whole):
-        said = refusal(cli.main, "build", "--into", whole, "--target", "cpu@2")
-    assert said.startswith("error: artifact `x.ling3`: expected no other build, found process ")
-
-
 def test_there_must_be_an_artifact(tmp_path):
     said = refusal(cli.main, "build", "--into", tmp_path / "x.ling3")
     assert said.startswith("error: artifact `x.ling3`: expected a folder, found nothing, at ")
     said = refusal(cli.main, "build", "a", "b", "--into", tmp_path / "x.ling3", code=2)
     assert said.endswith("Error: --into: expected no ARTIFACT beside it, found one.\n")
-
-
-def test_files_that_no_manifest_names_are_tolerated(whole):
-    (whole / "programs" / "left").mkdir()
-    (whole / "programs" / "left" / "decode@8.exec").write_bytes(b"half")
-    (whole / ".manifest.json.partial").write_text("half")
-    check_digests(whole, read_manifest(whole))
-    write_manifest(whole, read_manifest(whole))
-    assert ".manifest.json.partial" not in names(whole)
 
 
 LINKED = {

@@ -111,14 +111,6 @@ def test_the_summary_has_bf16_s_errors_beside_their_tolerance_and_kind_in_80_col
     assert built.startswith("built x.ling3 in ") and built.endswith(" s (1.0 MB of weights)")
 
 
-def test_the_summary_of_a_target_that_no_machine_here_runs(capsys):
-    Console().summary(Path("x.ling3"), manifest(None), ["cpu-tp1"])
-    lines = printed(capsys)
-    assert lines[2].split() == ["prefill@16", "cached", "-", "1.5", "not", "run", "-"]
-    assert lines[-2] == "  no machine here runs these programs: ling3export verify does where one does"
-    assert lines[-1].startswith("added cpu-tp1 to x.ling3 in ")
-
-
 def test_every_failed_cell_is_named_with_its_target():
     other = replace(PLAN, target=replace(PLAN.target, tp=2))
     outcomes = [outcome(), outcome(("decode@1", "sample@1"), other)]
@@ -166,13 +158,6 @@ def test_what_a_failed_build_was_asked_for_is_noted_until_one_succeeds(tmp_path)
     replay.forget_failure(artifact)
     replay.forget_failure(artifact)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("damaged", ["", "[]", "{}", "3", '{"config": 1}', "[" * 10**5, '{"options": {"no": 1}}'])
-def test_a_damaged_note_of_a_failed_build_counts_as_none(tmp_path, damaged):
-    """Other JSON types in it once ended in a traceback."""
-    replay.failed_path(tmp_path / "x.ling3").write_text(damaged)
-    assert replay.read_failure(tmp_path / "x.ling3") is None
 
 
 def test_a_refused_build_names_the_cell_that_failed(monkeypatch, tmp_path):

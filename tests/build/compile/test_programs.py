@@ -12,7 +12,6 @@ from jax import export
 
 from ling3export.artifacts.schema import Collective
 from ling3export.checkpoint.synth import config_fields
-from ling3export.compile import lower
 from ling3export.compile.lower import Lowered, compile_cell, device_mesh, lower_cell
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
@@ -123,24 +122,11 @@ def test_size_does_not_follow_experts_or_depth(phase: str, padding: int):
     assert abs(deep / small - 1) < 0.02
 
 
-def test_lowering_gives_the_same_bytes_again():
-    first, second = (lower_cell(config(), geometry("loops"), "decode", 3, "cpu").blob for _ in range(2))
-    assert first == second
-
-
 @pytest.mark.parametrize(("phase", "padding"), [*CELLS, ("sample", 3)])
 def test_no_path_of_this_checkout(phase: str, padding: int):
     blob = lower_cell(config(), geometry("loops"), phase, padding, "cpu").blob
     assert str(ROOT).encode() not in blob
     assert b".py" not in blob
-
-
-def test_a_path_would_be_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(lower, "LOCATION_OPTIONS", {"jax_traceback_in_locations_limit": 10})
-    try:
-        assert b".py" in lower_cell(config(), geometry("loops"), "sample", 3, "cpu").blob
-    finally:
-        jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 def local_bytes(array: StateArray) -> int:

@@ -13,7 +13,6 @@ from ling3export.artifacts.records import to_json
 from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
 from ling3export.compile import replay
-from ling3export.foundation.errors import ArtifactError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from tests.support.builds import copying
@@ -96,11 +95,6 @@ def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
     )
     assert "error: artifact `no.ling3`: expected a folder, found nothing" in refusal(
         cli.main, "build", tmp_path / "no", tmp_path / "no.ling3", "--replay", "decode@8"
-    )
-    with pytest.raises(ArtifactError) as caught:
-        replay._target({"cpu-tp1": {}, "cpu-tp2": {}}, "")
-    assert str(caught.value) == (
-        "--replay: expected TARGET/CELL, for there are 2 targets, found no target\nhint: one of cpu-tp1, cpu-tp2"
     )
     said = refusal(cli.main, "build", "--into", "x.ling3", "--replay", "decode@8", code=2)
     assert said.endswith("Error: --into: expected no --replay beside it, found one.\n")

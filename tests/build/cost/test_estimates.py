@@ -10,7 +10,6 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import expert_times, roofline_bound
-from ling3export.foundation.hlo import parse, shape_bytes
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
@@ -132,11 +131,6 @@ def test_a_bound_that_nobody_states_is_counted_once_and_said_so():
     assert (found.loops[1].source, found.loops[1].trips) == ("unknown: counted once", 1)
 
 
-def test_text_without_an_entry_is_refused():
-    with pytest.raises(ValueError, match="expected an ENTRY computation"):
-        parse("HloModule nothing")
-
-
 def test_what_runs_on_a_sparse_core_counts_where_it_starts():
     """The scatter of ``dispatch`` runs there: its start has no operands, which ended the estimate."""
     text = module().replace(
@@ -171,10 +165,6 @@ def test_the_roofline_bounds_of_a_split_layer_add_up_to_the_decode_step_s_weight
     assert weights["combine"] == 0
     assert bound["decode"].bytes["state"] == pytest.approx(24 * bound["attend"].bytes["state"], rel=1e-4)
     assert [bound[phase].collectives for phase in ("attend", "experts", "combine", "head")] == [2, 1, 0, 0]
-
-
-def test_bytes_of_a_type():
-    assert shape_bytes("(bf16[2,3]{1,0:T(8,128)(2,1)}, s32[]{:T(128)}, pred[7]{0})") == 12 + 4 + 7
 
 
 def test_the_roofline_bound_of_decode_is_its_weights_state_and_latents():

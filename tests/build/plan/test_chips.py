@@ -22,10 +22,6 @@ from ling3export.plan.targets import Target, check_toolchain, compiler_environme
 FULL = Config.from_dict(config_fields("full", {}))
 
 
-def test_every_card_with_facts_can_be_described():
-    assert {kind for platform, kind in CHIPS if platform == "cuda"} == set(CARDS)
-
-
 @pytest.mark.parametrize(
     ("kind", "facts"),
     [
@@ -73,17 +69,6 @@ def test_a_missing_or_foreign_plugin_is_refused_by_both_names(monkeypatch, plugi
     assert caught.value.hint == 'pip install "ling3export[cuda]"'
 
 
-def test_the_plugin_of_the_version_of_jax_is_accepted(monkeypatch):
-    asked = []
-    monkeypatch.setattr(targets.metadata, "version", lambda name: asked.append(name) or "0.1.2")
-    check_toolchain(parse_target("cuda:h100", None, FULL))
-    assert {*asked} == {"jax", *targets.CUDA_PACKAGES}
-
-
-def test_compiling_for_a_card_needs_no_card():
-    assert compiler_environment(parse_target("cuda:h200", None, FULL)) == {"JAX_PLATFORMS": "cpu"}
-
-
 def test_a_card_holds_the_whole_model_and_a_full_pool():
     plan = make_plan(FULL, Options(), "cuda:h200")
     assert (plan.geometry.tp, plan.geometry.pages, plan.geometry.latent_row) == (1, 2048, 576)
@@ -110,30 +95,21 @@ def test_cuda_alone_is_the_card_that_is_here(monkeypatch, tmp_path, text):
     assert not parse_target("cuda:h200", None, FULL).autotuned
 
 
-def test_another_card_than_the_target_is_refused(monkeypatch, tmp_path):
-    put_card(monkeypatch, tmp_path, "NVIDIA H100 80GB HBM3")
-    found = f"found `NVIDIA H100 80GB HBM3` in {tmp_path}/0000:01:00.0/information"
-    with pytest.raises(PlanError) as caught:
-        parse_target("cuda:h200:here", None, FULL)
-    assert caught.value.message == f"target `cuda:h200:here`: expected a card that calls itself NVIDIA H200, {found}"
-
-
-def test_a_card_without_facts_is_refused(monkeypatch, tmp_path):
-    put_card(monkeypatch, tmp_path, "Tesla T4")
-    with pytest.raises(PlanError) as caught:
-        parse_target("cuda", None, FULL)
-    assert caught.value.message == (
-        "target `cuda`: expected a card that calls itself NVIDIA H100 80GB HBM3, NVIDIA H200, "
-        f"found `Tesla T4` in {tmp_path}/0000:01:00.0/information"
-    )
-
-
-def test_without_a_card_cuda_alone_is_refused(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("target", "card", "message"),
+    [
+        ("cuda:h200:here", "NVIDIA H100 80GB HBM3", "expected a card that calls itself NVIDIA H200, found `{}` in "),
+        ("cuda", "Tesla T4", "expected a card that calls itself NVIDIA H100 80GB HBM3, NVIDIA H200, found `{}` in "),
+        ("cuda", None, "expected an NVIDIA card in this machine, found none in "),
+    ],
+)
+def test_another_card_or_none_is_refused(monkeypatch, tmp_path, target, card, message):
     monkeypatch.setattr(chips, "DRIVER", tmp_path)
+    if card:
+        put_card(monkeypatch, tmp_path, card)
     with pytest.raises(PlanError) as caught:
-        parse_target("cuda", None, FULL)
-    assert caught.value.message == f"target `cuda`: expected an NVIDIA card in this machine, found none in {tmp_path}"
-    assert caught.value.hint == "cuda:h100 and cuda:h200 are compiled without one"
+        parse_target(target, None, FULL)
+    assert caught.value.message.startswith(f"target `{target}`: {message.format(card)}{tmp_path}")
 
 
 def test_an_autotuned_program_is_compiled_on_the_device_that_is_here(monkeypatch):

@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from ling3export.artifacts.schema import Memory
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
-from ling3export.compile.accelerators import _too_large
 from ling3export.cost.chips import CHIPS
 from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.foundation.errors import PlanError
@@ -20,7 +19,7 @@ from ling3export.model.state import state_bytes
 from ling3export.plan.memory import check_memory, held, weight_bytes
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.plan.pricing import PricedCell, TokenCosts, _columns, _tokens, priced, token_costs
+from ling3export.plan.pricing import PricedCell, TokenCosts, token_costs, token_lines
 from ling3export.plan.recorded import config_of, layout_difference, options_of, plan_of
 from tests.support.refusals import refusal
 
@@ -133,10 +132,6 @@ def test_the_table_of_cells_fits_80_columns_unless_it_may_be_wide(config):
     assert "  by memory  " not in "\n".join(lines)
 
 
-def test_without_a_checkpoint_the_demo_is_planned():
-    assert shown("--tp", "4").startswith("plan  prefill 16,128,512, decode 1,16,64, bfloat16, context ")
-
-
 def test_temporaries_come_from_an_artifact_that_was_built_alike(artifact):
     whole, checkpoint = artifact("micro-tp2"), artifact.checkpoint("micro-tp2")
     alike = ["--tp", 2, "--paddings", 128, "--decode-paddings", 8, "--max-running", 8, "--context", 1024,
@@ -189,11 +184,6 @@ def test_a_config_that_is_not_there_is_named(tmp_path):
     assert f"config `{tmp_path}/config.json`: expected a file, found none" in refusal(cli.main, "plan", tmp_path)
 
 
-@pytest.mark.parametrize(("unseen", "said"), [(0, "2.000"), (3, "at least 2.000")])
-def test_an_estimate_without_the_time_of_custom_calls_says_at_least(unseen, said):
-    assert _columns("decode@16", PricedCell(None, 1, 2e-3, None, unseen))["estimate ms"] == said
-
-
 def costs(times, measured=None, unseen=0):
     """What :func:`token_costs` makes of prefill cells with these milliseconds by padding."""
     measured = measured or {}
@@ -204,22 +194,12 @@ def costs(times, measured=None, unseen=0):
     return token_costs(cells, tuple(times))
 
 
-def test_a_padding_that_pays_for_long_prompts_is_said_to():
+def test_paddings_that_pay_are_told_from_those_that_do_not():
     found = costs({128: 1.28, 512: 2.56, 2048: 8.192})
     assert found == TokenCosts("estimate", {128: 1e-5, 512: 5e-6, 2048: 4e-6}, (128, 512, 2048))
-    assert _tokens(found) == [
-        "  prefill, µs a token of a full call by estimate, without collectives: "
-        "10.00 at 128, 5.00 at 512, 4.00 at 2048",
-        "  2048 pays for prompts of 2,048 tokens and more: 20.0% less a token than 512",
-    ]
-
-
-def test_paddings_that_pay_nothing_are_named_with_the_option_that_leaves_them_out():
     found = costs({128: 1.28, 256: 2.56, 512: 2.56, 2048: 20.48}, unseen=1)
     assert found.paying == (128, 512)
-    assert _tokens(found) == [
-        "  prefill, µs a token of a full call by estimate, without collectives, at least: "
-        "10.00 at 128, 10.00 at 256, 5.00 at 512, 10.00 at 2048",
+    assert token_lines(found)[1:] == [
         "  256,2048 pay nothing: a token costs no less than at a smaller padding",
         "  ling3export build CHECKPOINT --paddings 128,512",
     ]
@@ -228,11 +208,6 @@ def test_paddings_that_pay_nothing_are_named_with_the_option_that_leaves_them_ou
 def test_measured_times_come_before_estimates_and_none_is_guessed():
     found = costs({16: 1.0, 32: 1.0}, measured={16: 1.6e-3, 32: 4.8e-3})
     assert (found.source, found.paying) == ("measured", (16,))
-    assert _tokens(found) == [
-        "  prefill, µs a token of a full call as measured: 100.00 at 16, 150.00 at 32",
-        "  32 pays nothing: a token costs no less than at a smaller padding",
-        "  ling3export build CHECKPOINT --paddings 16",
-    ]
     assert costs({16: 1.0, 32: 1.0}, measured={16: 1.6e-3}).source == "estimate"
     assert costs({16: 1.0, 32: None}) is None
     assert costs({16: 1.0}) is None
@@ -262,30 +237,3 @@ def test_a_target_whose_temporaries_do_not_fit_is_refused_with_the_sum_and_the_o
         "lower --memory-fraction or --pages (pools), --max-running, or the padding of prefill@512; or take a larger "
         "topology"
     )
-
-
-def test_what_libtpu_refuses_is_said_with_its_sum_and_the_option():
-    """The compiler counts one program; it refuses within a second, in its own words."""
-    said = RuntimeError("XLA: RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 40.1G of 31.25G hbm.\nx")
-    target = make_plan(FULL, Options(), "tpu:v6e:4x4").target
-    assert str(_too_large(said, target, "prefill@512")) == (
-        "memory of `tpu:v6e:4x4`: expected prefill@512 to fit 31.24 GiB a device, found: Ran out of memory in memory "
-        "space hbm. Used 40.1G of 31.25G hbm.\n"
-        "hint: lower --memory-fraction, --pages, --max-running or the padding, or take a larger topology"
-    )
-    other = RuntimeError("INTERNAL: no")
-    assert _too_large(other, target, "prefill@512") is other
-
-
-def test_the_memory_of_a_target_that_no_table_knows_is_not_checked():
-    plan = make_plan(FULL, Options(), "cpu")
-    records = {"prefill@512": compiled(temporaries=1 << 50)}
-    check_memory(FULL, plan.target, plan.geometry, records)
-    larger = make_plan(FULL, Options(), "tpu:v6e:4x4")
-    with pytest.raises(PlanError):
-        check_memory(FULL, larger.target, larger.geometry, records)
-
-
-def test_priced_refuses_what_a_chip_cannot_hold():
-    with pytest.raises(PlanError, match="--memory-fraction of `tpu:v5e:1x1`: expected room for weights"):
-        priced(FULL, Options(targets=("tpu:v5e:1x1",)))

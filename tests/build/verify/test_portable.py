@@ -53,7 +53,7 @@ def for_tpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         for cell in target.cells.values():
             raw, executable = read_checked(folder, cell.exec), Executable(target.requires, target.mesh, cell.call)
             key = recompile.cache_key(cell.stablehlo.sha256, mesh)
-            recompile._store(recompile.cache_folder(), key, (raw, executable), pytest.fail)
+            recompile.store_program(recompile.cache_folder(), key, (raw, executable), pytest.fail)
         patch.setattr(lower, "build_step", wrong_step)
         config = Config.from_dict(tiny_fields(vocab_size=toy_artifact.VOCAB))
         blob = lower.lower_cell(config, toy_artifact.GEOMETRY, "decode", 2, "tpu").blob

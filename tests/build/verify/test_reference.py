@@ -163,15 +163,6 @@ def test_margins_are_infinite_where_nothing_is_chosen():
     assert routing.margins == (math.inf, math.inf)
 
 
-@pytest.mark.parametrize(
-    ("layers", "group", "expected"),
-    [(6, 3, "kkmkkm"), (7, 3, "kkmkkmm"), (8, 3, "kkmkkmmm"), (2, 4, "mm"), (3, 1, "mmm")],
-)
-def test_last_layer_of_a_group_and_an_incomplete_group_are_mla(layers: int, group: int, expected: str):
-    reference = tiny_reference(num_hidden_layers=layers, layer_group_size=group)
-    assert "".join("m" if reference._is_mla(layer) else "k" for layer in range(layers)) == expected
-
-
 VARIANTS = pytest.mark.parametrize(
     "changes",
     [

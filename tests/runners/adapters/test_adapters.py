@@ -70,7 +70,7 @@ class Own:
 
 @pytest.fixture(scope="module")
 def own(artifact) -> Own:
-    path = artifact("demo-tp16")
+    path = artifact("demo-tp1")
     asked = problems()
     with Engine(path, report=lambda text: None) as engine:
         texts = engine.generate([each.prompt for each in asked], max_tokens=TOKENS, stop=STOP)

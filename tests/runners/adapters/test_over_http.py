@@ -114,7 +114,7 @@ def test_lm_eval_scores_choices_as_in_process(artifact, tmp_path: Path):
         "target_delimiter": "",
         "metric_list": [{"metric": "acc"}],
     }
-    path = artifact("demo-tp16")
+    path = artifact("demo-tp1")
     within = lm_eval(tmp_path, rows, task, "ling3", model_args={"artifact": path})
     with Server(path, "--model", "demo") as server:
         how = {"model": "demo", "base_url": f"{server.url}/v1/completions", "tokenizer_backend": "remote"}

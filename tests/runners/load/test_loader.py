@@ -204,7 +204,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     monkeypatch.setenv("LING3_CACHE", str(tmp_path))
     cache_folder().write_text("in the way")
     said, executable = [], Executable(Requirements("0", "cpu", "cpu"), Mesh("tp", (0,), (0,)), Call((), (), ()))
-    recompile._store(cache_folder(), "key", (b"program", executable), said.append)
+    recompile.store_program(cache_folder(), "key", (b"program", executable), said.append)
     assert said == [f"not cached: write `recompiled`: expected a writable file, found File exists, in {tmp_path}"]
 
 

@@ -18,8 +18,10 @@ import sys
 import time
 from pathlib import Path
 
-import hf_model  # beside this script
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support" / "parity"))
+import hf_model
 
 
 def random_tokens(vocab: int, batch: int, length: int) -> torch.Tensor:

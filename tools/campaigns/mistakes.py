@@ -1,9 +1,17 @@
-"""Mistakes that a rewrite of the model could make, each a function that plants it while a step is traced.
+"""Mistakes that a rewrite of the model could make, planted one by one: the numeric comparison of the tests must fail.
 
-The numbers in comments are the largest relative errors that each one gave in tests/model/test_mistakes.py.
+    python -m tools.campaigns.mistakes [NAME …]
+
+A mistake is a function that replaces a function of the model while a step is traced. Each prints the largest relative
+error of the logits that it gives, and MISTAKE of tests/support/tolerances.py is the least that it must give. The
+numbers in comments are those of 2026-11-21.
 """
 
-from collections.abc import Callable
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from copy import copy
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,6 +25,9 @@ from ling3export.model.kda import recurrence as delta
 from ling3export.model.layers import rms_norm, take
 from ling3export.model.mla import layer as mla
 from ling3export.model.products import dot_merged
+from tests.support.direct import Direct, relative
+from tests.support.numerics import Case, Quick
+from tests.support.tolerances import FLOAT32, MISTAKE
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -182,3 +193,55 @@ MISTAKES: dict[str, Plant] = {
     "shared expert missing": scaled_shared(0),  # 0.74
     "shared expert scaled": scaled_shared(2.5),  # 0.85
 }
+LENGTHS = (16, 29, 40)  # prefilled in calls of 16 token slots, so that state and history are handed over
+DECODED = range(29, 40)
+# What decode computes by code of its own.
+DECODE = ("delta against the undecayed state", "read before write", "NeoX-style rope")
+
+
+def error(case: Case, direct: Direct, phase: str) -> float:
+    """Largest relative error of a few positions, prefilled, or decoded after a prefill."""
+    ids, expected = case.prompts[0], case.expected[0]
+    if phase == "prefill":
+        return max(relative(direct.sequence(16, ids[:length]), expected[length - 1]) for length in LENGTHS)
+    direct.sequence(16, ids[: DECODED[0]])
+    return max(relative(direct.decode(1, [(1, at, ids[at])])[0], expected[at]) for at in DECODED)
+
+
+def planted(case: Case, right: Direct, phase: str, plant: Plant) -> float:
+    """The error of a model of which ``phase`` alone is traced anew, with a mistake; it shares the parameters."""
+    direct = copy(right)
+    direct.steps = {cell: step for cell, step in right.steps.items() if cell[0] != phase}
+    direct.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        plant(patch)
+        return error(case, direct, phase)
+
+
+def main(names: Sequence[str]) -> None:
+    """Prints the error of each mistake.
+
+    Raises:
+        SystemExit: A mistake does not show, or the comparison fails without one.
+    """
+    hidden = []
+    jax.config.update("jax_platforms", "cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        # Six KDA and two MLA layers; v is tiny in every second KDA layer. The loop over them compiles each kind once.
+        case = Case(Path(folder, "checkpoint"), (LENGTHS[-1],), num_hidden_layers=8, layer_group_size=4).expect()
+        right = Quick(case.config, case.read)
+        for phase in ("prefill", "decode"):
+            # So it is the mistake that shows, not the way in which it is planted.
+            assert error(case, right, phase) < FLOAT32
+            assert planted(case, right, phase, recurrence(right_token)) < FLOAT32
+        for name in names or MISTAKES:
+            for phase in ("prefill", "decode")[: 1 + (name in DECODE)]:
+                found = planted(case, right, phase, MISTAKES[name])
+                print(f"{found:.3f}  {phase}: {name}", flush=True)
+                hidden += [name] * (found <= MISTAKE)
+    if hidden:
+        raise SystemExit(f"these mistakes do not show: {hidden}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
