@@ -1,9 +1,8 @@
-"""What tests keep between runs: one build cache for all of them, how long each test took, and nothing old."""
+"""What tests keep between runs: one build cache for all of them, and nothing old."""
 
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,6 @@ from ling3export.cache.store import Cache, entries
 from ling3export.cache.use import CacheUse
 from tests.support import artifacts_fixture
 from tests.support.artifacts_fixture import KEPT_DAYS, kept_folder, kept_programs, remove_old
-from tests.support.seconds import Seconds
 
 LONG_AGO = time.time() - (KEPT_DAYS + 1) * 24 * 3600
 
@@ -73,19 +71,3 @@ def test_what_runners_compiled_stays_until_their_sources_change(tmp_path: Path, 
     monkeypatch.setattr(artifacts_fixture, "sources_of", lambda module: f"other sources of {module}")
     remove_old(tmp_path)
     assert not kept.exists()
-
-
-def test_the_file_whose_tests_took_longest_is_next(tmp_path: Path):
-    """A run of some tests replaces what is known of them alone."""
-    files = {"a": ["a::1", "a::2"], "b": ["b::1", "b::2"], "new": ["new::1"]}
-    took = [{"a::1": 3, "a::2": 1, "b::1": 2, "b::2": 1}, {"b::1": 4}, {"a::1": 0}]
-    found = []
-    for run in took:
-        seconds = Seconds(tmp_path / "seconds.json")
-        found.append(seconds.longest(files))
-        for name, duration in run.items():
-            for part in (duration / 2, duration / 2):  # set up, called, torn down: each has a report
-                seconds.pytest_runtest_logreport(SimpleNamespace(nodeid=name, duration=part))
-        seconds.pytest_sessionfinish()
-    assert found == ["a", "a", "b"]
-    assert [path.name for path in tmp_path.iterdir()] == ["seconds.json"]

@@ -9,7 +9,7 @@ import pytest
 from ling3export.model.config import Config
 from ling3export.verify.reference import Reference
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
-from tests.support.transformers_peer import parity_python, transformers_logits
+from tests.support.transformers_peer import transformers_logits
 
 pytestmark = pytest.mark.extras
 
@@ -36,9 +36,3 @@ def test_reference_equals_transformers(variant: str, tmp_path: Path):
         errors = np.linalg.norm(found - expected, axis=-1) / np.linalg.norm(expected, axis=-1)
         assert errors.max() < TOLERANCE
     assert min(reference.margins) > 5e-6
-
-
-def test_a_missing_interpreter_fails_with_a_hint(monkeypatch):
-    monkeypatch.setenv("LING3_PARITY_PYTHON", "/nowhere/python")
-    with pytest.raises(pytest.fail.Exception, match=r"LING3_PARITY_PYTHON is /nowhere/python.*\nhint: make parity$"):
-        parity_python()

@@ -4,7 +4,6 @@ import re
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,19 +45,6 @@ def test_the_published_example(mode, offsets):
     assert batch.expert_offsets.tolist() == padded(*offsets)
     assert batch.group_list.tolist() == [[0, 2], [1, 1], [3, 2], [4, 3], [0, 0]]
     assert (batch.actual_token_num, batch.dropped, batch.dynamic_scale.shape) == (8, 0, (0,))
-
-
-def test_the_example_in_int8_carries_its_scales():
-    scales = (values() / 8).astype("<f4")
-    data = np.zeros((2, 2, 2, 3, 512), np.uint8)
-    data[..., :4] = values()[..., None] % 128
-    data[..., 4:8] = scales[..., None].view(np.uint8)
-    batch = ffn_worker_batching(data, IDS, **EXAMPLE, **OPTIONS, token_dtype=2)
-    wanted = padded(12.625, 13.75, 125.125, 12.5, 125.0, 12.75, 14.0, 125.25)
-    assert np.asarray(batch.dynamic_scale).tolist() == wanted
-    assert batch.y.dtype == jnp.int8
-    assert (np.asarray(batch.y) == np.array(wanted)[:, None] * 8 % 128).all()
-    assert np.asarray(batch.group_list).tolist() == [[0, 2], [1, 1], [3, 2], [4, 3], [0, 0]]
 
 
 def oracle(data, ids, sessions, micro, layers, out_num, expert_num, layer_num, mode):

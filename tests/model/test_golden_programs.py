@@ -7,11 +7,9 @@ import datetime
 import json
 import os
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from ling3export.artifacts.schema import Collective, Memory
 from tests.support.golden_programs import (
     ALLOWED,
     CELLS,
@@ -86,26 +84,6 @@ def test_the_difference_is_printed_as_a_table():
         "Allowed: 5 %, up or down. If the change is meant: make budgets"
     )
     assert ALLOWED == 0.05
-
-
-def test_quantities_are_taken_from_a_cell_s_record():
-    estimate = SimpleNamespace(
-        seconds=2.1352270e-3,
-        instructions={"fusion": 1262, "copy": 385},
-        copies={"copy.1": 2_000_000},
-        custom_calls={"tpu_custom_call": Collective(18, 1)},
-    )
-    collectives = {"all-gather": Collective(6, 1966080)}
-    memory = Memory(arguments=100, outputs=30, temporaries=20, alias=25, code=7)
-    cell = SimpleNamespace(collectives=collectives, memory=memory, estimate=estimate)
-    assert quantities(cell) == {
-        "collectives: all-gather": 6,
-        "custom calls: tpu_custom_call": 18,
-        "fusions": 1262,
-        "copies over 1 MB": 1,
-        "peak memory, bytes": 132,
-        "estimated, ms": 2.135,
-    }
 
 
 def test_recording_keeps_other_toolchains_and_adds_a_dated_line(tmp_path: Path):

@@ -41,15 +41,6 @@ def test_prompts_of_every_length_through_every_padding(case: Case, direct: Direc
         assert relative(found, case.expected[which][length - 1]) < FLOAT32, length
 
 
-def test_padding_changes_nothing(case: Case, direct: Direct):
-    for length in (1, 16, 33, 100):
-        found = []
-        for padding in PADDINGS:
-            direct.reset()
-            found.append(direct.sequence(padding, case.prompts[0][:length]))
-        assert max(relative(other, found[0]) for other in found[1:]) < SAME, length
-
-
 @pytest.mark.parametrize("cut", [1, 5, 16, 17, 31, 32, 40])
 def test_prefill_cut_into_equal_parts(case: Case, direct: Direct, cut: int):
     length = 40 if cut < 5 else 200
@@ -132,28 +123,6 @@ def test_a_sequence_that_is_not_finite_leaves_the_others_of_its_calls_as_they_ar
     assert np.isnan(found[1]).all()
     assert all(np.array_equal(found[slot], right[slot]) for slot in (2, 3))
     assert [np.isfinite(row).all() for row in direct.decode(ROWS, [(1, 20, 3), (2, 33, 3)])] == [False, True]
-
-
-def test_prefill_then_decode_equals_one_prefill(case: Case, direct: Direct):
-    ids = case.prompts[2]
-    direct.reset()
-    direct.sequence(48, ids[:30])
-    decoded = [direct.decode(ROWS, [(1, position, ids[position])])[0] for position in range(30, 100)]
-    direct.reset()
-    assert relative(decoded[-1], direct.sequence(128, ids[:100])) < SAME
-    assert relative(np.array(decoded), case.expected[2][30:100]) < FLOAT32
-
-
-def test_decode_rows_are_independent_of_their_place(case: Case, direct: Direct):
-    found = []
-    for order in ([0, 1, 2, 3], [3, 1, 0, 2]):
-        direct.reset()
-        for n in range(4):
-            direct.sequence(48, case.prompts[n][: 20 + n], slot=n + 1)
-        rows = [(n + 1, 20 + n, case.prompts[n][20 + n]) for n in order]
-        out = direct.decode(ROWS, [(0, 0, 1), *rows] if order[0] else rows)
-        found.append(dict(zip(order, out[1:] if order[0] else out, strict=True)))
-    assert max(relative(found[0][n], found[1][n]) for n in range(4)) < SAME
 
 
 @pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (4, "loops")])

@@ -105,8 +105,8 @@ class Recipe:
 
 
 RECIPES = {
-    "small-tp16": Recipe(16, paddings=(16, 128, 512)),
-    "small-4x4": Recipe(16, target="cpu:4x4"),
+    "small-tp16": Recipe(16, paddings=(16, 128)),
+    "micro-4x1": Recipe(4, "micro", target="cpu:4x1"),
     # Two hosts of one device each: the cheapest artifact of several hosts.
     "micro-2x1": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1"),
     "micro-2x1-snapshots": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1", snapshots=2),

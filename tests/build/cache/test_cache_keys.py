@@ -14,16 +14,14 @@ from unittest.mock import Mock
 import pytest
 
 from ling3export.artifacts.records import sha256_of, to_json
-from ling3export.artifacts.schema import Call, Executable, Memory, Mesh, Origin, Program, Requirements
+from ling3export.artifacts.schema import Memory, Mesh, Origin, Program, Requirements
 from ling3export.cache import keys
 from ling3export.cache.cells import Built, Cells, opened
 from ling3export.cache.keys import cell_fields, program_fields
 from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse
 from ling3export.compile import build
-from ling3export.compile.lower import Compiled
 from ling3export.compile.pool import Compilers, Outcome
-from ling3export.compile.worker import compiled_program
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.processes import Failure
 from ling3export.machine import environment
@@ -273,44 +271,6 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
         assert said.pop() == f"{told}Permission denied, in {tmp_path}"
     assert said == []
     assert sorted(use.where.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
-    ("policy", "compiled"),
-    [("on", [True, False]), ("redo", [True, True]), ("readonly", [True, True]), ("off", [True] * 2)],
-)
-def test_the_policies_of_programs(tmp_path, policy, compiled):
-    runs = []
-
-    needs = built()
-    made = Compiled(
-        executable=Executable(needs.requires, needs.mesh, Call((), (), ())),
-        compile_seconds=2.0,
-        memory=MEMORY,
-        flops=8.0,
-    )
-
-    def compile_it() -> tuple[bytes, Compiled]:
-        runs.append(1)
-        return b"code", made
-
-    use = CacheUse(policy, tmp_path / "cache")
-    fields = {"modules": {"portable": "0"}, "sources": keys.source_digests()["lowering"]}
-    other = fields | {"sources": {}}  # which a source that is imported late would have changed
-    assert compiled_program(Cache(use, pytest.fail), other, plan().target, compile_it)[2] == "compiler"
-    assert not use.where.exists()
-    runs.clear()
-    for expected in compiled:
-        source = "compiler" if expected else "program cache"
-        found = compiled_program(Cache(use, pytest.fail), fields, plan().target, compile_it)
-        assert found == (b"code", made, source)
-    assert len(runs) == sum(compiled)
-    said: list[str] = []
-    cache = Cache(CacheUse("on", use.where), said.append)
-    cache.write("programs", fields, {"flops": 8.0}, {"exec": b"code"})
-    found = compiled_program(cache, fields, plan().target, compile_it)
-    assert (found[2], len(runs)) == ("compiler", sum(compiled) + 1)  # a crafted record is no program
-    assert ["expected the field executable" in line for line in said] == [True]
 
 
 def test_a_file_of_flags_counts_by_its_content(tmp_path, monkeypatch):

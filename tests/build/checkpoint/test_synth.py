@@ -78,8 +78,7 @@ OVERRIDES: list[dict[str, Any]] = [
     {"q_lora_rank": None},
     {"kda_safe_gate": False},
     {"first_k_dense_replace": 3},
-    {"num_hidden_layers": 6},
-    {"num_nextn_predict_layers": 0, "rope_theta": 6e6},
+    {"num_hidden_layers": 6, "num_nextn_predict_layers": 0, "rope_theta": 6e6},
     {"eos_token_id": [316, 317]},
     {"num_attention_heads": 2},
 ]

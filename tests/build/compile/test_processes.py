@@ -9,7 +9,7 @@ import time
 import pytest
 
 from ling3export.foundation.errors import PlanError
-from ling3export.foundation.processes import Child, Failure, ending
+from ling3export.foundation.processes import Child, Failure
 from tests.support.builds import environment
 
 LARGE = {"text": "ü" * 10**6, "numbers": list(range(1000))}
@@ -86,10 +86,3 @@ def test_failures_go_through_the_pipe():
     failure = Failure.of(PlanError("too large", "lower it"))
     assert failure == Failure("too large", "lower it", "PlanError") == Failure(**vars(failure))
     assert Failure.of(KeyError("x")) == Failure("KeyError: 'x'")
-
-
-@pytest.mark.parametrize(
-    ("code", "text"), [(3, "ended with code 3"), (-9, "was killed by SIGKILL"), (-60, "was killed by signal 60")]
-)
-def test_how_a_process_ended(code, text):
-    assert ending(code) == text

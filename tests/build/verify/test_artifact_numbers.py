@@ -16,7 +16,7 @@ from tests.support.transformers_peer import transformers_logits
 
 # Sixteen devices with a TP shard each, and one device with all four; tests/model has every TP, form and structure.
 FLOAT32_ARTIFACTS = ["small-tp16", "micro-tp1"]
-LENGTHS = (1, 2, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 200, 511, 512, 513, 700)
+LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 700)
 SIZES = (740, 240, 240, 240, 240)  # tokens of each prompt; the last of the first are decoded
 # By preset the seed of each prompt: the first ones whose smallest routing margin stays above MARGIN.
 SEEDS = {"small": (2, 1, 2, 3, 4), "micro": (0, 0, 1, 2, 3)}

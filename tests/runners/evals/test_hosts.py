@@ -17,7 +17,7 @@ pytestmark = pytest.mark.hosts
 
 COUNT = 4
 ANY = {"kind": "regex", "pattern": "(?s).*"}
-TASKS = [{"id": f"t{n}", "input": {"prompt_ids": list(range(1, 5 + n))}, "graders": [ANY]} for n in range(8)]
+TASKS = [{"id": f"t{n}", "input": {"prompt_ids": list(range(1, 5 + n))}, "graders": [ANY]} for n in range(32)]
 DIVERGED = (
     "error: sampled tokens: expected the same on 4 processes, found others than on process 0 on 2\n"
     "hint: every process must load the same artifact and see the same environment\n"
@@ -28,8 +28,8 @@ DIVERGED = (
 def command(artifact, tmp_path):
     """Everything is named relative to host 0's folder, where alone it can be found."""
     (tmp_path / "0").mkdir()
-    (tmp_path / "0/eight.json").write_text(json.dumps(TASKS))
-    return ["eval", "run", artifact("small-4x4"), "run", "--suite", "eight.json", "--max-tokens", 3, "--batch", 2]
+    (tmp_path / "0/all.json").write_text(json.dumps(TASKS))
+    return ["eval", "run", artifact("micro-4x1"), "run", "--suite", "all.json", "--max-tokens", 3, "--batch", 2]
 
 
 @pytest.fixture

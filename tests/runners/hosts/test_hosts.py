@@ -42,7 +42,7 @@ def own_slabs_only(source: Path, copy: Path, host: int) -> int:
     """A copy of an artifact with every weight byte inverted that is not of ``host``; returns how many are."""
     shutil.copytree(source, copy)
     manifest = read_manifest(copy)
-    used = {row.tensor: row.spec[:1] == ("tp",) for row in manifest.targets["cpu-4x4-tp16"].parameters}
+    used = {row.tensor: row.spec[:1] == ("tp",) for row in manifest.targets["cpu-4x1-tp4"].parameters}
     share = 0
     for name, entry in manifest.weights.index.items():
         data = np.memmap(copy / entry.file, np.uint8, "r+")
@@ -61,14 +61,14 @@ def own_slabs_only(source: Path, copy: Path, host: int) -> int:
 def test_four_processes_answer_as_one_and_read_their_own_weights_alone(artifact, tmp_path):
     """Each has a copy in which the others' weights are destroyed: digests, loading and steps never look at them."""
     copies = [tmp_path / f"host{number}.ling3" for number in range(COUNT)]
-    shares = [own_slabs_only(artifact("small-4x4"), copy, number) for number, copy in enumerate(copies)]
+    shares = [own_slabs_only(artifact("micro-4x1"), copy, number) for number, copy in enumerate(copies)]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.npz"
     prompts.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS))
     options = ("--prompt-file", prompts, "--max-tokens", 6, "--json", "--stats", "--logits", out)
     with hosting([["generate", copy, *options] for copy in copies], variables=True) as processes:
         said = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0] * COUNT, said
-    with Engine(artifact("small-tp16"), report=lambda text: None) as engine:
+    with Engine(artifact("micro-tp4"), report=lambda text: None) as engine:
         expected = engine.generate(PROMPTS, max_tokens=6, logits=True)
     lines = [json.loads(line) for line in said[0][0].splitlines()]  # gloo's chatter goes to stderr
     with np.load(out) as found:  # first: where tokens differ, these say which side is wrong and from where on
@@ -92,9 +92,9 @@ def test_when_one_process_is_killed_the_others_say_so_and_end(artifact):
     """Host 0 tells those that have no connection to it; that host 0 itself is killed is in test_faults.py."""
     victim = 2
     options = ("--prompt-ids", "1,2,3", "--max-tokens", 1000, "--ignore-eos", "--check", "programs")
-    with hosting([["generate", artifact("small-4x4"), *options]] * COUNT) as processes:
+    with hosting([["generate", artifact("micro-4x1"), *options]] * COUNT) as processes:
         wait_until_following(processes[1])
-        time.sleep(2)  # steps run
+        time.sleep(0.5)  # steps run
         os.kill(processes[victim].pid, signal.SIGKILL)
         killed = time.monotonic()
         ends = {number: process.communicate(timeout=60) for number, process in enumerate(processes) if number != victim}
@@ -107,18 +107,18 @@ def test_when_one_process_is_killed_the_others_say_so_and_end(artifact):
 
 def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path):
     damaged = tmp_path / "damaged.ling3"
-    shutil.copytree(artifact("small-4x4"), damaged)
+    shutil.copytree(artifact("micro-4x1"), damaged)
     entry = read_manifest(damaged).weights.index["embeddings.lm_head"]
     data = np.memmap(damaged / entry.file, np.uint8, "r+")
-    data[entry.offset + 13 * entry.slab_bytes] ^= 1  # of host 3
+    data[entry.offset + 3 * entry.slab_bytes] ^= 1  # of host 3
     data.flush()
-    paths = [artifact("small-4x4")] * 3 + [damaged]
+    paths = [artifact("micro-4x1")] * 3 + [damaged]
     options = ("--prompt-ids", "1,2,3", "--max-tokens", 2)
     with hosting([["generate", path, *options] for path in paths]) as processes:
         said = [process.communicate(timeout=60)[1] for process in processes]
         assert [process.returncode for process in processes] == [1] * COUNT
-    assert "error: tensor `embeddings.lm_head` slab 13: expected sha256" in said[3]
-    assert "error: host 3 ended: tensor `embeddings.lm_head` slab 13: expected sha256" in said[0]
+    assert "error: tensor `embeddings.lm_head` slab 3: expected sha256" in said[3]
+    assert "error: host 3 ended: tensor `embeddings.lm_head` slab 3: expected sha256" in said[0]
 
 
 def test_hosts_agree_on_overlap_prefix_cache_and_llguidance_before_anything_is_loaded(monkeypatch):

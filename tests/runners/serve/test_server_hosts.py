@@ -24,7 +24,7 @@ GONE = {
 
 
 def test_four_processes_serve_as_one_and_say_when_one_is_gone(artifact):
-    command = ["serve", artifact("small-4x4"), "--port", 0, "--check", "programs"]
+    command = ["serve", artifact("micro-4x1"), "--port", 0, "--check", "programs"]
     with hosting([command] * COUNT) as processes:
         wait_until_following(processes[2])
         assert processes[0].stdout is not None
@@ -32,15 +32,15 @@ def test_four_processes_serve_as_one_and_say_when_one_is_gone(artifact):
         assert httpx2.get(f"{url}/health").json() == {"status": "ok"}
         with (
             openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=60) as client,
-            Engine(artifact("small-tp16"), report=lambda text: None) as engine,
+            Engine(artifact("micro-tp4"), report=lambda text: None) as engine,
         ):
             prompts = [[1, 2, 3], [7, 8]]
             how = {"max_tokens": 4, "temperature": 0.8, "seed": 5}
             expected = [done.token_ids for done in engine.generate(prompts, **how)]
             more = {"extra_body": {"return_token_ids": True}}
-            whole = client.completions.create(model="small-4x4", prompt=prompts, **how, **more)
+            whole = client.completions.create(model="micro-4x1", prompt=prompts, **how, **more)
             assert [choice.token_ids for choice in whole.choices] == expected
-            ask = {"model": "small-4x4", "prompt": [1, 2, 3], "max_tokens": 900, "temperature": 0}
+            ask = {"model": "micro-4x1", "prompt": [1, 2, 3], "max_tokens": 900, "temperature": 0}
             stream = client.completions.create(**ask, stream=True, extra_body={"ignore_eos": True})
             next(stream)
             os.kill(processes[2].pid, signal.SIGKILL)
