@@ -91,7 +91,7 @@ def test_estimates_are_in_the_keys_of_accelerators_alone_and_this_processor_in_t
     assert after[0] == before[0] and not {*after[1]} & {*before[1]}
     monkeypatch.setattr(keys.environment, "cpu_features", lambda: ["sse2"])
     after = all_keys()
-    assert after[1] == before[1] and not {*after[0]} & {*before[0]}
+    assert after[1] == before[1] and not {*after[0][:2]} & {*before[0][:2]}
 
 
 def test_a_changed_file_of_a_sub_package_changes_the_key(monkeypatch):
