@@ -40,7 +40,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # by default
 jax.devices()  # started here: a test that changes the environment must not be the one that starts it
 
 # A test that takes one of these fixtures gets the marker. Two modules have an `artifact` of their own, a toy.
-MARKED = {"artifact": "build", "tpu_artifact": "tpu", "other_python": "extras"}
+MARKED = {"artifact": "build", "tpu_artifact": "tpu"}
 
 
 # The tests of these files share no fixture but built artifacts: they need not run in one process.

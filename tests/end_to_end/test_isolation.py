@@ -200,6 +200,7 @@ def other_python() -> Path:
     return python
 
 
+@pytest.mark.extras
 def test_another_jax(other_python: Path, artifact: Artifacts, tmp_path: Path):
     """Refused without compiling; compiled once where that is allowed, and kept; the tokens stay the same."""
     prompts = prompts_of(artifact.manifest(NAME).vocab_size)

@@ -59,7 +59,7 @@ class Tags(HTMLParser):
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.texts: dict[str, list[str]] = {}
         self.rows: list[list[str]] = []
-        self.open = ""  # the tag that text belongs to
+        self.open, self.cell = "", False  # the tag that text belongs to, and whether it is in a cell
         self.feed(html)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -70,15 +70,17 @@ class Tags(HTMLParser):
             self.rows.append([])
         elif tag in ("td", "th"):
             self.rows[-1].append("")
+            self.cell = True
 
     def handle_data(self, data: str) -> None:
         if self.open:
             self.texts[self.open][-1] += data
-        if self.rows and self.rows[-1]:
+        if self.cell:
             self.rows[-1][-1] += data.strip()
 
     def handle_endtag(self, tag: str) -> None:
         self.open = ""
+        self.cell &= tag not in ("td", "th")
 
     def figures(self) -> list[str | None]:
         return [attrs["id"] for tag, attrs in self.tags if tag == "figure"]
