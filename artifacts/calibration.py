@@ -53,7 +53,7 @@ class Measuring:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Times:
+class CellTimes:
     """Seconds of a cell's call, and what was expected of them.
 
     ``median``, ``fastest`` and ``slowest`` last until all that it gives is there, ``dispatch`` until the call returns.
@@ -100,7 +100,7 @@ class Calibration:
     tokens_a_sequence: int
     load: Annotated[dict[str, Seconds], at_most(64)]
     receipts: Receipts
-    cells: dict[str, Times]
+    cells: dict[str, CellTimes]
 
 
 def beside(artifact: Path) -> Path:

@@ -1,7 +1,7 @@
 """Receipts and calibrations as people read them: the columns of tables, and the lines below these."""
 
 from ling3export.artifacts import schema
-from ling3export.artifacts.calibration import Calibration, Times
+from ling3export.artifacts.calibration import Calibration, CellTimes
 from ling3export.artifacts.schema import PortableReceipts, Receipts, Target, Tolerance
 from ling3export.foundation.errors import listed
 from ling3export.foundation.tables import aligned
@@ -63,10 +63,10 @@ def milliseconds(seconds: float | None) -> str:
     return "-" if seconds is None else f"{seconds * 1e3:.3f}"
 
 
-def ordered(found: Calibration) -> list[tuple[str, Times]]:
+def ordered(found: Calibration) -> list[tuple[str, CellTimes]]:
     """Cells by phase and padding, those that compute tokens first."""
 
-    def place(item: tuple[str, Times]) -> tuple[int, str, int]:
+    def place(item: tuple[str, CellTimes]) -> tuple[int, str, int]:
         phase, _, padding = item[0].partition("@")
         return ORDER.index(phase) if phase in ORDER else len(ORDER), phase, int(padding or 0)
 

@@ -24,7 +24,7 @@ from ling3export.checkpoint.synth import INDEX, synthesize
 from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.bench_serving.measure import open_tokenizer
 from ling3export.runners.bench_serving.metrics import RequestResult, figures
-from ling3export.runners.bench_serving.workloads import SampleRequest, WorkloadSpec, shared_prefix
+from ling3export.runners.bench_serving.workloads import PromptLimits, SampleRequest, WorkloadSpec, shared_prefix
 
 LAYERS, AT_ONCE, COUNT = 24, 4, 40
 PROMPT, ANSWER = 48, 64  # tokens
@@ -93,8 +93,11 @@ def renamed(source: Path, folder: Path) -> Path:
 def requests(folder: Path, tokens: Path, context: int, count: int) -> tuple[Path, list[SampleRequest]]:
     """The workload as a file for ``bench serve``, and itself."""
     tokenizer = open_tokenizer(tokens)
-    source = WorkloadSpec(count, context, tokenizer.size, 0, tokenizer)
-    asks = shared_prefix(source, count, PROMPT // 2, PROMPT // 2, ANSWER, readable=True)
+    half = PROMPT // 2
+    spec = WorkloadSpec(
+        num_prompts=count, groups=count, prefix_len=half, suffix_len=half, output_len=ANSWER, readable=True
+    )
+    asks = shared_prefix(spec, PromptLimits(context, tokenizer.size, tokenizer))
     file = folder / "requests.jsonl"
     lines = (json.dumps({"prompt": ask.prompt, "output_len": ask.output}) + "\n" for ask in asks)
     file.write_text("".join(lines))

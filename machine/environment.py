@@ -103,6 +103,11 @@ def memory() -> tuple[int, int, int]:
     return total, available, swap
 
 
+def cores() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def machine() -> str:
     """Operating system and instruction set, such as ``linux-x86_64``."""
     return f"{sys.platform}-{platform.machine()}"

@@ -1,14 +1,18 @@
-"""May a compiled program be given to the deserializer here? Decided before it is, from the manifest alone.
+"""What this machine is to compiled programs, and whether one may be given to the deserializer here.
+
+That is decided from the manifest alone, and before it is given.
 
 PJRT checks next to nothing, and a file that does not fit can end the process inside C++. So every cell gets a verdict:
 OPTIMAL (its executable fits), RECOMPILE (only its portable program will do, compiled here), or UNSUPPORTED.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.calibration import Measuring
 from ling3export.artifacts.schema import Mesh, Requirements, Target
 from ling3export.foundation.errors import ArtifactError, MisfitError, listed
 from ling3export.machine import environment
@@ -18,8 +22,10 @@ POLICIES = ("prebuilt-only", "allow-compile")
 # Whose digests a loader checks: programs leaves out the weights, copy checks and uses a copy of them in memory.
 CHECKS = ("all", "programs", "copy")
 
+CPUINFO = Path("/proc/cpuinfo")
 
-class Status(Enum):
+
+class VerdictStatus(Enum):
     """The ladder's three rungs."""
 
     OPTIMAL = "OPTIMAL"
@@ -28,18 +34,60 @@ class Status(Enum):
 
 
 @dataclass(frozen=True)
-class Machine:
-    """What jax finds here.
+class JaxRuntime:
+    """What jax finds on a machine, and what executables depend on there, in a manifest's words.
 
     Attributes:
-        platform: ``cpu``, ``tpu`` or ``cuda``, the manifest's names.
-        devices: How many, over all processes.
+        platform: jax's name for it: ``cpu``, ``gpu`` or ``tpu``.
+        jaxlib: Its version.
+        plugins: The platform's compiler packages, with their versions.
+        device_kind: What the devices call themselves.
+        machine: Operating system and instruction set, such as ``linux-x86_64``.
         processes: How many run together.
+        cpu_features: Of the processor, those that compiled code may depend on.
+        devices: Ids of the devices of all processes.
+        coords: Of each of them within its slice; empty where it has none.
+        memory: Bytes of one device; None where it does not say.
     """
 
     platform: str
-    devices: int
+    jaxlib: str
+    plugins: Mapping[str, str]
+    device_kind: str
+    machine: str
     processes: int
+    cpu_features: Sequence[str]
+    devices: Sequence[int]
+    coords: Sequence[Sequence[int]] = ()
+    memory: int | None = None
+
+    @classmethod
+    def here(cls) -> "JaxRuntime":
+        """That of this process; starts jax's backend."""
+        import jax
+        import jaxlib
+
+        devices = jax.devices()
+        platform = environment.platform_of(devices[0])
+        try:
+            memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+        except (
+            NotImplementedError,
+            RuntimeError,
+        ):  # a plugin that counts no memory; jax's own errors are RuntimeErrors
+            memory = None
+        return cls(
+            platform,
+            jaxlib.__version__,
+            environment.plugins(platform),
+            devices[0].device_kind,
+            environment.machine(),
+            jax.process_count(),
+            environment.cpu_features(),
+            [device.id for device in devices],
+            [list(getattr(device, "coords", None) or ()) for device in devices],
+            memory,
+        )
 
 
 @dataclass(frozen=True)
@@ -54,41 +102,35 @@ class Verdict:
     """
 
     cell: str
-    status: Status
+    status: VerdictStatus
     reason: str = ""
     hint: str | None = None
 
 
-def judge(target: Target, here: Machine, misfit: Callable[[Requirements, Mesh], str | None]) -> dict[str, Verdict]:
-    """A verdict for every cell of a target.
-
-    Args:
-        target: The manifest's.
-        here: This machine.
-        misfit: Why executables with these requirements, for these devices, must not be loaded here, or None
-            (``executable_fits``).
-    """
+def judge(target: Target, here: JaxRuntime) -> dict[str, Verdict]:
+    """A verdict for every cell of a target on a machine."""
     impossible, hint = _impossible(target, here)
     if impossible:
-        return {name: Verdict(name, Status.UNSUPPORTED, impossible, hint) for name in target.cells}
-    unfit = misfit(target.requires, target.mesh)
+        return {name: Verdict(name, VerdictStatus.UNSUPPORTED, impossible, hint) for name in target.cells}
+    unfit = next(misfits(target.requires, target.mesh, here), None)
     missing = f"executable: built for {target.text}, found none in the artifact"
     reasons = {name: missing if cell.exec is None else unfit for name, cell in target.cells.items()}
     return {
-        name: Verdict(name, Status.RECOMPILE, reason) if reason else Verdict(name, Status.OPTIMAL)
+        name: Verdict(name, VerdictStatus.RECOMPILE, reason) if reason else Verdict(name, VerdictStatus.OPTIMAL)
         for name, reason in reasons.items()
     }
 
 
-def _impossible(target: Target, here: Machine) -> tuple[str, str | None]:
+def _impossible(target: Target, here: JaxRuntime) -> tuple[str, str | None]:
     """(why not even the portable programs run here, empty if they might; what to do about it, if that is special)."""
-    if target.platform != here.platform:
-        return f"platform: built for {target.platform}, found {here.platform}", None
+    platform = NAMES.get(here.platform, here.platform)
+    if target.platform != platform:
+        return f"platform: built for {target.platform}, found {platform}", None
     if target.processes != here.processes:
         wanted = target.processes
         return f"hosts: built for {wanted} (a process on each), found {here.processes}", on_all(wanted)
-    if here.devices < target.tp:
-        return f"devices: built for {target.tp}, found {here.devices}", None
+    if len(here.devices) < target.tp:
+        return f"devices: built for {target.tp}, found {len(here.devices)}", None
     return "", None
 
 
@@ -111,14 +153,14 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
     """
     if policy not in POLICIES:
         raise ArtifactError(f"program policy: expected {' or '.join(POLICIES)}, found {policy}")
-    unsupported = [verdict for verdict in verdicts.values() if verdict.status is Status.UNSUPPORTED]
+    unsupported = [verdict for verdict in verdicts.values() if verdict.status is VerdictStatus.UNSUPPORTED]
     if unsupported:
         add = f"add a target for this machine: ling3export build --into {artifact} --target TARGET"
         raise MisfitError(
             f"target `{target}`: expected programs that run here, found {_told(unsupported)}, in {artifact}",
             unsupported[0].hint or add,
         )
-    recompile = [verdict for verdict in verdicts.values() if verdict.status is Status.RECOMPILE]
+    recompile = [verdict for verdict in verdicts.values() if verdict.status is VerdictStatus.RECOMPILE]
     if recompile and policy == "prebuilt-only":
         raise MisfitError(
             f"target `{target}`: expected compiled programs that fit, found {_told(recompile)}, in {artifact}",
@@ -137,58 +179,16 @@ def _told(verdicts: list[Verdict]) -> str:
     return "; ".join(f"{status} {listed(cells)} ({reason})" for reason, cells in reasons.items())
 
 
-def machine_here() -> Machine:
-    """What jax finds here; starts its backend."""
-    import jax
-
-    devices = jax.devices()
-    platform = devices[0].platform
-    return Machine(NAMES.get(platform, platform), len(devices), jax.process_count())
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What a machine has of what executables depend on, in a manifest's words."""
-
-    platform: str
-    jaxlib: str
-    plugins: Mapping[str, str]
-    device_kind: str
-    machine: str
-    processes: int
-    cpu_features: Sequence[str]
-    devices: Sequence[int]
-
-
-def seen_here() -> Seen:
-    """This machine; starts jax's backend."""
-    import jax
-    import jaxlib
-
-    devices = jax.devices()
-    platform = environment.platform_of(devices[0])
-    return Seen(
-        platform,
-        jaxlib.__version__,
-        environment.plugins(platform),
-        devices[0].device_kind,
-        environment.machine(),
-        jax.process_count(),
-        environment.cpu_features(),
-        [device.id for device in devices],
-    )
-
-
 def executable_fits(requires: Requirements, mesh: Mesh) -> str | None:
     """Why an executable for ``mesh`` must not be given to the deserializer here; None if nothing speaks against it.
 
     PJRT itself checks next to nothing: another jaxlib's file can abort the process, another processor's runs until its
     first unknown instruction, another topology's fails obscurely. The caller checks digests.
     """
-    return next(misfits(requires, mesh, seen_here()), None)
+    return next(misfits(requires, mesh, JaxRuntime.here()), None)
 
 
-def misfits(requires: Requirements, mesh: Mesh, seen: Seen) -> Iterator[str]:
+def misfits(requires: Requirements, mesh: Mesh, here: JaxRuntime) -> Iterator[str]:
     """Everything that speaks against an executable for ``mesh`` on a machine.
 
     Compared are, in this order: platform; jaxlib and the platform's own compiler packages, exactly; kind of device;
@@ -197,22 +197,34 @@ def misfits(requires: Requirements, mesh: Mesh, seen: Seen) -> Iterator[str]:
     """
     wanted = requires.plugins or {}
     comparisons: list[tuple[str, Any, Any]] = [
-        ("platform", requires.platform, seen.platform),
-        ("jaxlib", requires.jaxlib, seen.jaxlib),
+        ("platform", requires.platform, here.platform),
+        ("jaxlib", requires.jaxlib, here.jaxlib),
         *(
-            (name, wanted.get(name, "none"), seen.plugins.get(name, "none"))
-            for name in sorted({*wanted, *seen.plugins})
+            (name, wanted.get(name, "none"), here.plugins.get(name, "none"))
+            for name in sorted({*wanted, *here.plugins})
         ),
-        ("device kind", requires.device_kind, seen.device_kind),
-        ("machine", requires.machine or seen.machine, seen.machine),
-        ("processes", mesh.processes, seen.processes),
+        ("device kind", requires.device_kind, here.device_kind),
+        ("machine", requires.machine or here.machine, here.machine),
+        ("processes", mesh.processes, here.processes),
     ]
     for what, expected, found in comparisons:
         if expected != found:
             yield f"{what}: built for {expected}, found {found}"
-    missing = sorted(set(requires.cpu_features or ()) - set(seen.cpu_features))
+    missing = sorted(set(requires.cpu_features or ()) - set(here.cpu_features))
     if missing:
         yield f"processor: built for {listed(missing)}, which this one lacks"
-    absent = [str(number) for number in mesh.devices if number not in seen.devices]
+    absent = [str(number) for number in mesh.devices if number not in here.devices]
     if absent:
-        yield f"devices: built for {len(mesh.devices)}, found {len(seen.devices)} (without ids {listed(absent)})"
+        yield f"devices: built for {len(mesh.devices)}, found {len(here.devices)} (without ids {listed(absent)})"
+
+
+def measuring() -> Measuring:
+    """This machine as calibrations name it; starts jax's backend."""
+    here = JaxRuntime.here()
+    rows = dict(line.partition(":")[::2] for line in CPUINFO.read_text().splitlines()) if CPUINFO.exists() else {}
+    processor = next((value.strip() for name, value in rows.items() if name.strip() == "model name"), "unknown")
+    versions = {"jaxlib": here.jaxlib, **here.plugins}
+    count = len(here.devices)
+    return Measuring(
+        here.platform, here.device_kind, count, here.processes, here.machine, processor, environment.cores(), versions
+    )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 
-from ling3export.artifacts.calibration import Calibration, Times, found_beside
+from ling3export.artifacts.calibration import Calibration, CellTimes, found_beside
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.paddings import CALL
 from ling3export.artifacts.schema import Cell, Manifest, RooflineBound
@@ -188,7 +188,7 @@ def _target(
         unknown = f"unknown: the artifact of --from has {difference}"
     else:
         compiled = {cell.name: manifest.targets[target.name].cells[cell.name] for cell in plan.cells}
-    times: dict[str, Times] = {}
+    times: dict[str, CellTimes] = {}
     if compiled and calibration is not None and calibration.target == target.name:
         times, note = calibration.cells, f"measured on {calibration.machine}, {calibration.made}"
     context = min(TOKENS, plan.context)

@@ -5,7 +5,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -14,8 +13,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.errors import RequestError, listed
 from ling3export.machine.targets import platforms_here
-from ling3export.runners.bench_serving.measure import Measurement, Settings, measure
-from ling3export.runners.bench_serving.run import Told
+from ling3export.runners.bench_serving.measure import Measurement, Settings, Told, measure
 from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
 from ling3export.runners.state.layout import description_of
 
@@ -58,6 +56,11 @@ class Placement(NamedTuple):
     def described(self) -> Target:
         """The target's record."""
         return self.manifest.targets[self.target]
+
+    def record(self) -> dict[str, Any]:
+        """What a record of a measurement says of the server."""
+        named = {"role": self.role, "tp": self.described.tp, "target": self.target}
+        return named | {"artifact": self.artifact.name, "sha256": self.manifest.sha256}
 
 
 def parse_config(text: str) -> ServingConfig:
@@ -116,7 +119,7 @@ def compared(
                     for each in urls:
                         measure(replace(here, url=each, num_prompts=1, request_rate=math.inf))
             done = measure(here, told, behind=urls)
-        yield replace(done, servers=tuple(_record(place) for place in those))
+        yield replace(done, servers=tuple(place.record() for place in those))
 
 
 def placements_of(config: ServingConfig, manifests: Mapping[Path, Manifest]) -> list[Placement]:
@@ -152,32 +155,19 @@ def _place(config: ServingConfig, role: str, tp: int, manifests: Mapping[Path, M
     if len(able) == 1:
         return able[0]
     expected = f"config `{config.name}`: expected one target of TP={tp} for this machine"
+    named = listed([f"{place.target} of {place.artifact.name}" for place in able or fits or there])
     if fits and not able:
         raise RequestError(
-            f"{expected} with programs that move states, found {_named(fits)} without",
+            f"{expected} with programs that move states, found {named} without",
             f"build it again with snapshots: ling3export build CHECKPOINT tp{tp}.ling3 --tp {tp} --snapshots 8",
         )
     if able:
-        raise RequestError(f"{expected}, found {_named(able)}", "give those artifacts alone that are to be compared")
+        raise RequestError(f"{expected}, found {named}", "give those artifacts alone that are to be compared")
     more = " --snapshots 8" if apart else ""
     raise RequestError(
-        f"{expected}, found none among {_named(there)}",
+        f"{expected}, found none among {named}",
         f"build it, and give it, too: ling3export build CHECKPOINT tp{tp}.ling3 --tp {tp}{more}",
     )
-
-
-def _named(places: Sequence[Placement]) -> str:
-    return listed([f"{place.target} of {place.artifact.name}" for place in places])
-
-
-def _record(place: Placement) -> dict[str, Any]:
-    return {
-        "role": place.role,
-        "tp": place.described.tp,
-        "target": place.target,
-        "artifact": place.artifact.name,
-        "sha256": place.manifest.sha256,
-    }
 
 
 @contextmanager
@@ -189,17 +179,8 @@ def running(name: str, places: Sequence[Placement], how: Settings, carrier: str)
     """
     connections = how.num_prompts + SPARE
     options: list[object] = ["--max-connections", connections, "--port", 0]
-    served = [
-        "--model",
-        MODEL,
-        "--max-requests",
-        connections,
-        "--programs",
-        how.programs,
-        "--check",
-        how.check,
-        *options,
-    ]
+    served = ["--model", MODEL, "--max-requests", connections, *options]
+    served += ["--programs", how.programs, "--check", how.check]
     served += [] if how.step_timeout is None else ["--step-timeout", how.step_timeout]
     key = {} if how.key is None else {"LING3_API_KEY": how.key}
     with ExitStack() as stack:
@@ -211,8 +192,8 @@ def running(name: str, places: Sequence[Placement], how: Settings, carrier: str)
             words = [*RUNNER, "serve", place.artifact, "--target", place.target, *served]
             words += [] if place.role == "both" else ["--role", place.role, *moving]
             called = place.role if place.role != "both" else "server" if len(places) == 1 else f"server {number}"
-            start = partial(ServerProcess, f"config `{name}`, {called} (TP={place.described.tp})", words, key)
-            servers.append(stack.enter_context(start()))
+            server = ServerProcess(f"config `{name}`, {called} (TP={place.described.tp})", words, key)
+            servers.append(stack.enter_context(server))
         urls = [server.address() for server in servers]
         if len(urls) == 1:
             yield urls[0], urls

@@ -119,23 +119,6 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Steady:
-    """Figures of the time between the first and the last moment at which as many requests ran as may.
-
-    Attributes:
-        duration: Seconds of it.
-        output_throughput: Tokens a second that came in it.
-        requests: How many requests lie in it whole; the two figures below are theirs.
-    """
-
-    duration: float
-    output_throughput: float
-    requests: int
-    ttft: Spread
-    tpot: Spread
-
-
-@dataclass(frozen=True)
 class Figures:
     """The figures of a run. Throughputs are per second; a figure that nobody knows is None.
 
@@ -171,27 +154,19 @@ class Figures:
     cache_hit_rate: float | None = None
     remote_prefill_share: float | None = None
     goodput: float | None = None
-    steady: Steady | None = None
     phases: dict[str, Spread] | None = None
     moving_share: float | None = None
     transfer_bytes: float | None = None
     transfer_speed: float | None = None
 
 
-def figures(
-    results: Sequence[RequestResult],
-    duration: float,
-    *,
-    goals: dict[str, float] | None = None,
-    limit: int | None = None,
-) -> Figures:
+def figures(results: Sequence[RequestResult], duration: float, goals: dict[str, float] | None = None) -> Figures:
     """The figures of a run.
 
     Args:
         results: Of all requests that ended.
         duration: Seconds from the first submission to the last completion.
         goals: Most milliseconds of ``ttft``, ``tpot`` and ``e2el``, for the goodput.
-        limit: How many requests may run at once, for the figures of the steady time.
     """
     done = [each for each in results if each.error is None]
     inputs, outputs = sum(each.prompt_tokens for each in done), sum(each.tokens for each in done)
@@ -218,7 +193,6 @@ def figures(
         itl=Spread.of(gap for each in done for gap in each.itl),
         cache_hit_rate=sum(known) / inputs if known and inputs else None,
         goodput=None if goals is None else rate(sum(_keeps(each, goals) for each in done)),
-        steady=None if limit is None else _steady(done, limit),
         **_phases(done),
     )
 
@@ -265,22 +239,3 @@ def _phases(done: Sequence[RequestResult]) -> dict[str, Any]:
 def _keeps(result: RequestResult, goals: dict[str, float]) -> bool:
     values = {"ttft": result.ttft, "tpot": result.tpot, "e2el": result.e2e}
     return all(1e3 * values[name] <= most for name, most in goals.items())
-
-
-def _steady(done: Sequence[RequestResult], limit: int) -> Steady | None:
-    """The figures of the steady time; None where fewer than ``limit`` requests ever ran at once."""
-    changes = sorted([(each.start, 1) for each in done] + [(each.start + each.e2e, -1) for each in done])
-    running = list(itertools.accumulate(change for _, change in changes))
-    full = [at for at, count in enumerate(running) if count == limit]
-    if not full or changes[full[0]][0] >= changes[full[-1] + 1][0]:
-        return None
-    first, last = changes[full[0]][0], changes[full[-1] + 1][0]
-    inside = [each for each in done if first <= each.start and each.start + each.e2e <= last]
-    tokens = sum(first <= at <= last for each in done for at in each.times)
-    return Steady(
-        last - first,
-        tokens / (last - first),
-        len(inside),
-        Spread.of(each.ttft for each in inside),
-        Spread.of(each.tpot for each in inside if each.tokens > 1),
-    )

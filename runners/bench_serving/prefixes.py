@@ -7,12 +7,17 @@ them share. Texts are strings (their unit is the code point) or tuples of token 
 """
 
 import itertools
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+
+from numpy.lib.stride_tricks import sliding_window_view
 
 from ling3export.foundation.errors import RequestError
+from ling3export.runners.bench_serving.workloads import turns_of
 
+QUESTIONS = ("prompt", "question", "instruction", "text")  # the fields of plain records, in this order
+USERS = ("human", "user")
 Text = str | tuple[int, ...]
 
 
@@ -56,7 +61,9 @@ def repetition(texts: Sequence[Text], least: int = 2, longer: int = 120) -> Repe
         raise RequestError(f"prefixes: expected a count from 1 and a length from 0, found {least} and {longer}")
     ordered = sorted(texts)
     common = [shared(before, after) for before, after in itertools.pairwise(ordered)]
-    heights = _minima(common, least - 1) if least > 1 else [len(text) for text in ordered]
+    heights = [len(text) for text in ordered]
+    if least > 1:  # what each window of so many texts shares
+        heights = sliding_window_view(common, least - 1).min(1).tolist() if least <= len(texts) else []
     found = []
     first = 0
     while first < len(heights):
@@ -111,16 +118,18 @@ def cached_blocks(prompts: Sequence[tuple[int, ...]], block: int) -> tuple[int, 
     return found, total
 
 
-def _minima(values: Sequence[int], width: int) -> list[int]:
-    """The least of each ``width`` neighbours."""
-    waiting: deque[int] = deque()  # places of values that may become the least, ascending
-    least = []
-    for place, value in enumerate(values):
-        while waiting and values[waiting[-1]] >= value:
-            waiting.pop()
-        waiting.append(place)
-        if waiting[0] <= place - width:
-            waiting.popleft()
-        if place >= width - 1:
-            least.append(values[waiting[0]])
-    return least
+def text_of(record: dict[str, Any], field: str | None, whole: bool, where: str) -> str:
+    """What counts of a record: a field, the first user turn, or all turns.
+
+    Raises:
+        RequestError: It has none of these.
+    """
+    turns = turns_of(record)
+    if field is None and turns:
+        texts = [text for who, text in turns if whole or who in USERS]
+        return "\n".join(texts if whole else texts[:1])
+    value = record.get(field) if field else next((record[name] for name in QUESTIONS if name in record), None)
+    if not isinstance(value, str):
+        wanted = f"a text in `{field}`" if field else f"turns of text, or one of {', '.join(QUESTIONS)}"
+        raise RequestError(f"{where}: expected {wanted}, found {'none' if value is None else type(value).__name__}")
+    return value

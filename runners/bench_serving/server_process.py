@@ -6,7 +6,6 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from time import monotonic
 from types import MappingProxyType
 
 from ling3export.foundation.errors import Ling3Error
@@ -40,7 +39,7 @@ class ServerProcess:
         shown: bool = False,
         tells: bool = True,
     ) -> None:
-        self._name, self._held = name, b""
+        self._name = name
         self._errors = tempfile.TemporaryFile("ab+")  # noqa: SIM115  (closed on leaving)
         stderr = 2 if shown else self._errors.fileno()
         self.process = subprocess.Popen(
@@ -50,6 +49,7 @@ class ServerProcess:
             stdout=subprocess.PIPE if tells else stderr,
             stderr=stderr,
             start_new_session=True,
+            bufsize=0,  # what select sees is all that is there
         )
 
     def address(self) -> str:
@@ -59,14 +59,10 @@ class ServerProcess:
             Ling3Error: It ended, or printed nothing for WAIT seconds; with the last lines of its stderr.
         """
         assert self.process.stdout is not None
-        until, pipe = monotonic() + WAIT, self.process.stdout.fileno()
-        while b"\n" not in self._held:
-            ready, _, _ = select.select([pipe], [], [], max(0.0, until - monotonic()))
-            data = os.read(pipe, 1 << 12) if ready else b""
-            if not data:
-                raise self.missing(ended=bool(ready))
-            self._held += data
-        line, _, self._held = self._held.partition(b"\n")
+        ready, _, _ = select.select([self.process.stdout], [], [], WAIT)
+        line = self.process.stdout.readline() if ready else b""
+        if not line.endswith(b"\n"):
+            raise self.missing(ended=bool(ready))
         return line.decode().split()[-1]
 
     def __enter__(self) -> "ServerProcess":

@@ -1,10 +1,12 @@
 """The table of a run, byte for byte as SGLang prints it, and whether the figures of such a table agree."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.bench_serving.metrics import Figures, Spread
+from ling3export.foundation.tables import aligned
+from ling3export.runners.bench_serving.metrics import PHASES, Figures, Spread
 
 WIDTH = 50
 TITLE = " Serving Benchmark Result "
@@ -29,6 +31,30 @@ ASCENDING = (
     ("Median ITL (ms)", "P99 ITL (ms)"),
     ("Mean TTFT (ms)", "Mean E2E Latency (ms)"),
     ("Median TTFT (ms)", "Median E2E Latency (ms)"),
+)
+
+MEANS = ("Mean", "Median")
+CALLED = {"first": "first decode", "http": "HTTP"}  # phases that rows call otherwise
+# Of runs side by side: (what a row is called, where its figure is in a record, the record's unit in the row's).
+ROWS: tuple[tuple[str, str, float], ...] = (
+    ("Successful requests", "completed", 1),
+    ("Failed requests", "failed", 1),
+    ("Benchmark duration (s)", "duration", 1),
+    ("Request throughput (req/s)", "request_throughput", 1),
+    ("Output token throughput (tok/s)", "output_throughput", 1),
+    ("Total token throughput (tok/s)", "total_throughput", 1),
+    ("Concurrency", "concurrency", 1),
+    ("Mean E2E Latency (ms)", "e2e.mean", 1),
+    ("Mean TTFT (ms)", "ttft.mean", 1),
+    ("P99 TTFT (ms)", "ttft.p99", 1),
+    ("Mean TPOT (ms)", "tpot.mean", 1),
+    ("Mean ITL (ms)", "itl.mean", 1),
+    ("P99 ITL (ms)", "itl.p99", 1),
+    *((f"{of} {CALLED.get(name, name)} (ms)", f"phases.{name}.{of.lower()}", 1) for name in PHASES for of in MEANS),
+    ("States transferred (%)", "remote_prefill_share", 100),
+    ("Save and transfer of TTFT (%)", "moving_share", 100),
+    ("Mean bytes of a state (MB)", "transfer_bytes", 1e-6),
+    ("Transfer (GB/s)", "transfer_speed", 1e-9),
 )
 
 
@@ -60,7 +86,7 @@ def render(
         ("Total token throughput (tok/s):", _two(found.total_throughput)),
         ("Concurrency:", _two(found.concurrency)),
         "End-to-End Latency",
-        *_spread("E2E Latency", found.e2e, ("Mean", "Median")),
+        *_spread("E2E Latency", found.e2e, MEANS),
         "Time to First Token",
         *_spread("TTFT", found.ttft),
         "Time per Output Token (excl. 1st token)",
@@ -78,16 +104,6 @@ def render(
         ]
     if found.goodput is not None:
         rows += ["Goodput", ("Request goodput (req/s):", _two(found.goodput))]
-    if found.steady is not None:
-        steady = found.steady
-        rows += [
-            "Steady State",
-            ("Duration (s):", _two(steady.duration)),
-            ("Whole requests:", steady.requests),
-            ("Output token throughput (tok/s):", _two(steady.output_throughput)),
-            *_spread("TTFT", steady.ttft),
-            *_spread("TPOT", steady.tpot),
-        ]
     lines = [f"{row:-^{WIDTH}}" if isinstance(row, str) else "{:<40} {:<10}".format(*row) for row in rows]
     return "\n".join([f"\n{TITLE:=^{WIDTH}}", *lines, "=" * WIDTH])
 
@@ -122,7 +138,12 @@ def check(text: str) -> list[str]:
     """
     rows = parse(text)
     values = {name: float(value) for name, value in rows.items() if NUMBER.fullmatch(value)}
-    wrong = list(_ascending(values))
+    ordered = [(low, high) for low, high in ASCENDING if low in values and high in values]
+    wrong = [
+        f"`{low}` {values[low]:.2f}: expected at most `{high}`, found {values[high]:.2f}"
+        for low, high in ordered
+        if values[low] > values[high]
+    ]
     least, most, why = values[DURATION] - HALF, values[DURATION] + HALF, f"`{DURATION}` {rows[DURATION]}"
     amounts = [(counted, values[counted], values[counted], rate) for counted, rate in RATES]
     both = values["Total input tokens"] + values["Total generated tokens"]
@@ -143,13 +164,7 @@ def check(text: str) -> list[str]:
     return wrong
 
 
-def _ascending(values: dict[str, float]) -> Iterator[str]:
-    for low, high in ASCENDING:
-        if low in values and high in values and values[low] > values[high]:
-            yield f"`{low}` {values[low]:.2f}: expected at most `{high}`, found {values[high]:.2f}"
-
-
-def _spread(name: str, spread: Spread, columns: tuple[str, ...] = ("Mean", "Median", "P99")) -> list[tuple[str, str]]:
+def _spread(name: str, spread: Spread, columns: tuple[str, ...] = (*MEANS, "P99")) -> list[tuple[str, str]]:
     return [(f"{column} {name} (ms):", _two(getattr(spread, column.lower()))) for column in columns]
 
 
@@ -159,3 +174,29 @@ def _two(value: float) -> str:
 
 def _percent(share: float | None) -> str:
     return "not known" if share is None else _two(100 * share)
+
+
+def side_by_side(records: Sequence[Mapping[str, Any]]) -> str:
+    """Runs as columns, each but the first with its ratio to the first; without rows whose figure no run knows."""
+    rows = [("", *(str(each["name"]) for each in records))]
+    for title, path, scale in ROWS:
+        values = [_figure(each, path) for each in records]
+        if any(value is not None for value in values):
+            rows.append(
+                (title, *(_cell(value, None if at == 0 else values[0], scale) for at, value in enumerate(values)))
+            )
+    return "\n".join(aligned(rows))
+
+
+def _figure(record: Mapping[str, Any], path: str) -> Any:
+    value: Any = record["figures"]
+    for name in path.split("."):
+        value = (value or {}).get(name)
+    return value
+
+
+def _cell(value: Any, first: Any, scale: float) -> str:
+    if value is None:
+        return "-"
+    text = f"{value * scale:.{3 if scale < 1 else 2}f}" if isinstance(value, float) else str(value)
+    return f"{text} ({value / first:.2f}×)" if first else text

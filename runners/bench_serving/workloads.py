@@ -6,8 +6,8 @@ Nothing made here is kept between runs, so that no run can get what was made fro
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from ling3export.foundation.reading import opened
 from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.text.tokenizer import Tokenizer
 
-WARM_UP = 32  # most tokens of the request that is sent before the clock runs
 LARGEST = 4 << 30  # bytes of a data set
 SHORTEST = 2  # tokens of a prompt and of an answer, below which sharegpt's conversations are left out
+DEFAULT_OUTPUT = 64  # tokens of an answer
 LEAST_FIXED = 4  # tokens of an answer whose length is fixed for sharegpt
 WORDS = (
     "amber anchor apple arrow autumn basket beacon bridge candle canyon castle cedar cherry cloud copper coral cotton "
@@ -44,25 +44,65 @@ class SampleRequest:
     at: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class WorkloadSpec:
-    """What workloads are made with.
+    """What is sent. Lengths are in tokens.
 
     Attributes:
-        count: How many requests; for a data set at most so many.
-        context: Tokens of prompt and answer together.
-        vocab_size: Token ids are below it.
+        workload: One of WORKLOADS, or the name of ``asks``.
+        data: The data set of sharegpt or jsonl.
+        asks: The requests themselves, where they come from elsewhere.
+        num_prompts: How many requests; of a data set at most so many.
+        input_len: Most tokens of a random prompt.
+        output_len: Tokens of an answer (of random ones: at most); None takes the data set's, or DEFAULT_OUTPUT.
+        range_ratio: Least length of random prompts and answers, as a share of the most; at least 1.
+        groups: How many groups of prompts begin alike; ``num_prompts`` is spread over them evenly.
+        prefix_len: Tokens with which all of a group begin.
+        suffix_len: Tokens of a prompt behind them.
+        readable: Texts are words; otherwise whatever random tokens spell.
+        text: Prompts of token ids are sent as the text that they spell.
         seed: Where the randomness comes from.
-        tokenizer: Of the model; None where there is none.
-        output: Tokens of every answer, where a data set's own lengths do not count.
     """
 
-    count: int
+    workload: str = "random"
+    data: Path | None = None
+    asks: tuple[SampleRequest, ...] | None = None
+    num_prompts: int = 100
+    input_len: int = 128
+    output_len: int | None = None
+    range_ratio: float = 0.0
+    groups: int = 8
+    prefix_len: int = 64
+    suffix_len: int = 32
+    readable: bool = False
+    text: bool = False
+    seed: int = 0
+
+    @property
+    def output(self) -> int:
+        """Tokens of an answer, where no data set says how many."""
+        return self.output_len or DEFAULT_OUTPUT
+
+    def group_size(self) -> int:
+        """Requests of each group.
+
+        Raises:
+            RequestError: There are fewer requests than groups.
+        """
+        if self.num_prompts < self.groups:
+            raise RequestError(
+                f"workload `{self.workload}`: expected at least {self.groups} requests, found {self.num_prompts}"
+            )
+        return self.num_prompts // self.groups
+
+
+@dataclass(frozen=True)
+class PromptLimits:
+    """What a model takes: tokens of prompt and answer together, token ids below ``vocab_size``, and its tokenizer."""
+
     context: int
     vocab_size: int
-    seed: int = 0
     tokenizer: Tokenizer | None = None
-    output: int | None = None
 
     def need(self, workload: str) -> Tokenizer:
         """The tokenizer, which ``workload`` cannot do without.
@@ -85,89 +125,82 @@ class WorkloadSpec:
             raise RequestError("workload: expected token ids that are not special, found none")
         return found
 
-    def fits(self, prompt: int, output: int) -> bool:
-        """Whether a prompt and an answer of so many tokens have room together."""
-        return prompt + output <= self.context
+    def check_room(self, workload: str, prompt: int, output: int) -> None:
+        """Refuses a prompt and an answer of so many tokens that have no room together."""
+        if prompt + output > self.context:
+            raise RequestError(
+                f"workload `{workload}`: expected prompt and answer within the context of {self.context} tokens, "
+                f"found {prompt} + {output} = {prompt + output}"
+            )
 
 
-def sharegpt(spec: WorkloadSpec, path: Path) -> list[SampleRequest]:
+def requests_of(spec: WorkloadSpec, limits: PromptLimits) -> list[SampleRequest]:
+    """The requests of a workload.
+
+    Raises:
+        RequestError: They do not fit into the limits, a data set is missing or another one, or a tokenizer is missing.
+    """
+    asks = list(spec.asks[: spec.num_prompts]) if spec.asks is not None else WORKLOADS[spec.workload](spec, limits)
+    if not spec.text:
+        return asks
+    spell = limits.need(spec.workload).decode
+    return [ask if isinstance(ask.prompt, str) else replace(ask, prompt=spell(ask.prompt)) for ask in asks]
+
+
+def sharegpt(spec: WorkloadSpec, limits: PromptLimits) -> list[SampleRequest]:
     """Conversations of a data set in ShareGPT's form: the first turn asks, and the second's length is the answer's.
 
     Conversations of one turn, those with fewer than two tokens in either, and those beyond the context are left out.
-
-    Raises:
-        RequestError: The file is no such data set, or nothing of it is left.
     """
-    tokenizer = spec.need("sharegpt")
-    if spec.output is not None and spec.output < LEAST_FIXED:
+    tokenizer = limits.need("sharegpt")
+    if spec.output_len is not None and spec.output_len < LEAST_FIXED:
         raise RequestError(
-            f"workload `sharegpt`: expected answers of {LEAST_FIXED} tokens or more, found {spec.output}"
+            f"workload `sharegpt`: expected answers of {LEAST_FIXED} tokens or more, found {spec.output_len}"
         )
-    dialogs = [turns for turns in map(_turns, read_records(path)) if len(turns) >= 2]
+    dialogs = [turns for turns in map(turns_of, _data_of(spec)) if len(turns) >= 2]
     random.Random(spec.seed).shuffle(dialogs)
     asks: list[SampleRequest] = []
-    for first, second, *_ in dialogs:
-        if len(asks) == spec.count:
+    for (_, first), (_, second), *_ in dialogs:
+        if len(asks) == spec.num_prompts:
             break
         prompt, answer = len(tokenizer.encode(first)), len(tokenizer.encode(second, special=False))
-        output = answer if spec.output is None else spec.output
-        if min(prompt, answer) >= SHORTEST and spec.fits(prompt, output):
+        output = spec.output_len or answer
+        if min(prompt, answer) >= SHORTEST and prompt + output <= limits.context:
             asks.append(SampleRequest(first, output))
     if not asks:
         raise RequestError(
-            f"workload `{path}`: expected conversations of two turns that fit into {spec.context} tokens, found none"
+            f"workload `{spec.data}`: expected conversations of two turns that fit into {limits.context} tokens, "
+            "found none"
         )
     return asks
 
 
-def random_ids(spec: WorkloadSpec, length: int, output: int, ratio: float) -> list[SampleRequest]:
-    """Prompts of token ids that are neighbours: id (offset + request + place), special ones left out.
-
-    Args:
-        spec: What it is made with.
-        length: Most tokens of a prompt.
-        output: Most tokens of an answer.
-        ratio: The least of either is this share of the most, and at least 1; lengths are uniform between.
-
-    Raises:
-        RequestError: The longest prompt and answer are beyond the context.
-    """
-    _check_room(spec, "random", length, output)
-    rng, ids = random.Random(spec.seed), spec.ids()
+def random_ids(spec: WorkloadSpec, limits: PromptLimits) -> list[SampleRequest]:
+    """Prompts of token ids that are neighbours: id (offset + request + place), special ones left out."""
+    limits.check_room("random", spec.input_len, spec.output)
+    rng, ids = random.Random(spec.seed), limits.ids()
     asks = []
-    for number in range(spec.count):
-        tokens, answer = (rng.randint(max(1, math.floor(most * ratio)), most) for most in (length, output))
+    for number in range(spec.num_prompts):
+        tokens, answer = (
+            rng.randint(max(1, math.floor(most * spec.range_ratio)), most) for most in (spec.input_len, spec.output)
+        )
         offset = rng.randrange(len(ids))
         prompt = tuple(ids[(offset + number + place) % len(ids)] for place in range(tokens))
         asks.append(SampleRequest(prompt, answer))
     return asks
 
 
-def shared_prefix(
-    spec: WorkloadSpec, groups: int, system: int, question: int, output: int, *, readable: bool = False
-) -> list[SampleRequest]:
-    """Groups of prompts that begin alike: a system text of the group, an empty line, and a question of its own.
-
-    Args:
-        spec: What it is made with; its ``count`` is spread over the groups evenly.
-        groups: How many.
-        system: Tokens of a system text.
-        question: Tokens of a question.
-        output: Tokens of an answer.
-        readable: Texts are words; otherwise whatever random tokens spell.
-
-    Raises:
-        RequestError: There are fewer requests than groups, or they are beyond the context.
-    """
-    tokenizer = spec.need("generated-shared-prefix")
-    each = _evenly(spec, "generated-shared-prefix", groups)
-    _check_room(spec, "generated-shared-prefix", system + question, output)
-    rng, seen = random.Random(spec.seed), set[str]()
-    text = _words(rng, tokenizer) if readable else _spelled(rng, tokenizer, spec.ids())
+def shared_prefix(spec: WorkloadSpec, limits: PromptLimits) -> list[SampleRequest]:
+    """Groups of prompts that begin alike: a system text of the group, an empty line, and a question of its own."""
+    tokenizer, each = limits.need("generated-shared-prefix"), spec.group_size()
+    limits.check_room("generated-shared-prefix", spec.prefix_len + spec.suffix_len, spec.output)
+    rng, ids, seen = random.Random(spec.seed), limits.ids(), set[str]()
 
     def another(tokens: int) -> str:
         for _ in range(100):
-            if (found := text(tokens)) not in seen:
+            # Tokenized again, what random tokens spell may have a few tokens more or fewer.
+            found = _words(rng, tokenizer, tokens) if spec.readable else tokenizer.decode(rng.choices(ids, k=tokens))
+            if found not in seen:
                 seen.add(found)
                 return found
         raise RequestError(
@@ -175,45 +208,38 @@ def shared_prefix(
         )
 
     asks = []
-    for _ in range(groups):
-        start = another(system) + "\n\n"
-        asks += [SampleRequest(start + another(question), output) for _ in range(each)]
+    for _ in range(spec.groups):
+        start = another(spec.prefix_len) + "\n\n"
+        asks += [SampleRequest(start + another(spec.suffix_len), spec.output) for _ in range(each)]
     rng.shuffle(asks)
     return asks
 
 
-def prefix_repetition(spec: WorkloadSpec, prefixes: int, prefix: int, suffix: int, output: int) -> list[SampleRequest]:
-    """Token ids: a few prefixes, each with many suffixes, shuffled, as vLLM's data set of this name.
-
-    Raises:
-        RequestError: There are fewer requests than prefixes, or they are beyond the context.
-    """
-    each = _evenly(spec, "prefix-repetition", prefixes)
-    _check_room(spec, "prefix-repetition", prefix + suffix, output)
-    rng, ids = random.Random(spec.seed), spec.ids()
+def prefix_repetition(spec: WorkloadSpec, limits: PromptLimits) -> list[SampleRequest]:
+    """Token ids: a few prefixes, each with many suffixes, shuffled, as vLLM's data set of this name."""
+    each = spec.group_size()
+    limits.check_room("prefix-repetition", spec.prefix_len + spec.suffix_len, spec.output)
+    rng, ids = random.Random(spec.seed), limits.ids()
     asks = []
-    for _ in range(prefixes):
-        start = rng.choices(ids, k=prefix)
-        asks += [SampleRequest((*start, *rng.choices(ids, k=suffix)), output) for _ in range(each)]
+    for _ in range(spec.groups):
+        start = rng.choices(ids, k=spec.prefix_len)
+        asks += [SampleRequest((*start, *rng.choices(ids, k=spec.suffix_len)), spec.output) for _ in range(each)]
     rng.shuffle(asks)
     return asks
 
 
-def jsonl(spec: WorkloadSpec, path: Path) -> list[SampleRequest]:
+def jsonl(spec: WorkloadSpec, _: PromptLimits) -> list[SampleRequest]:
     """The lines of a file, ``{"prompt": TEXT or [ID, …], "output_len": N, "timestamp": SECONDS}``, in their order.
 
     With timestamps on all lines the run sends each line so long after the first as they say.
-
-    Raises:
-        RequestError: A line is something else.
     """
     asks = []
-    for number, record in enumerate(itertools.islice(read_records(path), spec.count), 1):
-        where = f"workload `{path}` record {number}"
+    for number, record in enumerate(itertools.islice(_data_of(spec), spec.num_prompts), 1):
+        where = f"workload `{spec.data}` record {number}"
         prompt = record.get("prompt", record.get("prompt_ids"))
         if isinstance(prompt, list) and prompt and all(type(each) is int for each in prompt):
             prompt = tuple(prompt)
-        output = spec.output or record.get("output_len")
+        output = spec.output_len or record.get("output_len")
         at = record.get("timestamp")
         if not prompt or not isinstance(prompt, (str, tuple)):
             raise RequestError(f"{where}: expected `prompt`, a text or token ids, found {str(prompt)[:60]}")
@@ -225,10 +251,19 @@ def jsonl(spec: WorkloadSpec, path: Path) -> list[SampleRequest]:
         asks.append(SampleRequest(prompt, output, at))
     timed = [ask.at for ask in asks if ask.at is not None]
     if timed and len(timed) != len(asks):
-        raise RequestError(f"workload `{path}`: expected a timestamp in all lines or in none, found {len(timed)}")
+        raise RequestError(f"workload `{spec.data}`: expected a timestamp in all lines or in none, found {len(timed)}")
     if timed != sorted(timed):
-        raise RequestError(f"workload `{path}`: expected timestamps that ascend, found others")
+        raise RequestError(f"workload `{spec.data}`: expected timestamps that ascend, found others")
     return [SampleRequest(ask.prompt, ask.output, None if ask.at is None else ask.at - timed[0]) for ask in asks]
+
+
+WORKLOADS: Mapping[str, Callable[[WorkloadSpec, PromptLimits], list[SampleRequest]]] = {
+    "random": random_ids,
+    "sharegpt": sharegpt,
+    "generated-shared-prefix": shared_prefix,
+    "prefix-repetition": prefix_repetition,
+    "jsonl": jsonl,
+}
 
 
 def arrivals(asks: Sequence[SampleRequest], rate: float, burstiness: float, seed: int) -> list[float]:
@@ -282,41 +317,23 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return list(records)
 
 
-def _turns(record: dict[str, Any]) -> list[str]:
-    """The texts of a conversation, in ShareGPT's form or in that of chats."""
-    turns = record.get("conversations", record.get("conversation", record.get("messages")))
-    if not isinstance(turns, list):
-        return []
-    texts = [turn.get("value", turn.get("content")) if isinstance(turn, dict) else None for turn in turns]
-    return [text for text in texts if isinstance(text, str)]
+def _data_of(spec: WorkloadSpec) -> list[dict[str, Any]]:
+    if spec.data is None:
+        raise RequestError(f"workload `{spec.workload}`: expected a data set, found none", "name it: --data FILE")
+    return read_records(spec.data)
 
 
-def _evenly(spec: WorkloadSpec, workload: str, groups: int) -> int:
-    if spec.count < groups:
-        raise RequestError(f"workload `{workload}`: expected at least {groups} requests, found {spec.count}")
-    return spec.count // groups
+def turns_of(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """(who, what) of each turn of a conversation, in ShareGPT's form or in that of chats; none of another record."""
+    lists = (record.get(name) for name in ("conversations", "conversation", "messages"))
+    turns = [turn for turn in next((each for each in lists if isinstance(each, list)), []) if isinstance(turn, dict)]
+    found = [(str(turn.get("from", turn.get("role"))), turn.get("value", turn.get("content"))) for turn in turns]
+    return [(who, text) for who, text in found if isinstance(text, str)]
 
 
-def _check_room(spec: WorkloadSpec, workload: str, prompt: int, output: int) -> None:
-    if not spec.fits(prompt, output):
-        raise RequestError(
-            f"workload `{workload}`: expected prompt and answer within the context of {spec.context} tokens, found "
-            f"{prompt} + {output} = {prompt + output}"
-        )
-
-
-def _words(rng: random.Random, tokenizer: Tokenizer) -> Callable[[int], str]:
-    """Makes texts of words with at most so many tokens, and as many words as that allows."""
-
-    def text(tokens: int) -> str:
-        words = rng.choices(WORDS, k=tokens)
-        while len(words) > 1 and (found := len(tokenizer.encode(" ".join(words), special=False))) > tokens:
-            words = words[: min(len(words) - 1, len(words) * tokens // found)]
-        return " ".join(words)
-
-    return text
-
-
-def _spelled(rng: random.Random, tokenizer: Tokenizer, ids: Sequence[int]) -> Callable[[int], str]:
-    """Makes texts that random tokens spell; tokenized again, they may have a few tokens more or fewer."""
-    return lambda tokens: tokenizer.decode(rng.choices(ids, k=tokens))
+def _words(rng: random.Random, tokenizer: Tokenizer, tokens: int) -> str:
+    """A text of words with at most so many tokens, and as many words as that allows."""
+    words = rng.choices(WORDS, k=tokens)
+    while len(words) > 1 and (found := len(tokenizer.encode(" ".join(words), special=False))) > tokens:
+        words = words[: min(len(words) - 1, len(words) * tokens // found)]
+    return " ".join(words)

@@ -3,6 +3,8 @@
 The error of a position is the relative L2 distance of its logits. A token that was chosen greedily is right or wrong.
 """
 
+import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -20,7 +22,7 @@ TOLERANCES = {"float32": Tolerance("largest", 1e-5), "bfloat16": Tolerance("medi
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredSequence:
     """What a score program returns for one sequence of T tokens."""
 
     logits: dict[int, np.ndarray]  # by position, at the ends of chunks: [V] each
@@ -28,12 +30,15 @@ class Scored:
     best: np.ndarray  # [T-1], the most likely next token, at each position but the last
 
 
+def finite(error: float) -> float:
+    """An error for JSON, which has no infinity: the largest number stands for what is not finite."""
+    return error if math.isfinite(error) else sys.float_info.max
+
+
 def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Relative L2 distance of one position's logits, in float64; infinite where a value is not finite."""
-    if not np.isfinite(found).all():
-        return float("inf")
+    """Relative L2 distance of logits or log-probabilities, in float64; ``finite``."""
     expected = expected.astype(np.float64)
-    return float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected))
+    return finite(float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected)))
 
 
 def _status(errors: Sequence[float], tolerance: Tolerance) -> str:
@@ -54,7 +59,7 @@ def logits_receipt(found: Logits, expected: Logits, tolerance: Tolerance) -> Rec
             "build the artifact again"
         )
     errors = [relative_error(logits, wanted) for logits, wanted in pairs]
-    absolute = max(float(np.max(np.abs(logits - wanted))) for logits, wanted in pairs)
+    absolute = max(finite(float(np.max(np.abs(logits - wanted)))) for logits, wanted in pairs)
     return Receipt(_status(errors, tolerance), max(errors), float(np.median(errors)), absolute, len(errors))
 
 
@@ -70,7 +75,7 @@ def exact_receipt(count: int, wrong: int) -> Receipt:
 
 
 def score_receipt(
-    scored: Sequence[Scored], sequences: Sequence[schema.Sequence], expected: Logits, tolerance: Tolerance
+    scored: Sequence[ScoredSequence], sequences: Sequence[schema.Sequence], expected: Logits, tolerance: Tolerance
 ) -> Receipt:
     """The receipt of a score program: its logits, log-probabilities and most likely tokens.
 
@@ -93,8 +98,7 @@ def score_receipt(
         ids = sequence.ids
         places = [at for at in range(len(ids) - 1) if (number, at) in expected]
         wanted = np.array([log_softmax(expected[number, at])[ids[at + 1]] for at in places])
-        distance = np.linalg.norm(said.logprob[places] - wanted) / np.linalg.norm(wanted)
-        errors.append(float(distance) if np.isfinite(distance) else float("inf"))
+        errors.append(relative_error(said.logprob[places], wanted))
         best = {at: int(np.argmax(logits)) for at, logits in said.logits.items()}
         if tolerance.measure == "largest":
             rows = {at: expected[number, at] for at in places}

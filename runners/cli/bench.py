@@ -1,5 +1,6 @@
 """The commands ``ling3-runner bench``. stdout carries tables and data; progress, warnings and hints go to stderr."""
 
+import json
 import math
 import signal
 import sys
@@ -79,7 +80,6 @@ def _sending(command: Any) -> Any:
 _shown: Decorator = section(
     "Output",
     click.option("--goodput", metavar="NAME:MS,...", help="Count requests within bounds: ttft:200,tpot:20,e2el:2000."),
-    click.option("--steady", is_flag=True, help="Also figures of the time with --max-concurrency requests."),
     click.option("--extended", is_flag=True, help="More rows."),
     click.option("--table-compat", type=click.Choice(["2025"]), help="Name one row as tables of that year do."),
 )
@@ -87,8 +87,6 @@ _written: Decorator = section(
     "Files",
     click.option("--output", type=PATH, metavar="FILE.jsonl", help="Add a line of JSON with all figures."),
     click.option("--save-raw", is_flag=True, help="With times of every request in it."),
-    click.option("--html", type=PATH, metavar="OUT.html", help="Write a page with figures and distributions."),
-    click.option("--force", is_flag=True, help="Replace OUT.html if it is there."),
 )
 
 
@@ -107,8 +105,6 @@ def serve(
     table_compat: str | None,
     output: Path | None,
     save_raw: bool,
-    html: Path | None,
-    force: bool,
     suite: str | None,
     api_key_file: Path | None,
     **settings: Any,
@@ -119,14 +115,13 @@ def serve(
 
     With --url, ARTIFACT is not run: it gives the tokenizer, and the bounds of prompts.
     """
-    _check_page(html, force)
     how = _settings(artifact, suite, settings | {"url": url, "key": None if url is None else _key(api_key_file)})
     from ling3export.runners.bench_serving.measure import measure
 
     with flight.watched(), progress("bench serve") as told:
         found = measure(how, told)
     click.echo(found.table(table_compat, extended))
-    _write([found], [found.backend], output, html, raw=save_raw)
+    _write([found.record(found.backend, raw=save_raw)], output)
     _end(found)
 
 
@@ -149,8 +144,6 @@ def compare(
     transfer: str,
     output: Path | None,
     save_raw: bool,
-    html: Path | None,
-    force: bool,
     suite: str | None,
     api_key_file: Path | None,
     **settings: Any,
@@ -161,12 +154,11 @@ def compare(
     are started on loopback and stopped one configuration after the other; all are sent the same requests over HTTP.
     Ratios are to the first.
     """
-    _check_page(html, force)
     key = _key(api_key_file)
     names = configs.split(",")
     how = _settings(artifacts[0], suite, settings | {"key": key})
     from ling3export.runners.bench_serving.compare import compared
-    from ling3export.runners.bench_serving.record import side_by_side
+    from ling3export.runners.bench_serving.table import side_by_side
 
     found: list[Measurement] = []
     stopped: BaseException | None = None
@@ -183,9 +175,9 @@ def compare(
         stopped = error
     finally:
         signal.signal(signal.SIGTERM, before)
-    titles = [name.partition("=")[0] for name in names[: len(found)]]
-    click.echo(side_by_side([each.record(name) for each, name in zip(found, titles, strict=True)]))
-    _write(found, titles, output, html, raw=save_raw)
+    records = [each.record(name.partition("=")[0], raw=save_raw) for each, name in zip(found, names, strict=False)]
+    click.echo(side_by_side(records))
+    _write(records, output)
     if len(found) < len(names):
         click.echo(f"not measured: {', '.join(names[len(found) :])}", err=True)
     for each in found:
@@ -225,15 +217,60 @@ def check(file: Any) -> None:
 @click.option("--block", type=POSITIVE, default=256, help="Tokens a block of a prefix cache.")
 @click.option("--top", type=click.IntRange(0), default=10, help="Prefixes to list.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with all of them.")
-def prefixes(**options: Any) -> None:
+def prefixes(
+    data: Path,
+    suite: str | None,
+    field: str | None,
+    whole: bool,
+    least: int,
+    longer: int,
+    unit: str,
+    tokenizer: Path | None,
+    block: int,
+    top: int,
+    as_json: bool,
+) -> None:
     """Measure how often the prompts of DATA begin alike.
 
     DATA is a list of JSON objects or JSON lines. A prefix counts that --least texts share and that no longer one
     replaces. With --tokenizer also what a prefix cache could win at best.
     """
-    from ling3export.runners.cli.prefixes import show
+    if unit == "token" and tokenizer is None:
+        raise click.UsageError("expected --tokenizer with --unit token, found none.")
+    from ling3export.runners.bench_serving.measure import open_tokenizer
+    from ling3export.runners.bench_serving.prefixes import cached_blocks, repetition, text_of
+    from ling3export.runners.bench_serving.workloads import read_records
 
-    show(**options)
+    if suite is not None:
+        from ling3export.runners.evals.suites import load_suite
+
+        texts = [task.prompt for task in load_suite(suite, data).tasks if isinstance(task.prompt, str)]
+    else:
+        records = enumerate(read_records(data), 1)
+        texts = [text_of(record, field, whole, f"data set `{data}` record {at}") for at, record in records]
+    opened = None if tokenizer is None else open_tokenizer(tokenizer)
+    ids = [] if opened is None else [tuple(opened.encode(text)) for text in texts]
+    found = repetition(ids if unit == "token" else texts, least, longer)
+    summary: dict[str, Any] = {
+        "dialogs": found.texts,
+        "unit": unit,
+        "least": least,
+        "longer": longer,
+        "prefixes": len(found.prefixes),
+        "ratio": found.ratio,
+        "coverage": found.coverage,
+        "mean_length": found.mean_length,
+    }
+    if opened is not None:
+        hit, every = cached_blocks(ids, block)
+        summary |= {"block": block, "prompt_tokens": every, "cached_tokens": hit, "cached_share": hit / max(every, 1)}
+    if as_json:
+        click.echo(json.dumps(summary | {"list": found.prefixes}, ensure_ascii=False))
+        return
+    for name, value in summary.items():
+        click.echo(f"{name + ':':15} {f'{value:.4f}' if isinstance(value, float) else value}")
+    for prefix, count in found.prefixes[:top]:
+        click.echo(f"{count:6}  {json.dumps(prefix, ensure_ascii=False)}")
 
 
 def _settings(artifact: Path | None, suite: str | None, given: dict[str, Any]) -> "Settings":
@@ -242,7 +279,7 @@ def _settings(artifact: Path | None, suite: str | None, given: dict[str, Any]) -
         raise click.UsageError("expected --suite with --workload suite, and with it alone.")
     if given.get("url") is None and artifact is None:
         raise click.UsageError("expected ARTIFACT or --url, found neither.")
-    from ling3export.runners.bench_serving.measure import DEFAULT_OUTPUT, Settings
+    from ling3export.runners.bench_serving.measure import Settings
     from ling3export.runners.bench_serving.workloads import SampleRequest
 
     how = Settings(artifact=artifact, **given)
@@ -251,11 +288,10 @@ def _settings(artifact: Path | None, suite: str | None, given: dict[str, Any]) -
     from ling3export.runners.evals.suites import load_suite
 
     loaded = load_suite(suite, how.data, how.num_prompts)
-    output = how.output_len or DEFAULT_OUTPUT
     texts = [task.prompt for task in loaded.tasks if isinstance(task.prompt, (str, tuple))]
     if not texts or len(texts) != len(loaded.tasks):
         raise Ling3Error(f"suite `{suite}`: expected prompts of text, found {'messages' if loaded.tasks else 'none'}")
-    return replace(how, workload=loaded.name, asks=tuple(SampleRequest(text, output) for text in texts))
+    return replace(how, workload=loaded.name, asks=tuple(SampleRequest(text, how.output) for text in texts))
 
 
 def _key(path: Path | None) -> str | None:
@@ -266,21 +302,15 @@ def _key(path: Path | None) -> str | None:
     return api_key(path)
 
 
-def _check_page(html: Path | None, force: bool) -> None:
-    """Refuses a page that is there already, before anything is measured."""
-    if html is not None and html.exists() and not force:
-        raise Ling3Error(f"--html `{html}`: expected no such file, found one", "replace it with --force")
+def _write(records: list[dict[str, Any]], output: Path | None) -> None:
+    """Adds a line of JSON for each record to a file, which is made if it is missing."""
+    if output is None:
+        return
+    from ling3export.artifacts.files import open_own
 
-
-def _write(found: "list[Measurement]", names: list[str], output: Path | None, html: Path | None, *, raw: bool) -> None:
-    from ling3export.artifacts.files import replace_file
-    from ling3export.runners.bench_serving.record import append, page
-
-    records = [each.record(name, raw=raw) for each, name in zip(found, names, strict=True)]
-    for line in records if output is not None else ():
-        append(output, line)  # type: ignore[arg-type]
-    if html is not None:
-        replace_file(html, page(records, [each.done.results for each in found]).encode())
+    lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
+    with open_own(output, append=True) as file:
+        file.write(lines.encode())
 
 
 def _end(found: "Measurement") -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import click
 
 from ling3export.artifacts.calibration import beside, write_calibration
-from ling3export.artifacts.files import replace_file
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.command import Command, section
 from ling3export.runners.cli.hosts import host_options, keep_stdout
@@ -29,21 +28,18 @@ OUTSIDE = "an artifact holds what its manifest names, and nothing else: name a p
 def calibrate(artifact: Path, place: dict[str, Any], calls: int, path: Path | None, force: bool, **how: Any) -> None:
     """Run every cell of ARTIFACT here, on its vectors, and time it.
 
-    Writes errors and times, and a page beside them, FILE with .html. Later starts on this machine, ling3export inspect,
-    report and plan --from take them from beside ARTIFACT. Exits with 1 when a cell is outside its tolerance. Run it on
-    each of several hosts; host 0 writes.
+    Writes errors and times. Later starts on this machine, ling3export inspect, report and plan --from take them from
+    beside ARTIFACT. Exits with 1 when a cell is outside its tolerance. Run it on each of several hosts; host 0 writes.
     """
     hosts = find_hosts(**place)
     path = beside(artifact) if path is None else path
-    html = path.with_suffix(".html")
     with announced(hosts):
         if hosts is None or hosts.number == 0:
-            _check(artifact, [path, html], force)
+            _check(artifact, path, force)
     if hosts is not None:
         keep_stdout()
     from ling3export.artifacts.receipts import executed, table
     from ling3export.runners.calibrate.calibrate import calibrated
-    from ling3export.runners.calibrate.text import page
     from ling3export.runners.load.loader import load
 
     loaded = load(artifact, hosts=hosts, agreed={"calls": calls}, **how)
@@ -51,22 +47,20 @@ def calibrate(artifact: Path, place: dict[str, Any], calls: int, path: Path | No
     if found is None:
         return
     write_calibration(path, found)
-    replace_file(html, page(found, loaded.record).encode())
     click.echo("\n".join([f"{found.target}:", *table(found, loaded.record), *executed(found)]))
-    click.echo(f"wrote {path} and {html}", err=True)
+    click.echo(f"wrote {path}", err=True)
     if not found.receipts.passed:
         sys.exit(1)
 
 
-def _check(artifact: Path, paths: list[Path], force: bool) -> None:
-    """Refuses files that are there, or that would lie in the artifact."""
-    for path in paths:
-        if path.resolve().is_relative_to(artifact.resolve()):
-            raise Ling3Error(
-                f"calibration `{path.name}`: expected a place outside of the artifact, found one in it", OUTSIDE
-            )
-        if path.exists() and not force:
-            raise Ling3Error(
-                f"calibration `{path.name}`: expected a free name, found one that exists, in {path.parent}",
-                "name another with --to, or replace it with --force",
-            )
+def _check(artifact: Path, path: Path, force: bool) -> None:
+    """Refuses a file that is there, or that would lie in the artifact."""
+    if path.resolve().is_relative_to(artifact.resolve()):
+        raise Ling3Error(
+            f"calibration `{path.name}`: expected a place outside of the artifact, found one in it", OUTSIDE
+        )
+    if path.exists() and not force:
+        raise Ling3Error(
+            f"calibration `{path.name}`: expected a free name, found one that exists, in {path.parent}",
+            "name another with --to, or replace it with --force",
+        )

@@ -2,9 +2,8 @@
 
 import json
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -13,17 +12,15 @@ from ling3export.artifacts.manifest import named_target, read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.targets import choose_target, platforms_here
+from ling3export.runners import doctor as checks
 from ling3export.runners.cli.command import Command
 from ling3export.runners.cli.options import target_option
 from ling3export.runners.cli.references import ARTIFACT
 
-if TYPE_CHECKING:
-    from ling3export.runners.doctor.diagnosis import Fault
-
-WORDS = {
-    "fault": "does not run here",
-    "compile": "runs with --programs allow-compile, which compiles the portable programs here once",
-    "fits": "fits this machine",
+WORDS = {  # by exit code
+    0: "fits this machine",
+    1: "does not run here",
+    3: "runs with --programs allow-compile, which compiles the portable programs here once",
 }
 
 
@@ -37,41 +34,32 @@ def doctor(artifact: Path | None, target: str | None, as_json: bool) -> None:
     Names everything that does not fit, with the command that mends it. Exits with 0 where ARTIFACT fits, 3 where it
     runs with --programs allow-compile, 1 where it does not run. Digests are not read; ling3export verify does that.
     """
-    from ling3export.runners.doctor import diagnosis, machine
-
     manifest, name, faults = _wanted(artifact, target)
     devices = 1
     if manifest is not None and name is not None and (record := manifest.targets[name]).platform == "cpu":
         devices = max(record.mesh.devices) + 1 if record.processes == 1 else record.mesh.hosts.count(0)
-    here = machine.look(devices)
-    faults += diagnosis.of_machine(here)
+    here = checks.look(devices)
+    faults += checks.of_machine(here)
     if artifact is not None and manifest is not None and name is not None:
-        files = list(diagnosis.of_files(manifest, name, artifact))
-        faults += [*files, *diagnosis.of_target(manifest, name, here, artifact)]
-        if not files:
-            largest = max(manifest.weights.files, key=lambda each: manifest.weights.files[each])
-            here = replace(here, disk=machine.read_speed(artifact / largest))
-    code = diagnosis.exit_code(faults)
+        faults += [*checks.of_files(manifest, name, artifact), *checks.of_target(manifest, name, here, artifact)]
+    code = checks.exit_code(faults)
     if as_json:
-        told = [{"weight": each.weight.value, "what": each.what, "mend": each.mend} for each in faults]
+        told = [{"weight": each.severity.value, "what": each.what, "mend": each.mend} for each in faults]
         click.echo(json.dumps({"machine": asdict(here), "target": name, "faults": told, "exit_code": code}))
         sys.exit(code)
-    for what, how in machine.facts(here):
+    for what, how in checks.facts(here):
         click.echo(f"{what + ':':12}{how}")
     for fault in faults:
-        click.echo(f"{fault.weight.value}: {fault.what}\n  mend: {fault.mend}")
-    subject = "this machine" if artifact is None else f"{artifact}" + (f", target {name}" if name else "")
+        click.echo(f"{fault.severity.value}: {fault.what}\n  mend: {fault.mend}")
     if artifact is None:
-        click.echo(f"{subject}: {'jax does not run here' if code else 'jax runs here'}")
+        click.echo(f"this machine: {'jax does not run here' if code else 'jax runs here'}")
     else:
-        click.echo(f"{subject}: {WORDS[{0: 'fits', 1: 'fault', 3: 'compile'}[code]]}")
+        click.echo(f"{artifact}{f', target {name}' if name else ''}: {WORDS[code]}")
     sys.exit(code)
 
 
-def _wanted(artifact: Path | None, target: str | None) -> tuple[Manifest | None, str | None, "list[Fault]"]:
+def _wanted(artifact: Path | None, target: str | None) -> tuple[Manifest | None, str | None, list[checks.Fault]]:
     """The manifest, the target that is looked at, and what is wrong with either."""
-    from ling3export.runners.doctor.diagnosis import Fault, Weight
-
     if artifact is None:
         return None, None, []
     manifest = None
@@ -83,4 +71,4 @@ def _wanted(artifact: Path | None, target: str | None) -> tuple[Manifest | None,
             return manifest, next(iter(manifest.targets)), []
         return manifest, choose_target(manifest.targets, None, platforms_here()), []
     except ArtifactError as error:
-        return (manifest, None, [Fault(Weight.FAULT, error.message, error.hint or REBUILD)])
+        return manifest, None, [checks.Fault(checks.Severity.FAULT, error.message, error.hint or REBUILD)]

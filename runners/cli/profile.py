@@ -1,5 +1,6 @@
 """``ling3-runner profile``: a trace of some steps, and where their time goes."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,13 @@ def profile(
     import numpy as np
 
     from ling3export.runners.engine.engine import Engine
-    from ling3export.runners.load.profile import profile as traced
+    from ling3export.runners.load.profile import traced
 
     with flight.watched(), Engine(artifact, **engine) as running:
         prompts = np.random.default_rng(0).integers(0, running.manifest.vocab_size, (requests, prompt_len)).tolist()
-        found = traced(lambda: running.generate(prompts, max_tokens=steps + 1, ignore_eos=True), folder)
+        answer = partial(running.generate, prompts, max_tokens=steps + 1, ignore_eos=True)
+        answer()
+        found = traced(answer, folder, perfetto=True)
     called = ", ".join(f"{name} {count} times" for name, count in sorted(found.calls.items()))
     click.echo(f"called: {called}")
     click.echo(f"operations: {found.seconds * 1e3:.1f} ms over all devices and threads")

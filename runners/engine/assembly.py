@@ -107,7 +107,7 @@ def _assembled(
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.engine.scheduler import Scheduler
     from ling3export.runners.engine.sequence import Sequence
-    from ling3export.runners.load.calibrated import calls_measured
+    from ling3export.runners.load.loader import calls_measured
     from ling3export.runners.load.segments import SegmentedRunner
     from ling3export.runners.state.layout import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache, snapshot_cost

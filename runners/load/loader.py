@@ -14,17 +14,20 @@ from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ling3export.artifacts.calibration import found_beside
 from ling3export.artifacts.files import TRUST
+from ling3export.artifacts.records import canonical, to_json
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.foundation.errors import ArtifactError, printable
 from ling3export.machine.targets import choose_target, platforms_here, prepare
-from ling3export.machine.verdict import CHECKS, enforce, executable_fits, judge, machine_here
+from ling3export.machine.verdict import CHECKS, JaxRuntime, enforce, judge, measuring
 from ling3export.runners import flight
 from ling3export.runners.hosts.rendezvous import announced
 
@@ -227,7 +230,7 @@ def _load(
     compiles = pjrt.CompileCounter()
     mesh = pjrt.recorded_mesh(record.mesh)
     with timings.stage("programs"):
-        verdicts = judge(record, machine_here(), executable_fits)
+        verdicts = judge(record, JaxRuntime.here())
         compiled: dict[str, Compiled] = {}
         if recompile := enforce(verdicts, policy, target, str(folder)):
             from ling3export.runners.load.recompile import compile_here
@@ -264,6 +267,36 @@ def _reduced(target: Target, phases: Container[str]) -> Target:
     program = target.state_program if arrays == target.state.arrays else None
     state = replace(target.state, arrays=arrays)
     return replace(target, cells=cells, parameters=parameters, state=state, state_program=program)
+
+
+def calls_measured(
+    folder: Path, manifest: Manifest, target: str, report: Callable[[str], None], channel: "Channel | None"
+) -> dict[str, float]:
+    """The measured seconds of each cell's call, where a calibration beside the artifact is of this target and machine.
+
+    Several hosts decide alike: they use it where each of them has the same one.
+
+    Args:
+        folder: The artifact.
+        manifest: Its manifest.
+        target: The target that runs.
+        report: Told that one is used, or why one is there and not used.
+        channel: The connection to the other hosts, every one of which calls this; None where this one runs alone.
+    """
+    found, note = found_beside(folder, manifest, measuring)
+    if found is not None and (made := found.target) != target:
+        found, note = None, f"calibration: not used: made for {made}, found {target}"
+    if channel is not None:
+        said = sha256(b"" if found is None else canonical(to_json(found))).digest()
+        if len({*channel.gather(said)}) > 1:
+            others = "expected the same beside the artifact of each host, found others"
+            found, note = None, f"calibration: not used: {others}"
+    if note is not None:
+        report(note)
+    if found is None:
+        return {}
+    report(f"prefill paddings are chosen by the calibration of {found.made}")
+    return {name: times.median for name, times in found.cells.items()}
 
 
 @contextmanager

@@ -65,36 +65,25 @@ class Profile:
         return sum(each.seconds for each in self.operations)
 
 
-def profile(work: Callable[[], object], folder: Path) -> Profile:
-    """Runs ``work`` twice, the second time under jax's profiler.
-
-    Args:
-        work: Lets an engine that is idle answer requests.
-        folder: Where the profiler writes ``plugins/profile/TIME``.
-
-    Raises:
-        Ling3Error: The trace has no operations: jax's profiler knows none of this device.
-    """
-    work()
-    return traced(work, folder, perfetto=True)
-
-
 def traced(work: Callable[[], object], folder: Path, *, perfetto: bool = False) -> Profile:
-    """Runs ``work`` once under jax's profiler; otherwise like :func:`profile`.
+    """Runs ``work`` under jax's profiler.
 
     Args:
         work: Calls programs of a model runner.
-        folder: Where the profiler writes.
+        folder: Where the profiler writes ``plugins/profile/TIME``.
         perfetto: Also write the trace for Perfetto, which takes longer.
+
+    Raises:
+        Ling3Error: The trace has no operations: jax's profiler knows none of this device.
     """
     with flight.journal() as called, jax.profiler.trace(str(folder), create_perfetto_trace=perfetto):
         work()
     files = sorted(folder.glob("plugins/profile/*/*.xplane.pb"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of jaxlib; an error would abort
-        runs = _runs(jax.profiler.ProfileData.from_file(str(files[-1])).planes)
-    names = _names(called, len(runs))
-    operations = _operations(runs, [name for name, _ in names])
+        runs = runs_in(jax.profiler.ProfileData.from_file(str(files[-1])).planes)
+    names = programs_of(called, len(runs))
+    operations = operations_of(runs, [name for name, _ in names])
     if not operations:
         raise Ling3Error(f"profile: expected operations in the trace, found none, at {files[-1]}")
     spans: dict[str, list[float]] = defaultdict(list)
@@ -105,7 +94,7 @@ def traced(work: Callable[[], object], folder: Path, *, perfetto: bool = False) 
     return Profile(files[-1], Counter(called), operations, spans)
 
 
-def _names(called: Sequence[str], runs: int) -> list[tuple[str, int]]:
+def programs_of(called: Sequence[str], runs: int) -> list[tuple[str, int]]:
     """Of each of so many runs, in the order in which they began: the program, and how often it was called.
 
     A trace of processors has a run for each call. One of cards tells programs apart, not calls: what one program did
@@ -116,7 +105,7 @@ def _names(called: Sequence[str], runs: int) -> list[tuple[str, int]]:
     return next((each for each in (calls, between) if len(each) == runs), [(UNKNOWN, 1)] * runs)
 
 
-def _runs(planes: Any) -> list[list[list[_Event]]]:
+def runs_in(planes: Any) -> list[list[list[_Event]]]:
     """The operations of each run of a program, as a list for each thread or stream; runs in the order of beginning."""
     runs: dict[int, list[list[_Event]]] = defaultdict(list)
     cards: list[tuple[str, _Event]] = []  # program and kernel
@@ -139,7 +128,7 @@ def _runs(planes: Any) -> list[list[list[_Event]]]:
     return sorted(runs.values(), key=lambda lines: min(line[0][0] for line in lines))
 
 
-def _operations(runs: Sequence[list[list[_Event]]], names: Sequence[str]) -> list[Operation]:
+def operations_of(runs: Sequence[list[list[_Event]]], names: Sequence[str]) -> list[Operation]:
     """The sums over runs, whose programs have ``names``."""
     counts: Counter[tuple[str, str]] = Counter()
     spent: Counter[tuple[str, str]] = Counter()
@@ -148,7 +137,7 @@ def _operations(runs: Sequence[list[list[_Event]]], names: Sequence[str]) -> lis
             for name, own in own_times(events):
                 counts[program, name] += 1
                 spent[program, name] += own
-    loaded = list(_loaded())
+    loaded = list(loaded_programs())
     told = {each: _told({name for p, name in counts if p == each}, loaded) for each in {*names}}
     return [
         Operation(program, name, *told[program].get(name, ("", "")), counts[program, name], own / 1e9)
@@ -169,7 +158,7 @@ def own_times(events: Sequence[_Event]) -> Iterator[tuple[str, int]]:
         yield open_[-1][1], open_.pop()[2]
 
 
-def _loaded() -> Iterator[tuple[dict[str, str], str]]:
+def loaded_programs() -> Iterator[tuple[dict[str, str], str]]:
     """Every loaded program: by operation, as kernels spell it, what jax calls it, and the program's text."""
     for executable in jax.devices()[0].client.live_executables():
         text = "\n".join(module.to_string() for module in executable.hlo_modules())

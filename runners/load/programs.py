@@ -11,7 +11,7 @@ from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.schema import MOVING, Call, Cell, Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.kernels import register
-from ling3export.machine.verdict import Status, Verdict
+from ling3export.machine.verdict import Verdict, VerdictStatus
 from ling3export.runners import flight
 
 if TYPE_CHECKING:
@@ -42,15 +42,14 @@ class Programs(Mapping[str, "Program"]):
         pool: ThreadPoolExecutor,
         first: Collection[str] | None = None,
     ) -> None:
-        self._load, self._lock = load, threading.Lock()
-        self._futures = {name: pool.submit(load, name) for name in names if first is None or name in first}
-        self._behind: ThreadPoolExecutor | None = None
-        self._go = threading.Event()
-        if len(self._futures) < len(names):
-            self._behind = ThreadPoolExecutor(1, thread_name_prefix="ling3-load-behind")
-            self._behind.submit(_rested, list(self._futures.values()), self._go)
-            self._futures |= {name: self._behind.submit(load, name) for name in names if name not in self._futures}
-            self._behind.shutdown(wait=False)  # so that its thread ends once they are loaded
+        early = [name for name in names if first is None or name in first]
+        later = [name for name in names if name not in early]
+        self._load, self._loaded = load, dict[str, "Program"]()
+        self._locks = {name: threading.Lock() for name in early + later}
+        self._go, self._closed = threading.Event(), False
+        begun = [pool.submit(self.__getitem__, name) for name in early]
+        self._behind = threading.Thread(target=self._follow, args=(begun, later), name="ling3-load-behind")
+        self._behind.start()
 
     def __getitem__(self, name: str) -> "Program":
         """A program.
@@ -58,24 +57,27 @@ class Programs(Mapping[str, "Program"]):
         Raises:
             ArtifactError: It does not load.
         """
-        with self._lock:
-            future, mine = self._futures[name], None
-            if self._behind is not None and future.cancel():
-                mine = self._futures[name] = Future()
-                mine.set_running_or_notify_cancel()  # so that nobody else takes it
-        if mine is None:
-            return future.result()
-        try:
-            mine.set_result(self._load(name))
-        except BaseException as error:
-            mine.set_exception(error)
-        return mine.result()
+        with self._locks[name]:
+            if name not in self._loaded:
+                self._loaded[name] = self._load(name)
+            return self._loaded[name]
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._futures)
+        return iter(self._locks)
 
     def __len__(self) -> int:
-        return len(self._futures)
+        return len(self._locks)
+
+    def _follow(self, begun: "list[Future[Program]]", later: list[str]) -> None:
+        """Waits until those that have begun are there or have failed, then for REST seconds, and loads the others."""
+        for future in begun:
+            with suppress(CancelledError):
+                future.exception()
+        self._go.wait(REST if later else 0)
+        for name in later:
+            with suppress(ArtifactError):  # who asks for it is told
+                if not self._closed:
+                    self[name]
 
     def settle(self) -> None:
         """Waits until all have loaded, and loads some of them.
@@ -88,19 +90,11 @@ class Programs(Mapping[str, "Program"]):
             self[name]
 
     def close(self) -> None:
-        """Cancels programs that have not begun to load, waits for the others, and releases all."""
+        """Waits for programs that load, begins no other, and releases all."""
+        self._closed = True
         self._go.set()
-        if self._behind is not None:
-            self._behind.shutdown(cancel_futures=True)
-        self._futures.clear()
-
-
-def _rested(futures: "list[Future[Program]]", go: threading.Event) -> None:
-    """Waits until all have loaded or failed, and then for REST seconds or ``go``."""
-    for future in futures:
-        with suppress(CancelledError):
-            future.exception()
-    go.wait(REST)
+        self._behind.join()
+        self._loaded.clear()
 
 
 def first_needed(target: Target) -> set[str]:
@@ -149,22 +143,23 @@ def load_programs(
     for name, (_, executable) in compiled.items():
         _check_signature(name, target.cells[name], executable.call)
     for name, cell in target.cells.items():
-        if verdicts[name].status is Status.OPTIMAL and cell.exec is not None and cell.call is not None:
+        if verdicts[name].status is VerdictStatus.OPTIMAL and cell.exec is not None and cell.call is not None:
             parts[name] = read[cell.exec], Executable(target.requires, target.mesh, cell.call)
 
-    if target.kernels is not None and any(verdict.status is Status.OPTIMAL for verdict in verdicts.values()):
+    if target.kernels is not None and any(verdict.status is VerdictStatus.OPTIMAL for verdict in verdicts.values()):
         register(read[target.kernels], target.kernel_names)
 
     def load(name: str) -> "Program":
-        raw, executable = parts.pop(name)  # its bytes are needed once
         try:
             with flight.loading(f"program {name}"):
-                return load_executable(raw, executable, mesh)
+                program = load_executable(*parts[name], mesh)
         except (RuntimeError, ValueError) as error:
             raise ArtifactError(
                 f"program `{name}`: expected an executable that loads, found {error}",
                 "build the artifact again, or compile the portable programs here: --programs allow-compile",
             ) from error
+        del parts[name]  # its bytes are needed once
+        return program
 
     largest_first = sorted(parts, key=lambda name: -len(parts[name][0]))
     return Programs(load, largest_first, pool, first)

@@ -53,30 +53,23 @@ def compile_here(
     from ling3export.machine.pjrt import no_compilation_cache
 
     folder = cache_folder()
-    portable = {verdict.cell: target.cells[verdict.cell].stablehlo for verdict in cells}
-    keys = {cell: cache_key(file.sha256, mesh) for cell, file in portable.items()}
-    out, missing = {}, []
-    for verdict in cells:
-        hit = _lookup(folder, keys[verdict.cell], say)
-        if hit is None:
-            missing.append(verdict)
-        else:
-            out[verdict.cell] = hit
-            say(f"{verdict.cell}: RECOMPILE ({verdict.reason}): from {folder.name}")
-    if not missing:
-        return out
-    blobs = {verdict.cell: read_checked(artifact, portable[verdict.cell]) for verdict in missing}
+    blobs = {verdict.cell: read_checked(artifact, target.cells[verdict.cell].stablehlo) for verdict in cells}
 
-    def compile_and_store(verdict: Verdict) -> Compiled:
-        say(f"{verdict.cell}: RECOMPILE ({verdict.reason}): compiling")
+    def ready(verdict: Verdict) -> Compiled:
+        why = f"{verdict.cell}: RECOMPILE ({verdict.reason})"
+        key = cache_key(target.cells[verdict.cell].stablehlo.sha256, mesh)
+        if (kept := _lookup(folder, key, say)) is not None:
+            say(f"{why}: from {folder.name}")
+            return kept
+        say(f"{why}: compiling")
         with flight.loading(f"program {verdict.cell}, which is compiled here"):
             result = _compile(verdict.cell, blobs[verdict.cell], mesh)
-        store_program(folder, keys[verdict.cell], result, say)
+        store_program(folder, key, result, say)
         return result
 
     # An executable that came from jax's own persistent cache cannot be saved.
     with no_compilation_cache(), ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        return out | dict(zip(blobs, pool.map(compile_and_store, missing), strict=True))
+        return dict(zip(blobs, pool.map(ready, cells), strict=True))
 
 
 def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
@@ -144,6 +137,7 @@ def _check_owner(folder: Path) -> None:
 
 
 def store_program(folder: Path, key: str, result: Compiled, say: Callable[[str], None]) -> None:
+    """Puts a program into the cache, and says why where it cannot."""
     raw, executable = result
     try:
         with writing(folder):

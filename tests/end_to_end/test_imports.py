@@ -23,7 +23,7 @@ PACKAGES = {
     "report": {"ml_dtypes", "numpy"},
     "runners.adapters": {"inspect_ai", "lm_eval"},
     "runners.bench_serving": {"h11", "numpy", "prometheus_client"},
-    "runners.calibrate": {"jax", "jinja2", "numpy", "safetensors"},
+    "runners.calibrate": {"jax", "numpy", "safetensors"},
     "runners.cli": {"click", "numpy"},
     "runners.endpoint": {"h11"},
     "runners.engine": {"numpy"},

@@ -32,9 +32,7 @@ LEFT: dict[str, int] = {
     "tests/runners/engine/test_loop.py": 10,
     "tests/runners/engine/test_requests.py": 6,
     "tests/runners/evals/test_backend.py": 4,
-    "tests/runners/load/test_profile.py": 7,
     "tests/runners/route/test_route.py": 1,
-    "tests/runners/test_flight.py": 4,
     "tests/runners/text/test_chat.py": 1,
     "tests/runners/text/test_tokenizer.py": 1,
 }

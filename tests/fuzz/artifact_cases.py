@@ -12,17 +12,17 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ling3export.artifacts.calibration import SCHEMA, Calibration, Times, beside, found_beside, programs_digest
+from ling3export.artifacts.calibration import SCHEMA, Calibration, CellTimes, beside, found_beside, programs_digest
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_manifest
 from ling3export.artifacts.receipts import executed
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.environment import prepare_cpu
+from ling3export.machine.verdict import measuring
 from ling3export.report.inspect import describe
 from ling3export.report.page import render
-from ling3export.runners.calibrate.text import page as calibration_page
-from ling3export.runners.load.calibrated import calls_measured, measuring
+from ling3export.runners.load.loader import calls_measured
 from ling3export.runners.text import chat
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.verify.measure import measure_target
@@ -91,7 +91,9 @@ def calibrations(folder: Path) -> Iterator[Case]:
     ((name, target),) = manifest.targets.items()
     receipt, seconds = (
         Receipt("passed", 1e-6, 1e-6, 1e-5, 3),
-        Times(calls=2, median=2e-3, fastest=1e-3, slowest=3e-3, dispatch=1e-4, device=1e-3, by_kind={"sorts": 1e-3}),
+        CellTimes(
+            calls=2, median=2e-3, fastest=1e-3, slowest=3e-3, dispatch=1e-4, device=1e-3, by_kind={"sorts": 1e-3}
+        ),
     )
     original = to_json(
         Calibration(
@@ -123,7 +125,6 @@ def calibrations(folder: Path) -> Iterator[Case]:
             render(manifest, found, note)
         if found is not None:
             texts.append("\n".join(executed(found)))
-            calibration_page(found, target)
         if not all(line.isprintable() for text in texts for line in text.split("\n")):
             raise WrongResultError(f"a calibration shows control characters: {texts!r}")
         if notes and found is None:

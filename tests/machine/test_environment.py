@@ -103,16 +103,20 @@ def test_xla_obeys_the_limit_for_a_device_that_is_six_seconds_late(seconds, code
     assert ("Termination timeout" in done.stderr) == (code != 0)
 
 
-def test_jax_imported_but_not_started_still_takes_the_number():
-    code = "import jax; prepare_cpu(3); print(jax.local_device_count()); prepare_cpu(3)"
-    done = run(code, JAX_PLATFORMS="cpu")
-    assert (done.stdout, done.stderr) == ("3\n", "")
-
-
-def test_jax_started_with_the_same_number_by_another_setting_is_fine():
-    code = "import jax; jax.devices(); prepare_cpu(2); print(jax.local_device_count())"
-    done = run(code, JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_device_count=2")
-    assert (done.stdout, done.stderr) == ("2\n", "")
+@pytest.mark.parametrize(
+    ("code", "flags", "count"),
+    [
+        ("import jax; prepare_cpu(3); print(jax.local_device_count()); prepare_cpu(3)", "", 3),
+        (
+            "import jax; jax.devices(); prepare_cpu(2); print(jax.local_device_count())",
+            "--xla_force_host_platform_device_count=2",
+            2,
+        ),
+    ],
+)
+def test_jax_imported_takes_the_number_and_jax_started_may_have_it(code, flags, count):
+    done = run(code, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+    assert (done.stdout, done.stderr) == (f"{count}\n", "")
 
 
 def test_jax_started_with_another_number_is_an_error():
@@ -135,17 +139,20 @@ def test_no_devices_is_an_error():
         environment.prepare_cpu(0)
 
 
-def test_features_are_those_that_code_can_depend_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment.platform, "machine", lambda: "x86_64")
+@pytest.mark.parametrize(
+    ("machine", "text", "found"),
+    [
+        (
+            "x86_64",
+            "processor\t: 0\nflags\t\t: fpu sse2 pni hypervisor avx512_bf16 erms avx\nbugs\t\t: spectre\n",
+            ["avx", "avx512_bf16", "pni", "sse2"],
+        ),
+        ("aarch64", "processor\t: 0\nFeatures\t: fp asimd evtstrm atomics cpuid\n", ["asimd", "atomics"]),
+    ],
+)
+def test_features_are_those_that_code_can_depend_on(machine, text, found, tmp_path, monkeypatch):
+    monkeypatch.setattr(environment.platform, "machine", lambda: machine)
     cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu sse2 pni hypervisor avx512_bf16 erms avx\nbugs\t\t: spectre\n")
-    assert environment.cpu_features(cpuinfo) == ["avx", "avx512_bf16", "pni", "sse2"]
-    assert environment.feature_names()["avx512_bf16"] == "avx512bf16"
+    cpuinfo.write_text(text)
+    assert environment.cpu_features(cpuinfo) == found
     assert environment.cpu_features(tmp_path / "none") == []
-
-
-def test_features_of_arm(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment.platform, "machine", lambda: "aarch64")
-    cpuinfo = tmp_path / "cpuinfo"
-    cpuinfo.write_text("processor\t: 0\nFeatures\t: fp asimd evtstrm atomics cpuid\n")
-    assert environment.cpu_features(cpuinfo) == ["asimd", "atomics"]

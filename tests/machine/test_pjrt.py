@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -196,14 +195,6 @@ def test_an_executable_never_comes_from_the_persistent_cache(tmp_path):
             jax.config.update(name, value)
 
 
-def test_events_are_counted_from_each_counters_start():
-    outer = pjrt.CompileCounter()
-    jax.jit(lambda x: x * 3.0).lower(1.0).compile()
-    inner = pjrt.CompileCounter()
-    assert (outer.count, inner.count, inner.traces) == (1, 0, 0)
-    assert outer.traces >= 1
-
-
 def test_a_program_that_needs_this_process_is_refused():
     def program(x):
         return jax.pure_callback(lambda v: v, jax.ShapeDtypeStruct((), jnp.float32), x)
@@ -238,70 +229,3 @@ def test_lapack_works_in_a_process_that_traced_nothing(tmp_path):
         (tmp_path / "solve.exec").write_bytes(raw)
         (tmp_path / "solve.json").write_text(json.dumps(to_json(record)))
     assert run("-c", SOLVE, tmp_path) == {"error": 0.0, "calls": ["lapack_strsm_ffi"]}
-
-
-PEER = """
-import json, sys
-from pathlib import Path
-from ling3export.machine.environment import prepare_cpu
-prepare_cpu(2)
-import jax, numpy as np
-mode, rank, port, folder = sys.argv[1:]
-jax.config.update("jax_cpu_collectives_implementation", "gloo")
-jax.distributed.initialize(f"127.0.0.1:{port}", 2, int(rank))
-from tests.support import toy_program
-from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import Executable, Mesh
-from ling3export.machine import pjrt, verdict
-mesh, folder, shown = toy_program.mesh_of(4), Path(folder), {}
-if mode == "save":
-    with pjrt.no_compilation_cache():
-        program = jax.jit(toy_program.sharded(mesh), donate_argnums=(1,))
-        compiled = program.lower(*toy_program.shapes(mesh)).compile()
-        raw, record = pjrt.serialized(compiled)
-    if rank == "0":
-        (folder / "toy.exec").write_bytes(raw)
-        (folder / "toy.json").write_text(json.dumps(to_json(record)))
-else:
-    record, compiles = from_json(Executable, json.loads((folder / "toy.json").read_text())), pjrt.CompileCounter()
-    call = pjrt.load_executable((folder / "toy.exec").read_bytes(), record, mesh)
-    outputs = call(*toy_program.leaves(mesh, record))
-    shown = {"token": int(outputs[3].addressable_shards[0].data), "compiles": compiles.count + compiles.traces}
-    shown |= {"logits": [np.asarray(s.data).tobytes().hex()[:64] for s in outputs[2].addressable_shards]}
-    one = Mesh("tp", record.mesh.devices, (0, 0, 0, 0))
-    shown["misfit"] = verdict.executable_fits(record.requires, one)
-jax.distributed.shutdown()
-print("JSON" + json.dumps(shown))
-"""
-
-
-def peers(mode: str, folder: Path) -> list[dict]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    commands = [[sys.executable, "-c", PEER, mode, str(rank), str(port), str(folder)] for rank in (0, 1)]
-    out, err = subprocess.PIPE, subprocess.STDOUT
-    started = [subprocess.Popen(command, stdout=out, stderr=err, text=True, env=CLEAN) for command in commands]
-    try:
-        texts = [process.communicate(timeout=120)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in started] == [0, 0], texts
-    return [json.loads(text.partition("JSON")[2].splitlines()[0]) for text in texts]
-
-
-def test_one_processs_file_serves_all_of_its_topology(tmp_path):
-    """Two processes of two devices each; ids are 0, 1, 2048, 2049."""
-    peers("save", tmp_path)
-    assert json.loads((tmp_path / "toy.json").read_text())["mesh"] == {
-        "axis": "tp",
-        "devices": [0, 1, 2048, 2049],
-        "hosts": [0, 0, 1, 1],
-    }
-    first, second = peers("load", tmp_path)
-    assert first["token"] == second["token"]
-    assert first["logits"] != second["logits"]
-    assert (first["compiles"], second["compiles"]) == (0, 0)
-    assert first["misfit"] == second["misfit"] == "processes: built for 1, found 2"

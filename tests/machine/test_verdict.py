@@ -9,7 +9,11 @@ from ling3export.artifacts import schema
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine import targets
 from ling3export.machine.targets import choose_target, platforms_here
-from ling3export.machine.verdict import Machine, Status, enforce, judge
+from ling3export.machine.verdict import JaxRuntime, VerdictStatus, enforce, judge
+
+REQUIRES = {
+    name: schema.Requirements("0.11.2", {"cuda": "gpu"}.get(name, name), "cpu") for name in ("cpu", "tpu", "cuda")
+}
 
 
 def target(platform="cpu", devices=2, processes=1, tiers=("stablehlo", "exec")):
@@ -18,99 +22,81 @@ def target(platform="cpu", devices=2, processes=1, tiers=("stablehlo", "exec")):
     cells = {name: SimpleNamespace(exec=file if "exec" in tiers else None) for name in ("prefill@16", "decode@16")}
     mesh = schema.Mesh("tp", tuple(range(devices)), tuple(place % processes for place in range(devices)))
     return SimpleNamespace(
-        text=platform, platform=platform, processes=mesh.processes, tp=devices, mesh=mesh, requires=None, cells=cells
+        text=platform,
+        platform=platform,
+        processes=mesh.processes,
+        tp=devices,
+        mesh=mesh,
+        requires=REQUIRES[platform],
+        cells=cells,
     )
 
 
-HERE = Machine("cpu", 2, 1)
+def here(platform="cpu", devices=2, jaxlib="0.11.2"):
+    return JaxRuntime(platform, jaxlib, {}, "cpu", "linux-x86_64", 1, [], range(devices))
 
 
-def fits(requires, mesh):
-    return None
-
-
-def other_jaxlib(requires, mesh):
-    return "jaxlib: built for 0.10.0, found 0.11.2"
+OTHER = here(jaxlib="0.12.0")
+UNFIT = "jaxlib: built for 0.11.2, found 0.12.0"
 
 
 @pytest.mark.parametrize(
-    ("record", "here", "misfit", "status", "reason"),
+    ("record", "machine", "status", "reason"),
     [
-        (target(), HERE, fits, Status.OPTIMAL, ""),
-        (target(devices=1), HERE, fits, Status.OPTIMAL, ""),
-        (target(), HERE, other_jaxlib, Status.RECOMPILE, "jaxlib: built for 0.10.0, found 0.11.2"),
+        (target(), here(), VerdictStatus.OPTIMAL, ""),
+        (target(devices=1), here(), VerdictStatus.OPTIMAL, ""),
+        (target(), OTHER, VerdictStatus.RECOMPILE, UNFIT),
         (
             target(tiers=("stablehlo",)),
-            HERE,
-            fits,
-            Status.RECOMPILE,
+            here(),
+            VerdictStatus.RECOMPILE,
             "executable: built for cpu, found none in the artifact",
         ),
-        (target("tpu"), HERE, fits, Status.UNSUPPORTED, "platform: built for tpu, found cpu"),
-        (target(devices=4), HERE, fits, Status.UNSUPPORTED, "devices: built for 4, found 2"),
+        (target("tpu"), OTHER, VerdictStatus.UNSUPPORTED, "platform: built for tpu, found cpu"),
+        (target("cuda"), here("gpu"), VerdictStatus.OPTIMAL, ""),
+        (target(devices=4), here(), VerdictStatus.UNSUPPORTED, "devices: built for 4, found 2"),
         (
             target(devices=4, processes=4),
-            Machine("cpu", 4, 1),
-            fits,
-            Status.UNSUPPORTED,
+            here(devices=4),
+            VerdictStatus.UNSUPPORTED,
             "hosts: built for 4 (a process on each), found 1",
         ),
     ],
 )
-def test_verdicts(record, here, misfit, status, reason):
-    verdicts = judge(record, here, misfit)
+def test_verdicts(record, machine, status, reason):
+    verdicts = judge(record, machine)
     assert {(v.status, v.reason) for v in verdicts.values()} == {(status, reason)}
     assert list(verdicts) == list(record.cells)
 
 
-def test_an_executable_is_not_even_compared_where_nothing_can_run():
-    judge(target("tpu"), HERE, lambda requires, mesh: pytest.fail("compared"))
-
-
 def test_optimal_programs_need_no_compiling():
-    assert enforce(judge(target(), HERE, fits), "prebuilt-only", "cpu-tp2", "a.ling3") == []
+    assert enforce(judge(target(), here()), "prebuilt-only", "cpu-tp2", "a.ling3") == []
 
 
-def test_recompile_is_an_error_under_prebuilt_only():
+@pytest.mark.parametrize(
+    ("record", "machine", "found", "hint"),
+    [
+        (target(), OTHER, f"RECOMPILE prefill@16, decode@16 ({UNFIT})", "--programs allow-compile"),
+        (target(devices=4), here(), "UNSUPPORTED prefill@16, decode@16 (devices: built for 4, found 2)", "--into"),
+        (
+            target(devices=16, processes=4),
+            here(devices=16),
+            "UNSUPPORTED prefill@16, decode@16 (hosts: built for 4 (a process on each), found 1)",
+            "start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_refused_with_what_was_found_and_a_hint(record, machine, found, hint):
+    verdicts = judge(record, machine)
     with pytest.raises(ArtifactError) as caught:
-        enforce(judge(target(), HERE, other_jaxlib), "prebuilt-only", "cpu-tp2", "a.ling3")
-    assert caught.value.message == (
-        "target `cpu-tp2`: expected compiled programs that fit, found RECOMPILE prefill@16, decode@16 "
-        "(jaxlib: built for 0.10.0, found 0.11.2), in a.ling3"
-    )
-    assert "--programs allow-compile" in (caught.value.hint or "")
-
-
-def test_recompile_is_allowed_where_the_policy_says_so():
-    verdicts = judge(target(), HERE, other_jaxlib)
-    assert enforce(verdicts, "allow-compile", "cpu-tp2", "a.ling3") == list(verdicts.values())
-
-
-@pytest.mark.parametrize("policy", ["prebuilt-only", "allow-compile"])
-def test_unsupported_is_an_error_under_every_policy(policy):
-    with pytest.raises(
-        ArtifactError, match=r"found UNSUPPORTED prefill@16, decode@16 \(devices: built for 4, found 2\)"
-    ):
-        enforce(judge(target(devices=4), HERE, fits), policy, "cpu-tp4", "a.ling3")
-
-
-def test_an_artifact_for_another_number_of_hosts_is_refused_with_both_numbers():
-    with pytest.raises(ArtifactError) as caught:
-        enforce(judge(target(devices=16, processes=4), Machine("cpu", 16, 1), fits), "prebuilt-only", "cpu-tp16", "a")
-    assert str(caught.value) == (
-        "target `cpu-tp16`: expected programs that run here, found UNSUPPORTED prefill@16, decode@16 (hosts: built for "
-        "4 (a process on each), found 1), in a\n"
-        "hint: start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I"
-    )
-
-
-def test_one_process_is_told_how_to_start_what_was_built_for_several_hosts():
-    with pytest.raises(ArtifactError) as caught:
-        choose_target({"cpu-4x4-tp16": target("cpu", 16, 4)}, None, ["cpu"])
-    assert str(caught.value) == (
-        "target: expected one for cpu on one host, found cpu-4x4-tp16 (4 hosts), in the manifest\n"
-        "hint: start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I"
-    )
+        enforce(verdicts, "prebuilt-only", "cpu-tp2", "a.ling3")
+    assert f", found {found}, in a.ling3" in caught.value.message
+    assert hint in (caught.value.hint or "")
+    if "UNSUPPORTED" in found:
+        with pytest.raises(ArtifactError, match="found UNSUPPORTED"):
+            enforce(verdicts, "allow-compile", "cpu-tp2", "a.ling3")
+    else:
+        assert enforce(verdicts, "allow-compile", "cpu-tp2", "a.ling3") == list(verdicts.values())
 
 
 def test_unknown_policy_is_refused():
@@ -137,22 +123,38 @@ def test_an_accelerator_that_is_here_goes_before_the_cpu():
     )
 
 
-def test_two_targets_that_fit_are_a_question():
-    with pytest.raises(ArtifactError, match=r"fits this machine \(cpu\), found 2: cpu-tp1, cpu-tp2") as caught:
-        choose_target({"cpu-tp2": target(), "cpu-tp1": target()}, None, ["cpu"])
-    assert caught.value.hint == "choose one: --target cpu-tp1"
+ON_EACH = "start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I"
 
 
-def test_no_target_that_fits_names_those_that_are_there():
-    with pytest.raises(
-        ArtifactError, match=r"expected one for cpu on one host, found tpu-v6e-4x4-tp16 \(4 hosts\), in the manifest"
-    ):
-        choose_target({"tpu-v6e-4x4-tp16": target("tpu", 16, 4)}, None, ["cpu"])
-
-
-def test_an_unknown_target_names_those_that_are_there():
-    with pytest.raises(ArtifactError, match="target `cpu@8`: expected one of cpu-tp2, found none of that name"):
-        choose_target({"cpu-tp2": target()}, "cpu@8", ["cpu"])
+@pytest.mark.parametrize(
+    ("targets", "wanted", "said", "hint"),
+    [
+        (
+            {"cpu-tp2": target(), "cpu-tp1": target()},
+            None,
+            "target: expected one that fits this machine (cpu), found 2: cpu-tp1, cpu-tp2",
+            "choose one: --target cpu-tp1",
+        ),
+        (
+            {"tpu-v6e-4x4-tp16": target("tpu", 16, 4)},
+            None,
+            "target: expected one for cpu on one host, found tpu-v6e-4x4-tp16 (4 hosts), in the manifest",
+            "add one for this machine: ling3export build --into ARTIFACT --target cpu",
+        ),
+        (
+            {"cpu-4x4-tp16": target("cpu", 16, 4)},
+            None,
+            "target: expected one for cpu on one host, found cpu-4x4-tp16 (4 hosts), in the manifest",
+            ON_EACH,
+        ),
+        ({"cpu-tp2": target()}, "cpu@8", "target `cpu@8`: expected one of cpu-tp2, found none of that name", ""),
+    ],
+)
+def test_no_target_that_fits_or_more_than_one_is_a_question(targets, wanted, said, hint):
+    with pytest.raises(ArtifactError) as caught:
+        choose_target(targets, wanted, ["cpu"])
+    assert caught.value.message.startswith(said)
+    assert hint in (caught.value.hint or "")
 
 
 def test_libtpu_looks_for_no_tpu_where_there_is_no_device(monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +19,8 @@ from ling3export.artifacts.schema import ON_LOGITS, Receipts, Sequence, Toleranc
 from ling3export.cli import main as cli
 from ling3export.foundation import processes
 from ling3export.foundation.errors import ArtifactError, MisfitError
-from ling3export.runners.calibrate.prober import Prober
 from ling3export.runners.calibrate.receipts import logits_receipt, relative_error
+from ling3export.runners.calibrate.vectors import VectorRunner
 from ling3export.verify import verify
 from ling3export.verify.measure import measure_apart
 from ling3export.verify.verify import check_digests
@@ -189,7 +190,7 @@ def test_digests_are_counted(whole):
 def test_relative_error():
     assert relative_error(np.array([3.0, 4.0]), np.array([3.0, 4.0])) == 0
     assert relative_error(np.array([3.0, 4.5]), np.array([3.0, 4.0])) == pytest.approx(0.1)
-    assert relative_error(np.array([3.0, np.nan]), np.array([3.0, 4.0])) == float("inf")
+    assert relative_error(np.array([3.0, np.nan]), np.array([3.0, 4.0])) == sys.float_info.max
     large = np.array([3e30, 4e30], np.float32)
     assert relative_error(large, large * np.float32(2)) == pytest.approx(0.5)
 
@@ -210,10 +211,10 @@ class FakeDevice:
         return handle
 
 
-def prober(device: FakeDevice, **state: int) -> Prober:
+def prober(device: FakeDevice, **state: int) -> VectorRunner:
     record = {"chunk": 16, "page_size": 16, "max_pages": 4, "slots": 4, "pages": 12} | state
     target = SimpleNamespace(state=SimpleNamespace(**record), paddings=lambda phase: (16,))
-    return Prober(SimpleNamespace(step=device.step, read=device.read), target, SEQUENCES)  # type: ignore[arg-type]
+    return VectorRunner(SimpleNamespace(step=device.step, read=device.read), target, SEQUENCES)  # type: ignore[arg-type]
 
 
 def test_a_cell_without_an_expectation_is_not_called_compared():

@@ -1,16 +1,13 @@
-"""``ling3-runner bench`` on an engine with toy programs and on servers: tables, lines of JSON, pages, exit codes."""
+"""``ling3-runner bench`` on an engine with toy programs and on servers: tables, lines of JSON, exit codes."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.runners.bench_serving.measure import Settings, measure
-from ling3export.runners.bench_serving.record import distribution, over_time, side_by_side
-from ling3export.runners.bench_serving.run import EngineClient
+from ling3export.runners.bench_serving.measure import EngineClient, Settings, measure
 from ling3export.runners.bench_serving.table import check
 from ling3export.runners.cli.main import main
 from ling3export.runners.load.programs import Programs
@@ -31,8 +28,8 @@ def bench(*arguments, **more):
 
 
 def test_an_engine_in_this_process_is_measured(artifact, tmp_path):
-    line, page = tmp_path / "runs.jsonl", tmp_path / "page.html"
-    done = bench("serve", artifact, *SMALL, "--output", line, "--save-raw", "--html", page, "--max-concurrency", 2)
+    line = tmp_path / "runs.jsonl"
+    done = bench("serve", artifact, *SMALL, "--output", line, "--save-raw", "--max-concurrency", 2)
     assert (done.exit_code, done.stderr) == (0, f"{artifact.name}: unsigned\n")
     assert check(done.stdout) == []
     (record,) = map(json.loads, line.read_text().splitlines())
@@ -49,11 +46,6 @@ def test_an_engine_in_this_process_is_measured(artifact, tmp_path):
     parts = sum(figures["phases"][name]["mean"] for name in ("queue", "prefill", "http"))
     assert parts == pytest.approx(figures["ttft"]["mean"], abs=1)
     assert figures["transfer_bytes"] is figures["moving_share"] is None
-    html = page.read_text()
-    assert "<script" not in html and "http" not in re.sub(r"http-equiv", "", html)
-    assert html.count('class="bars"') == 4
-    again = bench("serve", artifact, *SMALL, "--html", page)
-    assert again.exit_code == 1 and "expected no such file, found one" in again.stderr
 
 
 def test_programs_are_loaded_before_requests_are_sent(artifact, monkeypatch):
@@ -129,7 +121,6 @@ def test_a_suite_is_a_workload(artifact):
         (["serve"], 2, "expected ARTIFACT or --url, found neither"),
         (["serve", "ARTIFACT", "--workload", "suite"], 2, "expected --suite with --workload suite"),
         (["serve", "ARTIFACT", "--workload", "sharegpt"], 1, "expected a data set, found none"),
-        (["serve", "ARTIFACT", "--steady"], 1, "steady: expected a bound of requests at once, found none"),
         (["serve", "ARTIFACT", "--goodput", "x"], 1, "goodput: expected"),
         (["serve", "ARTIFACT", "--input-len", "64"], 1, "expected prompt and answer within the context of 64 tokens"),
         (
@@ -178,28 +169,3 @@ def test_prefixes_of_a_data_set(tmp_path, artifact):
     assert 0.5 < found["cached_share"] < 1
     assert bench("prefixes", file, "--unit", "token").exit_code == 2
     assert "expected a text in `nothing`, found none" in bench("prefixes", file, "--field", "nothing").stderr
-
-
-def test_runs_stand_side_by_side_with_ratios():
-    found = measure_words()
-    records = [found.record("one"), found.record("two")]
-    records[1]["figures"]["ttft"]["mean"] = 2 * records[0]["figures"]["ttft"]["mean"]
-    text = side_by_side(records)
-    assert re.search(r"^ +one +two$", text, re.MULTILINE)
-    assert re.search(r"^Mean TTFT \(ms\) +\S+ +\S+ \(2\.00×\)$", text, re.MULTILINE)
-    assert "Mean queue (ms)" not in text  # which a server does not tell
-
-
-def measure_words():
-    with serving(lambda body: words(body, gap=0.001)) as (url, _):
-        return measure(Settings(url=url, tokenizer=toy_artifact.shared(), num_prompts=4, output_len=4))
-
-
-def test_distributions_count_every_value():
-    assert distribution([]) == distribution([0.0]) == []
-    assert sum(count for _, count in distribution([1, 2, 3, 1000])) == 4
-    assert distribution([5.0, 5.0])[0] == ("5", 2.0)
-    results = measure_words().done.results
-    bars = over_time(results)
-    length = float(bars[1][0])
-    assert sum(rate for _, rate in bars) * length == pytest.approx(sum(result.tokens for result in results), rel=0.02)

@@ -22,8 +22,8 @@ from ling3export.runners.bench_serving import server_process
 from ling3export.runners.bench_serving.compare import ServingConfig, compared, parse_config, placements_of, running
 from ling3export.runners.bench_serving.http_client import HttpClient
 from ling3export.runners.bench_serving.measure import Settings
-from ling3export.runners.bench_serving.record import side_by_side
 from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
+from ling3export.runners.bench_serving.table import side_by_side
 from ling3export.runners.bench_serving.workloads import SampleRequest
 from ling3export.runners.cli.main import main
 from ling3export.runners.endpoint import Endpoint
@@ -67,12 +67,8 @@ def test_what_is_no_configuration_is_refused_with_what_one_is(text):
         parse_config(text)
     assert error.value.message == f"config `{text}`: {FORM}, found another"
     assert error.value.hint == "write 1x16, 2x8, 4P4D or mine=http://127.0.0.1:8000"
-
-
-@pytest.mark.parametrize("text", ["0P4D", "4P0D", "1x0", "0x1"])
-def test_a_configuration_of_nothing_is_refused(text):
-    with pytest.raises(RequestError, match=f"config `{text}`: expected 1 or more of each, found 0"):
-        parse_config(text)
+    with pytest.raises(RequestError, match="config `0P4D`: expected 1 or more of each, found 0"):
+        parse_config("0P4D")
 
 
 def test_artifacts_that_do_not_fit_are_refused_by_name(artifact):
@@ -119,39 +115,38 @@ def figures_of(ttft, phases, **more):
 
 
 SIDE_BY_SIDE = """\
-                                   1x4           2P2D
-Successful requests                  4      4 (1.00×)
-Failed requests                      0              0
-Benchmark duration (s)            2.00   2.00 (1.00×)
-Request throughput (req/s)        2.00   2.00 (1.00×)
-Output token throughput (tok/s)  16.00  16.00 (1.00×)
-Total token throughput (tok/s)   20.00  20.00 (1.00×)
-Concurrency                       1.50   1.50 (1.00×)
-Mean E2E Latency (ms)             1.00   1.00 (1.00×)
-Mean TTFT (ms)                   20.00  40.00 (2.00×)
-P99 TTFT (ms)                     1.00   1.00 (1.00×)
-Mean TPOT (ms)                    1.00   1.00 (1.00×)
-Mean ITL (ms)                     1.00   1.00 (1.00×)
-P99 ITL (ms)                      1.00   1.00 (1.00×)
-------- Phases: all but decode add up to TTFT -------
-Mean queue (ms)                   4.00   6.00 (1.50×)
-Median queue (ms)                 2.00   3.00 (1.50×)
-Mean prefill (ms)                15.00  20.00 (1.33×)
-Median prefill (ms)               7.50  10.00 (1.33×)
-Mean save (ms)                       -           5.00
-Median save (ms)                     -           2.50
-Mean transfer (ms)                   -           4.00
-Median transfer (ms)                 -           2.00
-Mean first decode (ms)               -           0.50
-Median first decode (ms)             -           0.25
-Mean HTTP (ms)                    1.00   4.50 (4.50×)
-Median HTTP (ms)                  0.50   2.25 (4.50×)
-Mean decode (ms)                  9.00   8.00 (0.89×)
-Median decode (ms)                4.50   4.00 (0.89×)
-States transferred (%)            0.00         100.00
-Save and transfer of TTFT (%)        -          22.50
-Mean bytes of a state (MB)           -          1.500
-Transfer (GB/s)                      -          0.375"""
+                                     1x4           2P2D
+  Successful requests                  4      4 (1.00×)
+  Failed requests                      0              0
+  Benchmark duration (s)            2.00   2.00 (1.00×)
+  Request throughput (req/s)        2.00   2.00 (1.00×)
+  Output token throughput (tok/s)  16.00  16.00 (1.00×)
+  Total token throughput (tok/s)   20.00  20.00 (1.00×)
+  Concurrency                       1.50   1.50 (1.00×)
+  Mean E2E Latency (ms)             1.00   1.00 (1.00×)
+  Mean TTFT (ms)                   20.00  40.00 (2.00×)
+  P99 TTFT (ms)                     1.00   1.00 (1.00×)
+  Mean TPOT (ms)                    1.00   1.00 (1.00×)
+  Mean ITL (ms)                     1.00   1.00 (1.00×)
+  P99 ITL (ms)                      1.00   1.00 (1.00×)
+  Mean queue (ms)                   4.00   6.00 (1.50×)
+  Median queue (ms)                 2.00   3.00 (1.50×)
+  Mean prefill (ms)                15.00  20.00 (1.33×)
+  Median prefill (ms)               7.50  10.00 (1.33×)
+  Mean save (ms)                       -           5.00
+  Median save (ms)                     -           2.50
+  Mean transfer (ms)                   -           4.00
+  Median transfer (ms)                 -           2.00
+  Mean first decode (ms)               -           0.50
+  Median first decode (ms)             -           0.25
+  Mean HTTP (ms)                    1.00   4.50 (4.50×)
+  Median HTTP (ms)                  0.50   2.25 (4.50×)
+  Mean decode (ms)                  9.00   8.00 (0.89×)
+  Median decode (ms)                4.50   4.00 (0.89×)
+  States transferred (%)            0.00         100.00
+  Save and transfer of TTFT (%)        -          22.50
+  Mean bytes of a state (MB)           -          1.500
+  Transfer (GB/s)                      -          0.375"""
 
 
 def test_the_table_is_this_one_to_the_byte():
@@ -212,16 +207,16 @@ def test_phases_of_every_request_add_up_to_what_both_servers_measured(artifact, 
 
 def test_configurations_of_every_kind_stand_side_by_side(artifact, tmp_path, pids):
     one, two = artifact("micro-tp1-snapshots"), artifact("micro-tp2-snapshots")
-    line, page = tmp_path / "runs.jsonl", tmp_path / "page.html"
+    line = tmp_path / "runs.jsonl"
     with ServerProcess("here", [*RUNNER, "serve", one, "--port", 0]) as server:
         arguments = [
             "compare", one, two, "--configs", f"1x2,1P2D,2x1,there={server.address()}", "--num-prompts", 4,
-            "--input-len", 40, "--output-len", 4, "--output", line, "--save-raw", "--html", page,
+            "--input-len", 40, "--output-len", 4, "--output", line, "--save-raw",
         ]  # fmt: skip
         done = CliRunner().invoke(main, ["bench", *map(str, arguments)], prog_name="ling3-runner")
     assert (done.exit_code, done.stderr) == (0, "")
     assert re.search(r"^ +1x2 +1P2D +2x1 +there$", done.stdout, re.MULTILINE)
-    assert re.search(r"^States transferred \(%\) +0\.00 +100\.00 +0\.00 +0\.00$", done.stdout, re.MULTILINE)
+    assert re.search(r"^  States transferred \(%\) +0\.00 +100\.00 +0\.00 +0\.00$", done.stdout, re.MULTILINE)
     records = [json.loads(text) for text in line.read_text().splitlines()]
     servers = [[(each["role"], each["tp"]) for each in record.get("servers", [])] for record in records]
     assert servers == [[("both", 2)], [("prefill", 1), ("decode", 2)], [("both", 1)] * 2, []]
@@ -238,10 +233,6 @@ def test_configurations_of_every_kind_stand_side_by_side(artifact, tmp_path, pid
     taking = sum(request["phases"]["transfer"] for request in apart["requests"])
     assert apart["figures"]["transfer_speed"] == pytest.approx(sum(sizes) / taking)
     assert {request["transfer_bytes"] for request in records[0]["requests"]} == {None}
-    html = page.read_text()
-    for label in ("queue, 1x2", "queue, 1P2D", "transfer, 1P2D", "HTTP, there"):
-        assert f'<th scope="row">{label}</th>' in html
-    assert "transfer, 1x2" not in html
     assert len(pids) == 8 and not running_among(pids)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.runners.bench_serving.http_client import HttpClient
-from ling3export.runners.bench_serving.run import run
+from ling3export.runners.bench_serving.measure import run
 from ling3export.runners.bench_serving.workloads import SampleRequest, arrivals
 from tests.support.fake_openai import HEAD, chunk, event, serving, whole, words
 

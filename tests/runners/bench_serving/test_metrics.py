@@ -1,6 +1,4 @@
-"""Figures of a run: the specification's worked example, numpy's percentiles, failed requests, bounds, steady time."""
-
-import random
+"""Figures of a run: the specification's worked example, failed requests, bounds, phases."""
 
 import numpy as np
 import pytest
@@ -24,17 +22,6 @@ def test_the_worked_example():
     assert (found.itl.mean, found.itl.median, found.itl.p99) == pytest.approx((30, 30, 49.6), abs=5e-3)
     assert (found.e2e.mean, found.e2e.median) == pytest.approx((166.67, 150), abs=5e-3)
     assert (found.output_tokens, found.output_throughput, found.concurrency) == pytest.approx((8, 16, 1))
-
-
-def test_percentiles_and_deviation_are_numpys():
-    rng = random.Random(0)
-    for count in (1, 2, 3, 10, 101):
-        values = [rng.random() for _ in range(count)]
-        spread = Spread.of(values)
-        found = (spread.median, spread.p95, spread.p99)
-        assert found == pytest.approx([1e3 * each for each in np.percentile(values, (50, 95, 99))], rel=1e-12)
-        assert spread.std == pytest.approx(1e3 * np.std(values), rel=1e-9, abs=1e-12)
-        assert (spread.mean, spread.max) == pytest.approx((1e3 * np.mean(values), 1e3 * max(values)))
 
 
 def test_without_an_answer_every_figure_is_zero_and_none_is_nan():
@@ -61,17 +48,6 @@ def test_goodput_counts_what_keeps_all_bounds():
 def test_a_bound_that_is_none_is_refused(text):
     with pytest.raises(RequestError, match=r"goodput: expected NAME:MILLISECONDS .* found `"):
         parse_goals(text)
-
-
-def test_steady_figures_are_those_between_the_first_and_the_last_moment_at_the_limit():
-    one = result(1.0, 3.0, start=0.0)  # 0 … 4
-    two = result(1.0, 1.0, start=1.0)  # 1 … 3: alone in the steady time with all of it
-    three = result(1.0, 2.0, start=3.0)  # 3 … 6
-    found = figures([one, two, three], 6.0, limit=2).steady
-    assert (found.duration, found.requests) == (3.0, 1)
-    assert found.output_throughput == pytest.approx(5 / 3)  # at 1, 2, 3, 4 and 4
-    assert found.ttft.mean == 1000
-    assert figures([one], 6.0, limit=2).steady is None
 
 
 def test_what_servers_tell_and_the_way_to_them_make_up_the_time_to_the_first_token():

@@ -8,10 +8,9 @@ import pytest
 
 from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.bench_serving import workloads
+from ling3export.runners.bench_serving.measure import workload_digest
 from ling3export.runners.bench_serving.prefixes import repetition
-from ling3export.runners.bench_serving.record import workload_digest
-from ling3export.runners.bench_serving.workloads import SampleRequest, WorkloadSpec
+from ling3export.runners.bench_serving.workloads import PromptLimits, SampleRequest, WorkloadSpec, arrivals, requests_of
 from ling3export.runners.text.tokenizer import Tokenizer
 
 
@@ -22,8 +21,12 @@ def tokenizer(tmp_path_factory):
     return Tokenizer((folder / "tokenizer.json").read_bytes())
 
 
-def source(tokenizer, count=40, seed=0, **more):
-    return WorkloadSpec(count, **({"context": 4096, "vocab_size": 320, "seed": seed, "tokenizer": tokenizer} | more))
+def limits(tokenizer, context=4096):
+    return PromptLimits(context, 320, tokenizer)
+
+
+GROUPS = {"groups": 4, "prefix_len": 30, "suffix_len": 10, "output_len": 8}
+RANDOM = {"input_len": 50, "output_len": 20, "range_ratio": 0.5}
 
 
 @pytest.fixture
@@ -41,51 +44,60 @@ def talks(tmp_path):
 
 
 LINE = '{"prompt": "a", "output_len": 1'
-MAKERS = {
-    "random": lambda source, talks: workloads.random_ids(source, 50, 20, 0.5),
-    "sharegpt": lambda source, talks: workloads.sharegpt(source, talks),
-    "generated-shared-prefix": lambda source, talks: workloads.shared_prefix(source, 4, 30, 10, 8),
-    "readable": lambda source, talks: workloads.shared_prefix(source, 4, 30, 10, 8, readable=True),
-    "prefix-repetition": lambda source, talks: workloads.prefix_repetition(source, 4, 30, 10, 8),
+SETTINGS = {
+    "random": RANDOM,
+    "sharegpt": {},
+    "generated-shared-prefix": GROUPS,
+    "readable": GROUPS | {"workload": "generated-shared-prefix", "readable": True},
+    "prefix-repetition": GROUPS,
 }
 
 
-@pytest.mark.parametrize("name", MAKERS)
+@pytest.mark.parametrize("name", SETTINGS)
 def test_the_same_seed_gives_the_same_requests_and_another_others(name, tokenizer, talks):
-    made = [workload_digest(MAKERS[name](source(tokenizer, seed=seed), talks)) for seed in (0, 0, 1)]
+    settings = {"workload": name, "num_prompts": 40, "data": talks} | SETTINGS[name]
+    specs = [WorkloadSpec(**settings, seed=seed) for seed in (0, 0, 1)]
+    made = [workload_digest(requests_of(spec, limits(tokenizer))) for spec in specs]
     assert made[0] == made[1] != made[2]
 
 
 def test_random_prompts_are_neighbours_without_special_ids(tokenizer):
-    asks = workloads.random_ids(source(tokenizer, 200), 50, 20, 0.5)
+    model = limits(tokenizer)
+    asks = requests_of(WorkloadSpec(num_prompts=200, **RANDOM), model)
     lengths = [len(ask.prompt) for ask in asks]
     assert (min(lengths), max(lengths)) == (25, 50)
     assert {ask.output for ask in asks} == set(range(10, 21))
-    ids = source(tokenizer).ids()
+    ids = model.ids()
     assert set(ids).isdisjoint(tokenizer.special_ids) and len(tokenizer.special_ids) > 0
     for ask in asks:
         places = [ids.index(token) for token in ask.prompt]
         assert all((after - before) % len(ids) == 1 for before, after in pairwise(places))
-    assert min(ask.output for ask in workloads.random_ids(source(tokenizer, 500), 5, 3, 0.0)) == 1
+    assert min(ask.output for ask in requests_of(WorkloadSpec(num_prompts=500, input_len=5, output_len=3), model)) == 1
 
 
 def test_conversations_that_do_not_serve_are_left_out(tokenizer, talks):
-    asks = workloads.sharegpt(source(tokenizer), talks)
+    def made(context=4096, **settings):
+        return requests_of(WorkloadSpec(workload="sharegpt", data=talks, **settings), limits(tokenizer, context))
+
+    asks = made()
     assert len(asks) == 20
     answers = {f"What is {number}?": "A number, and no other. " * (1 + number % 3) for number in range(20)}
     assert {ask.prompt: ask.output for ask in asks} == {
         prompt: len(tokenizer.encode(answer, special=False)) for prompt, answer in answers.items()
     }
-    assert {ask.output for ask in workloads.sharegpt(source(tokenizer, output=5), talks)} == {5}
+    assert {ask.output for ask in made(output_len=5)} == {5}
     with pytest.raises(RequestError, match="expected answers of 4 tokens or more, found 3"):
-        workloads.sharegpt(source(tokenizer, output=3), talks)
+        made(output_len=3)
     with pytest.raises(RequestError, match="expected conversations of two turns that fit into 4 tokens, found none"):
-        workloads.sharegpt(source(tokenizer, context=4), talks)
+        made(4)
 
 
 @pytest.mark.parametrize("readable", [False, True])
 def test_groups_of_prompts_are_the_leaves_that_the_measure_finds(tokenizer, readable):
-    asks = workloads.shared_prefix(source(tokenizer, 41), 4, 40, 20, 8, readable=readable)
+    spec = WorkloadSpec(
+        workload="generated-shared-prefix", num_prompts=41, groups=4, prefix_len=40, suffix_len=20, readable=readable
+    )
+    asks = requests_of(spec, limits(tokenizer))
     texts = [ask.prompt for ask in asks]
     assert len(texts) == len(set(texts)) == 40
     found = repetition(texts, 10, 20)
@@ -95,7 +107,8 @@ def test_groups_of_prompts_are_the_leaves_that_the_measure_finds(tokenizer, read
 
 
 def test_prefixes_of_token_ids_repeat(tokenizer):
-    asks = workloads.prefix_repetition(source(tokenizer, 41), 4, 40, 20, 8)
+    spec = WorkloadSpec(workload="prefix-repetition", num_prompts=41, groups=4, prefix_len=40, suffix_len=20)
+    asks = requests_of(spec, limits(tokenizer))
     assert {len(ask.prompt) for ask in asks} == {60}
     found = repetition([ask.prompt for ask in asks], 10, 30)
     assert [(len(prefix), count) for prefix, count in found.prefixes] == [(40, 10)] * 4
@@ -105,11 +118,11 @@ def test_lines_say_when_they_are_sent(tmp_path, tokenizer):
     file = tmp_path / "trace.jsonl"
     lines = [{"prompt": "a", "output_len": 3, "timestamp": 10}, {"prompt": [1, 2], "output_len": 4, "timestamp": 10.5}]
     file.write_text("\n".join(map(json.dumps, lines)))
-    asks = workloads.jsonl(source(tokenizer), file)
+    asks = requests_of(WorkloadSpec(workload="jsonl", data=file), limits(tokenizer))
     assert asks == [SampleRequest("a", 3, 0), SampleRequest((1, 2), 4, 0.5)]
-    assert workloads.arrivals(asks, math.inf, 1.0, 0) == [0, 0.5]
+    assert arrivals(asks, math.inf, 1.0, 0) == [0, 0.5]
     with pytest.raises(RequestError, match="request rate: expected none beside the workload's timestamps, found 3"):
-        workloads.arrivals(asks, 3.0, 1.0, 0)
+        arrivals(asks, 3.0, 1.0, 0)
 
 
 @pytest.mark.parametrize(
@@ -133,27 +146,34 @@ def test_a_data_set_that_is_none_is_refused(text, message, tmp_path, tokenizer):
     file = tmp_path / "data.jsonl"
     file.write_text(text)
     with pytest.raises(RequestError, match=message):
-        workloads.jsonl(source(tokenizer), file)
+        requests_of(WorkloadSpec(workload="jsonl", data=file), limits(tokenizer))
 
 
-def test_what_has_no_room_is_refused(tokenizer):
-    with pytest.raises(RequestError, match=r"context of 64 tokens, found 60 \+ 5 = 65"):
-        workloads.random_ids(source(tokenizer, context=64), 60, 5, 0.0)
-    with pytest.raises(RequestError, match="expected at least 50 requests, found 40"):
-        workloads.prefix_repetition(source(tokenizer), 50, 3, 3, 3)
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"input_len": 60, "output_len": 5}, r"context of 64 tokens, found 60 \+ 5 = 65"),
+        ({"workload": "prefix-repetition", "num_prompts": 40, "groups": 50}, "at least 50 requests, found 40"),
+        (
+            {"workload": "generated-shared-prefix", "num_prompts": 2000, "groups": 2, "prefix_len": 1, "suffix_len": 1},
+            "expected texts of 1 tokens that differ, found too few",
+        ),
+    ],
+)
+def test_what_has_no_room_is_refused(settings, message, tokenizer):
+    with pytest.raises(RequestError, match=message):
+        requests_of(WorkloadSpec(**{"output_len": 1} | settings), limits(tokenizer, 64))
     with pytest.raises(RequestError, match="workload `sharegpt`: expected a tokenizer, found none"):
-        workloads.sharegpt(source(None), None)
-    with pytest.raises(RequestError, match="expected texts of 1 tokens that differ, found too few"):
-        workloads.shared_prefix(source(tokenizer, 2000), 2, 1, 1, 1)
+        requests_of(WorkloadSpec(workload="sharegpt"), limits(None))
 
 
 def test_arrivals_have_the_rate_that_was_asked_for():
     asks = [SampleRequest("a", 1)] * 200
-    assert workloads.arrivals(asks, math.inf, 1.0, 0) == [0] * 200
+    assert arrivals(asks, math.inf, 1.0, 0) == [0] * 200
     for burstiness in (0.3, 1.0, 5.0):
-        times = workloads.arrivals(asks, 10.0, burstiness, 0)
+        times = arrivals(asks, 10.0, burstiness, 0)
         assert times[-1] == pytest.approx(20) and times == sorted(times)
-        assert times == workloads.arrivals(asks, 10.0, burstiness, 0) != workloads.arrivals(asks, 10.0, burstiness, 1)
+        assert times == arrivals(asks, 10.0, burstiness, 0) != arrivals(asks, 10.0, burstiness, 1)
         gaps = [after - before for before, after in pairwise(times)]
         mean = sum(gaps) / len(gaps)
         variation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) / mean**2

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 from ling3export.artifacts.calibration import (
     Calibration,
-    Times,
+    CellTimes,
     beside,
     found_beside,
     programs_digest,
@@ -23,17 +23,16 @@ from ling3export.artifacts.calibration import (
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.paddings import Shapes
 from ling3export.artifacts.receipts import table
-from ling3export.artifacts.schema import Collective, Estimate, Receipt
+from ling3export.artifacts.schema import Collective, Estimate, Tolerance
 from ling3export.cli.main import main as build_side
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine.verdict import measuring
 from ling3export.plan.recorded import config_fields
-from ling3export.runners.calibrate.calibrate import finite
-from ling3export.runners.calibrate.text import bars, page
-from ling3export.runners.calibrate.times import full
+from ling3export.runners.calibrate.calibrate import full
+from ling3export.runners.calibrate.receipts import logits_receipt
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.inputs import decode_fields, prefill_fields
-from ling3export.runners.load import calibrated
-from ling3export.runners.load.calibrated import calls_measured
+from ling3export.runners.load.loader import calls_measured
 from tests.support import toy_artifact
 from tests.support.hosting import hosting
 
@@ -71,8 +70,8 @@ def test_every_cell_is_proven_and_timed_and_the_file_names_machine_and_digests(r
     (target,) = manifest.targets.values()
     assert found.cells.keys() == found.receipts.cells.keys() == target.cells.keys()
     assert found.receipts.passed and found.weights == manifest.weights_digest
-    assert found.machine == calibrated.measuring()
-    assert found_beside(run.folder, manifest, calibrated.measuring) == (found, None)
+    assert found.machine == measuring()
+    assert found_beside(run.folder, manifest, measuring) == (found, None)
     for times in found.cells.values():
         assert times.calls == 3
         assert 0 < times.fastest <= times.median <= times.slowest
@@ -104,20 +103,6 @@ def test_two_hosts_measure_together_and_host_0_writes(artifact, tmp_path):
     assert said[0][0].startswith(f"{found.target}:\n")
 
 
-def test_the_page_has_a_bar_for_each_of_estimate_measured_and_bound_and_no_reference_outside(run):
-    found = read_calibration(run.file)
-    (target,) = read_manifest(run.folder).targets.values()
-    text = run.file.with_suffix(".html").read_text()
-    assert text == page(found, target)
-    assert not re.search(r"https?://|src=|@import|url\(", text)
-    cells = found.cells | {"decode@2": replace(found.cells["decode@2"], estimate=3e-4, bound=1e-4)}
-    text = page(replace(found, name="<b>", cells=cells), target)
-    assert "&lt;b&gt;" in text and "<b>" not in text
-    figure = text.partition('aria-label="decode@2"')[2].partition("</table>")[0]
-    assert re.findall(r'<th scope="row">([\w ]+)</th>', figure) == ["estimate", "measured", "on the device", "bound"]
-    assert [each.what for each in bars(found.cells["decode@2"])] == ["measured", "on the device"]
-
-
 # Not a time that a cell of the toy may take.
 @pytest.mark.parametrize(("kernel", "said"), [("ConcatBitcast", "9876.543"), ("tpu_custom_call", "at least 9876.543")])
 def test_an_estimate_without_the_time_of_custom_calls_says_at_least(run, kernel, said):
@@ -129,7 +114,6 @@ def test_an_estimate_without_the_time_of_custom_calls_says_at_least(run, kernel,
     found = replace(found, cells=found.cells | {"decode@2": replace(found.cells["decode@2"], estimate=9.876543)})
     (line,) = (line for line in table(found, target) if line.startswith("  decode@2 "))
     assert re.split(r" {2,}", line.strip())[-2] == said
-    assert page(found, target).count(f"<td>{said}") == 2
 
 
 def test_inspect_report_and_plan_show_what_was_measured(copied):
@@ -307,7 +291,8 @@ def test_a_timed_call_has_all_its_rows_in_use(run):
 
 
 def test_errors_that_are_not_finite_can_be_written(copied):
-    wrong = finite(Receipt("failed", float("inf"), float("inf"), 1.0, 3))
+    nothing = np.full(3, np.nan)
+    wrong = logits_receipt({(0, 0): nothing}, {(0, 0): np.ones(3)}, Tolerance("largest", 1.0))
     found = read_calibration(copied.file)
     changed(copied, receipts=replace(found.receipts, cells=found.receipts.cells | {"decode@2": wrong}))
     assert read_calibration(copied.file).receipts.cells["decode@2"].relative > 1e308
@@ -315,7 +300,7 @@ def test_errors_that_are_not_finite_can_be_written(copied):
 
 def test_times_and_receipts_are_of_the_same_cells(copied):
     found: Calibration = read_calibration(copied.file)
-    more = Times(calls=1, median=1.0, fastest=1.0, slowest=1.0, dispatch=1.0)
+    more = CellTimes(calls=1, median=1.0, fastest=1.0, slowest=1.0, dispatch=1.0)
     changed(copied, cells=found.cells | {"decode@9": more})
     with pytest.raises(
         ArtifactError, match="expected times and a receipt of each cell, found one of them alone of dec"

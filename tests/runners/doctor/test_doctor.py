@@ -11,11 +11,19 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.runners.cli import doctor as command
+from ling3export.machine.verdict import JaxRuntime
+from ling3export.runners import doctor
 from ling3export.runners.cli.main import main
-from ling3export.runners.doctor import diagnosis, machine
-from ling3export.runners.doctor.diagnosis import Weight, exit_code, of_files, of_machine, of_target
-from ling3export.runners.doctor.machine import Devices, Machine
+from ling3export.runners.doctor import (
+    EXTRA,
+    NEEDED,
+    MachineReport,
+    Severity,
+    exit_code,
+    of_files,
+    of_machine,
+    of_target,
+)
 from tests.support import toy_artifact
 
 FOLDER = Path("a.ling3")
@@ -32,22 +40,17 @@ def on_cpu(artifact):
     """The toy's manifest, and a machine that fits it in every way."""
     manifest = read_manifest(artifact)
     requires = manifest.targets["cpu-tp2"].requires
-    names = (*machine.PACKAGES, *machine.EXTRA)
-    return manifest, Machine(
-        python=(3, 13),
-        system=requires.machine,
+    packages = {name: requires.jaxlib if name in ("jax", "jaxlib") else "1" for name in NEEDED} | dict.fromkeys(EXTRA)
+    runtime = JaxRuntime("cpu", requires.jaxlib, {}, "cpu", requires.machine, 1, requires.cpu_features, [0, 1])
+    return manifest, MachineReport(
         cores=2,
-        features=[*requires.cpu_features],
         memory=(8 * GB, 4 * GB),
-        packages={name: requires.jaxlib if name.startswith("jax") and "-" not in name else "1" for name in names}
-        | dict.fromkeys(machine.EXTRA),
+        packages=packages,
         variables={},
         signs={"tpu": (False, False), "cuda": (False, False)},
         platforms=["cpu"],
-        files=4096,
         cache=None,
-        driver=None,
-        devices=Devices("cpu", "cpu", requires.jaxlib, 1, [0, 1], [[], []], None),
+        runtime=runtime,
     )
 
 
@@ -65,15 +68,11 @@ def on_tpu(on_cpu):
         plugins={"libtpu": "1"},
     )
     mesh = replace(target.mesh, devices=(0, 1, 2, 3), hosts=(0, 0, 1, 1))
-    slice_ = replace(target, platform="tpu", kind="v6e", topology="2x2", requires=requires, mesh=mesh)
-    chips = Devices("tpu", "TPU v6 lite", requires.jaxlib, 1, [0, 1], [[0, 0, 0], [1, 0, 0]], 31 * GB)
-    host = replace(
-        here,
-        platforms=["tpu", "cpu"],
-        signs={"tpu": (True, True)},
-        devices=chips,
-        packages=here.packages | {"libtpu": "1"},
+    slice_ = replace(target, platform="tpu", device_kind="v6e", topology="2x2", requires=requires, mesh=mesh)
+    chips = JaxRuntime(
+        "tpu", requires.jaxlib, {"libtpu": "1"}, "TPU v6 lite", here.runtime.machine, 1, [], [0, 1], memory=31 * GB
     )
+    host = replace(here, platforms=["tpu", "cpu"], signs={"tpu": (True, True)}, runtime=chips)
     return replace(manifest, targets={"tpu-v6e-2x2-tp4": slice_}), host
 
 
@@ -84,8 +83,8 @@ def faults(pair, **changes):
     return [*of_machine(here), *of_target(manifest, name, here, FOLDER)]
 
 
-def devices(pair, **changes):
-    return {"devices": replace(pair[1].devices, **changes)}
+def runtime(pair, **changes):
+    return {"runtime": replace(pair[1].runtime, **changes)}
 
 
 def packages(pair, **changes):
@@ -99,34 +98,35 @@ def test_a_machine_that_fits_has_no_fault(on_cpu):
 
 def test_a_host_of_a_slice_is_told_to_start_with_the_others(on_tpu):
     (note,) = faults(on_tpu)
-    assert (note.weight, note.what) == (Weight.NOTE, "hosts: this is one of the 2 that run together")
+    assert (note.severity, note.what) == (Severity.NOTE, "hosts: this is one of the 2 that run together")
     assert "--num-hosts 2" in note.mend
 
 
 ON_CPU = {
-    "old Python": (
-        lambda pair: {"python": (3, 10)}, 1, "Python: expected 3.11 or newer, found 3.10", "python3.13 -m venv"),
     "no jax": (lambda pair: packages(pair, jax=None), 1, "package `jax`", "pip install ling3export"),
     "no numpy": (lambda pair: packages(pair, numpy=None), 1, "package `numpy`", "pip install ling3export"),
     "jax beside another jaxlib": (
         lambda pair: packages(pair, jax="0.1"), 1, "jax: expected the version of jaxlib", "pip install jax=="),
-    "another jaxlib": (lambda pair: devices(pair, jaxlib="0.1"), 3, "jaxlib: built for", "pip install jax=="),
+    "another jaxlib": (lambda pair: runtime(pair, jaxlib="0.1"), 3, "jaxlib: built for", "pip install jax=="),
     "a broken plugin": (
-        lambda pair: {"devices": "ImportError: bad plugin"} | packages(pair, jax_cuda13_plugin="1"), 1,
+        lambda pair: {"runtime": "ImportError: bad plugin"} | packages(pair, jax_cuda13_plugin="1"), 1,
         "jax: expected it to start, found ImportError: bad plugin", "pip uninstall jax-cuda13-plugin"),
     "jax that ends with a signal": (
-        lambda pair: {"devices": "signal 11: "}, 1, "found signal 11", "pip install --force-reinstall"),
+        lambda pair: {"runtime": "signal 11: "}, 1, "found signal 11", "pip install --force-reinstall"),
     "an accelerator in use": (
-        lambda pair: {"devices": "libtpu lockfile"}, 1, "found libtpu lockfile", "end the process that holds"),
+        lambda pair: {"runtime": "libtpu lockfile"}, 1, "found libtpu lockfile", "end the process that holds"),
     "another kind of device": (
-        lambda pair: devices(pair, kind="gpu"), 3, "device kind: built for cpu, found gpu", "ling3export build --into"),
-    "too few devices": (lambda pair: devices(pair, ids=[0]), 1, "devices: built for 2, found 1", "ling3export build"),
-    "other device ids": (lambda pair: devices(pair, ids=[0, 7]), 3, "(without ids 1)", "ling3export build --into"),
+        lambda pair: runtime(pair, device_kind="gpu"), 3, "device kind: built for cpu, found gpu",
+        "ling3export build --into"),
+    "too few devices": (lambda pair: runtime(pair, devices=[0]), 1, "devices: built for 2, found 1",
+        "ling3export build"),
+    "other device ids": (lambda pair: runtime(pair, devices=[0, 7]), 3, "(without ids 1)", "ling3export build --into"),
     "another instruction set": (
-        lambda pair: {"system": "linux-riscv64"}, 3, "machine: built for",
+        lambda pair: runtime(pair, machine="linux-riscv64"), 3, "machine: built for",
         "ling3export build --into a.ling3 --target cpu"),
     "a processor without a feature": (
-        lambda pair: {"features": pair[1].features[1:]}, 3, "processor: built for", "ling3export build --into"),
+        lambda pair: runtime(pair, cpu_features=pair[1].runtime.cpu_features[1:]), 3, "processor: built for",
+        "ling3export build --into"),
     "too little memory": (
         lambda pair: {"memory": (8 * GB, 1)}, 1, "memory: expected", "build for fewer sequences: --max-running 1"),
     "JAX_PLATFORMS without the platform": (
@@ -140,7 +140,6 @@ ON_CPU = {
         "LIBTPU_INIT_ARGS"),
     "a cache that cannot be written": (
         lambda pair: {"cache": "Permission denied, at /c"}, 0, "cache folder", "LING3_CACHE"),
-    "few open files": (lambda pair: {"files": 256}, 0, "open files: expected 1024 or more", "ulimit -n 1024"),
     "an accelerator without its packages": (
         lambda pair: {"signs": {"tpu": (True, False)}}, 0, "tpu: found the device and none of libtpu",
         "ling3export[tpu]"),
@@ -160,23 +159,24 @@ ON_TPU = {
         lambda pair: {"platforms": ["cpu"], "signs": {"tpu": (False, True)}}, 1, "platform: built for tpu, found cpu",
                "ling3export build --into a.ling3 --target cpu"),
     "another libtpu": (
-        lambda pair: packages(pair, libtpu="2"), 3, "libtpu: built for 1, found 2", "pip install libtpu==1"),
+        lambda pair: runtime(pair, plugins={"libtpu": "2"}), 3, "libtpu: built for 1, found 2",
+        "pip install libtpu==1"),
     "no libtpu": (
-        lambda pair: packages(pair, libtpu=None), 3, "libtpu: built for 1, found none", "pip install libtpu==1"),
+        lambda pair: runtime(pair, plugins={}), 3, "libtpu: built for 1, found none", "pip install libtpu==1"),
     "another chip": (
-        lambda pair: devices(pair, kind="TPU v5"), 3, "device kind: built for TPU v6 lite", "build --into"),
+        lambda pair: runtime(pair, device_kind="TPU v5"), 3, "device kind: built for TPU v6 lite", "build --into"),
     "a chip that is missing": (
-        lambda pair: devices(pair, ids=[0]), 1, "built for 2 on each host, found 1", "build --into"),
-    "little memory": (lambda pair: devices(pair, memory=1), 1, "memory of a device: expected", "--max-running 1"),
+        lambda pair: runtime(pair, devices=[0]), 1, "built for 2 on each host, found 1", "build --into"),
+    "little memory": (lambda pair: runtime(pair, memory=1), 1, "memory of a device: expected", "--max-running 1"),
     "another number of hosts": (
-        lambda pair: devices(pair, processes=4), 1, "hosts: built for 2 (a process on each), found 4", "--num-hosts 2"),
+        lambda pair: runtime(pair, processes=4), 1, "hosts: built for 2 (a process on each), found 4", "--num-hosts 2"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ON_TPU)
 def test_each_single_fault_of_a_slices_host_is_told_once(name, on_tpu):
     change, code, what, mend = ON_TPU[name]
-    found = [fault for fault in faults(on_tpu, **change(on_tpu)) if fault.weight is not Weight.NOTE]
+    found = [fault for fault in faults(on_tpu, **change(on_tpu)) if fault.severity is not Severity.NOTE]
     (fault,) = found
     assert what in fault.what and mend in fault.mend
     assert exit_code(found) == code
@@ -197,12 +197,12 @@ def test_files_that_are_missing_or_short_are_named(artifact, tmp_path):
 
 
 def test_jax_is_started_in_a_process_of_its_own():
-    found = machine.start_jax(3)
-    assert isinstance(found, Devices)
-    assert (found.platform, found.ids, found.processes) == ("cpu", [0, 1, 2], 1)
-    assert machine.start_jax(1, probe="import os; os.abort()").startswith("signal 6")
-    assert machine.start_jax(1, probe="raise ImportError('bad plugin')") == "ImportError: bad plugin"
-    assert machine.start_jax(1, 0.2, "import time; time.sleep(60)") == "no answer within 0.2 s"
+    found = doctor.start_jax(3)
+    assert isinstance(found, JaxRuntime)
+    assert (found.platform, found.devices, found.processes) == ("cpu", [0, 1, 2], 1)
+    assert doctor.start_jax(1, probe="import os; os.abort()").startswith("signal 6")
+    assert doctor.start_jax(1, probe="raise ImportError('bad plugin')") == "ImportError: bad plugin"
+    assert doctor.start_jax(1, 0.2, "import time; time.sleep(60)") == "no answer within 0.2 s"
 
 
 def run(*arguments):
@@ -210,12 +210,11 @@ def run(*arguments):
 
 
 def test_the_command_tells_the_machine_and_the_verdict(artifact, on_cpu, monkeypatch):
-    monkeypatch.setattr(machine, "look", lambda devices: on_cpu[1])
+    monkeypatch.setattr(doctor, "look", lambda devices: on_cpu[1])
     done = run(artifact)
     assert done.exit_code == 0
     assert done.stdout.endswith(f"{artifact}, target cpu-tp2: fits this machine\n")
-    assert "read speed: " in done.stdout
-    monkeypatch.setattr(machine, "look", lambda devices: replace(on_cpu[1], **devices_of(on_cpu, jaxlib="0.1")))
+    monkeypatch.setattr(doctor, "look", lambda devices: replace(on_cpu[1], **runtime(on_cpu, jaxlib="0.1")))
     done = run(artifact)
     assert done.exit_code == 3
     assert "compile: jaxlib: built for" in done.stdout and "  mend: pip install jax==" in done.stdout
@@ -225,9 +224,6 @@ def test_the_command_tells_the_machine_and_the_verdict(artifact, on_cpu, monkeyp
     assert done.exit_code == 1 and "fault: target `tpu`: expected one of cpu-tp2" in done.stdout
     done = run("nowhere.ling3")
     assert done.exit_code == 1 and "fault: artifact `nowhere.ling3`" in done.stdout
-
-
-devices_of = devices
 
 
 def test_it_reports_without_jax(artifact, tmp_path):
@@ -246,9 +242,3 @@ def test_it_reports_without_jax(artifact, tmp_path):
     assert "devices:    jax did not start: ModuleNotFoundError: No module named 'jax'" in done.stdout
     assert "fault: jax: expected it to start, found ModuleNotFoundError" in done.stdout
     assert "Traceback" not in done.stderr
-
-
-def test_the_commands_words_are_those_of_every_exit_code():
-    assert {*command.WORDS} == {"fits", "compile", "fault"}
-    weights = list(Weight)
-    assert [exit_code([diagnosis.Fault(weight, "", "")]) for weight in weights] == [0, 3, 1]

@@ -23,7 +23,7 @@ from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
 from ling3export.compile import replay
 from ling3export.foundation.errors import ArtifactError, Ling3Error
-from ling3export.runners.calibrate.receipts import Scored, log_softmax, score_receipt
+from ling3export.runners.calibrate.receipts import ScoredSequence, log_softmax, score_receipt
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Request
@@ -254,7 +254,7 @@ def receipt(change, measure="largest"):
     for n, sequence in enumerate(sequences):
         after = np.array([log_softmax(expected[n, at])[sequence.ids[at + 1]] for at in range(5)])
         best = np.array([int(np.argmax(expected[n, at])) for at in range(5)])
-        said.append(Scored({3: expected[n, 3]}, after, best))
+        said.append(ScoredSequence({3: expected[n, 3]}, after, best))
     change(said[1])
     return score_receipt(said, sequences, expected, Tolerance(measure, 1e-5))
 

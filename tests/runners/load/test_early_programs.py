@@ -50,18 +50,6 @@ def test_the_others_load_behind_the_first_ones_and_sooner_where_they_are_asked_f
     assert dict(programs) == {name: name.upper() for name in NAMES} and sorted(loads.begun) == sorted(NAMES)
 
 
-def test_without_first_ones_all_load_in_the_pool_in_their_order(pool):
-    loads = Loads("d", "c")
-    programs = Programs(loads, NAMES, pool)
-    while len(loads.begun) < 2:
-        pass
-    assert set(loads.begun) == {"d", "c"}
-    for gate in loads.gates.values():
-        gate.set()
-    assert dict(programs) == {name: name.upper() for name in NAMES}
-    assert threading.current_thread() not in loads.threads.values()
-
-
 @pytest.mark.parametrize("first", [None, {"a"}, {"d"}])
 def test_one_that_does_not_load_is_said_whenever_it_is_asked_for(pool, first):
     programs = Programs(Loads(bad="a"), NAMES, pool, first)

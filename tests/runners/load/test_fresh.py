@@ -159,24 +159,16 @@ def test_a_damaged_or_missing_state_program_is_refused_before_it_is_deserialized
             "state `last_token`: expected int32 (4,) on a device, found float32 (4,)",
         ),
         ([("last_token", 4, "int32")], "state: expected a program that gives 2 arrays, found "),
+        (None, f"program `programs/{TARGET}/state.exec`: expected an executable that loads"),
     ],
 )
 def test_a_state_program_of_other_arrays_is_refused(toy, rows, found):
-    arrays = [StateArray(name, (size,), dtype, ("slots",), None) for name, size, dtype in rows]
-    program(toy).write_bytes(compile_state(arrays, device_mesh(2)))
+    """Also bytes with a right digest that are no program."""
+    arrays = [StateArray(name, (size,), dtype, ("slots",), None) for name, size, dtype in rows or ()]
+    program(toy).write_bytes(compile_state(arrays, device_mesh(2)) if rows else b"\0" * 5000)
     record = file_record(toy, f"programs/{TARGET}/{schema.STATE}")
     changed_targets(toy, lambda target: replace(target, state_program=record))
     with pytest.raises(ArtifactError, match=re.escape(found)):
-        load(toy, report=lambda _: None)
-
-
-def test_bytes_with_a_right_digest_that_are_no_program_are_refused(toy):
-    program(toy).write_bytes(b"\0" * 5000)
-    record = file_record(toy, f"programs/{TARGET}/{schema.STATE}")
-    changed_targets(toy, lambda target: replace(target, state_program=record))
-    with pytest.raises(
-        ArtifactError, match=f"program `programs/{TARGET}/state.exec`: expected an executable that loads"
-    ):
         load(toy, report=lambda _: None)
 
 

@@ -9,7 +9,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import profile as profiles
-from ling3export.runners.load.profile import own_times, profile
+from ling3export.runners.load.profile import own_times, traced
 
 
 def test_an_operation_has_the_time_that_none_inside_it_has():
@@ -42,7 +42,7 @@ def test_kernels_of_a_card_are_parted_by_program_and_may_overlap(monkeypatch):
         copies=[(12, 6, "MemcpyD2H", loop), (2, 1, "MemcpyH2D", {"correlation_id": "1"}), (40, 2, "gemm_x", other)],
     )
     host = plane("/host:CPU", python=[(0, 99, "wait", {}), (5, 6, "hidden", {"hlo_op": "dot.5", "program_id": "8"})])
-    runs = profiles._runs([host, card])
+    runs = profiles.runs_in([host, card])
     assert runs == [
         [[(10, 14, "fusion_2")], [(12, 18, "while.3")], [(13, 17, "fusion_2")]],
         [[(20, 25, "dot.5")]],
@@ -50,27 +50,27 @@ def test_kernels_of_a_card_are_parted_by_program_and_may_overlap(monkeypatch):
         [[(40, 42, "dot.5")]],
     ]
     text = 'ENTRY main {\n  %fusion.2 = f32[] fusion(), metadata={op_name="jit/a/mul"}\n  %while.3 = s32[] while()\n}'
-    monkeypatch.setattr(profiles, "_loaded", lambda: iter([({"fusion_2": "jit/a/mul", "while_3": ""}, text)]))
+    monkeypatch.setattr(profiles, "loaded_programs", lambda: iter([({"fusion_2": "jit/a/mul", "while_3": ""}, text)]))
     monkeypatch.setattr(profiles, "kinds_of", lambda _: {"fusion.2": "elementwise", "while.3": "other"})
     monkeypatch.setattr(profiles, "parse", lambda given: given)
-    names = profiles._names(["decode@1", "decode@1", "sample@1", "decode@1", "sample@1"], len(runs))
+    names = profiles.programs_of(["decode@1", "decode@1", "sample@1", "decode@1", "sample@1"], len(runs))
     assert names == [("decode@1", 2), ("sample@1", 1), ("decode@1", 1), ("sample@1", 1)]
-    found = {(each.program, each.name): each for each in profiles._operations(runs, [name for name, _ in names])}
+    found = {(each.program, each.name): each for each in profiles.operations_of(runs, [name for name, _ in names])}
     fusion = found["decode@1", "fusion_2"]
     assert (fusion.calls, round(fusion.seconds * 1e9), fusion.source, fusion.kind) == (2, 8, "jit/a/mul", "elementwise")
     assert found["decode@1", "f"].kind == "" and all(each.seconds > 0 for each in found.values())
 
 
 def test_calls_that_a_trace_does_not_part_share_its_time_and_unknown_ones_have_no_program():
-    assert profiles._names(["a", "a", "b"], 3) == [("a", 1), ("a", 1), ("b", 1)]
-    assert profiles._names(["a", "a", "b"], 2) == [("a", 2), ("b", 1)]
-    assert profiles._names(["a", "a", "b"], 4) == [(profiles.UNKNOWN, 1)] * 4
+    assert profiles.programs_of(["a", "a", "b"], 3) == [("a", 1), ("a", 1), ("b", 1)]
+    assert profiles.programs_of(["a", "a", "b"], 2) == [("a", 2), ("b", 1)]
+    assert profiles.programs_of(["a", "a", "b"], 4) == [(profiles.UNKNOWN, 1)] * 4
 
 
 def test_the_operations_of_a_trace_are_those_of_the_programs_that_were_called(artifact, tmp_path):
     with Engine(artifact("micro-tp1"), report=lambda text: None) as engine:
         work = partial(engine.generate, [[1, 2, 3, 4, 5]] * 2, max_tokens=4, ignore_eos=True)
-        found = profile(work, tmp_path / "trace")
+        found = traced(work, tmp_path / "trace", perfetto=True)
     (record,) = read_manifest(artifact("micro-tp1")).targets.values()
     assert {name.partition("@")[0]: count for name, count in found.calls.items()} == {
         "prefill": 1,

@@ -1,1 +1,0 @@
-"""Compares a machine with the requirements of an artifact."""
