@@ -3,6 +3,8 @@
 from pathlib import Path
 from typing import Any
 
+import jinja2
+
 from ling3export.artifacts.calibration import Calibration, found_beside
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.manifest import read_manifest
@@ -12,7 +14,6 @@ from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import UNKNOWN
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.hlo import KINDS
-from ling3export.foundation.pages import template
 from ling3export.report.figures import MEMORY, estimated, figures, memory_parts, si, times
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -57,7 +58,15 @@ def render(manifest: Manifest, calibration: Calibration | None = None, note: str
     Everything from the manifest is escaped: the checkpoint's name comes from whoever made it.
     """
     filters = {"si": si, "times": times, "told": told, "errors": error_columns, "parts": memory_parts}
-    page = template(TEMPLATES, "report.html", **filters).render(
+    engine = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    engine.filters.update(filters)
+    page = engine.get_template("report.html").render(
         manifest=manifest,
         targets=[_shown(manifest, name) for name in manifest.targets],
         kinds=KINDS,
