@@ -47,7 +47,7 @@ def state_source(read: Mapping[FileRecord, bytes], target: Target, mesh: Mesh) -
     untouched.register()
     call = Call((), target.state.arrays, (untouched.NAME,))
     try:
-        program = pjrt.load_executable(raw, Executable(target.requires, target.mesh, call), mesh)
+        program = pjrt.load_executable(raw, Executable(target.requires, target.mesh, call))
     except (RuntimeError, ValueError) as error:
         what = f"program `{target.state_program.path}`: expected an executable that loads, found {error}"
         raise ArtifactError(what, REBUILD) from error

@@ -241,7 +241,7 @@ def _load(
         source = fresh.state_source(read, record, mesh)
         zeroed = pool.submit(timed, "state", source)
         first = programs.first_needed(record) if early else None
-        loading = programs.load_programs(read, record, mesh, verdicts, compiled, pool, first)
+        loading = programs.load_programs(read, record, verdicts, compiled, pool, first)
     with ExitStack() as failed:
         failed.callback(loading.close)
         with timings.stage("weights"):

@@ -15,8 +15,6 @@ from ling3export.machine.verdict import Verdict, VerdictStatus
 from ling3export.runners import flight
 
 if TYPE_CHECKING:
-    from jax.sharding import Mesh
-
     from ling3export.machine.pjrt import Program
     from ling3export.runners.load.recompile import Compiled
 
@@ -117,7 +115,6 @@ def read_executables(folder: Path, target: Target, pool: ThreadPoolExecutor) -> 
 def load_programs(
     read: Mapping[FileRecord, bytes],
     target: Target,
-    mesh: "Mesh",
     verdicts: dict[str, Verdict],
     compiled: "dict[str, Compiled]",
     pool: ThreadPoolExecutor,
@@ -128,7 +125,6 @@ def load_programs(
     Args:
         read: The bytes of the target's files that hold native code, of right digests.
         target: The manifest's.
-        mesh: Where to load.
         verdicts: By cell; the executables of OPTIMAL ones come from the artifact.
         compiled: The others, compiled here.
         pool: Where to load.
@@ -152,7 +148,7 @@ def load_programs(
     def load(name: str) -> "Program":
         try:
             with flight.loading(f"program {name}"):
-                program = load_executable(*parts[name], mesh)
+                program = load_executable(*parts[name])
         except (RuntimeError, ValueError) as error:
             raise ArtifactError(
                 f"program `{name}`: expected an executable that loads, found {error}",

@@ -15,7 +15,7 @@ END = "expected it to end by itself, found it crashed or killed"
 DYING = """
 import ctypes, os
 from ling3export.runners.cli.main import main
-from ling3export.runners{room} import {module}
+from ling3export.{room} import {module}
 real, seen = {module}.{function}, []
 def dies(*arguments):
     seen.append(arguments)
@@ -38,7 +38,7 @@ def generate(**dying: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(("death", "number"), [(SEGFAULT, signal.SIGSEGV), ("os.abort()", signal.SIGABRT)])
 def test_a_crash_of_a_deserializer_names_the_program_and_the_target(death, number):
     """Issue 'Repairs', point 4: such a process ended with its signal and said nothing of what it was doing."""
-    done = generate(room=".load", module="pjrt", function="load_executable", condition="len(seen) == 2", death=death)
+    done = generate(room="machine", module="pjrt", function="load_executable", condition="len(seen) == 2", death=death)
     assert done.returncode == -number
     assert "Fatal Python error" in done.stderr
     last = done.stderr.splitlines()[-1]
@@ -52,7 +52,9 @@ def test_a_crash_of_a_deserializer_names_the_program_and_the_target(death, numbe
 def test_a_crash_of_a_step_names_the_program_and_the_target(death, number):
     """SIGKILL, which no handler sees, is what a machine without memory sends."""
     dying = "b'decode' in arguments[0] and len(seen) >= 5"
-    done = generate(room="", module="flight", function="called", condition=dying, death=f"real(*arguments); {death}")
+    done = generate(
+        room="runners", module="flight", function="called", condition=dying, death=f"real(*arguments); {death}"
+    )
     assert done.returncode == -number
     last, _, loading = done.stderr.splitlines()[-1].partition(", while it loaded ")  # the others, perhaps
     assert all(name.removeprefix("program ") in toy_artifact.CELLS for name in loading.split(", ") if name)
@@ -65,10 +67,10 @@ def test_a_crash_of_a_step_names_the_program_and_the_target(death, number):
 @pytest.mark.jit
 def test_an_end_that_is_meant_leaves_no_last_line():
     """A whole answer, and an error that is raised within a step."""
-    fine = generate(room=".load", module="pjrt", function="load_executable", condition="False", death="pass")
+    fine = generate(room="machine", module="pjrt", function="load_executable", condition="False", death="pass")
     assert fine.returncode == 0, fine.stderr
     raised = generate(
-        room="", module="flight", function="called", condition="True", death="raise RuntimeError('device lost')"
+        room="runners", module="flight", function="called", condition="True", death="raise RuntimeError('device lost')"
     )
     assert raised.returncode == 1
     assert "found RuntimeError: device lost" in raised.stderr

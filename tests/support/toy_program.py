@@ -131,7 +131,7 @@ def load(folder: Path) -> dict[str, Any]:
     compiles = pjrt.CompileCounter()
     mesh = pjrt.recorded_mesh(record.mesh)
     started = time.perf_counter()
-    call = pjrt.load_executable((folder / "toy.exec").read_bytes(), record, mesh)
+    call = pjrt.load_executable((folder / "toy.exec").read_bytes(), record)
     seconds = time.perf_counter() - started
     result = run(call, mesh, record)
     return result | {"compiles": compiles.count, "traces": compiles.traces, "load_seconds": seconds}

@@ -68,7 +68,7 @@ def on_tpu(on_cpu):
         plugins={"libtpu": "1"},
     )
     mesh = replace(target.mesh, devices=(0, 1, 2, 3), hosts=(0, 0, 1, 1))
-    slice_ = replace(target, platform="tpu", device_kind="v6e", topology="2x2", requires=requires, mesh=mesh)
+    slice_ = replace(target, platform="tpu", kind="v6e", topology="2x2", requires=requires, mesh=mesh)
     chips = JaxRuntime(
         "tpu", requires.jaxlib, {"libtpu": "1"}, "TPU v6 lite", here.runtime.machine, 1, [], [0, 1], memory=31 * GB
     )

@@ -96,10 +96,10 @@ def test_an_engine_serves_before_all_programs_have_loaded(monkeypatch):
 
     load, begun = pjrt.load_executable, []
 
-    def slow(raw, executable, mesh):
+    def slow(raw, executable):
         begun.append(raw)
         assert len(begun) <= len(needed) + state or gate.wait(LATE)
-        return load(raw, executable, mesh)
+        return load(raw, executable)
 
     monkeypatch.setattr(pjrt, "load_executable", slow)
     with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
