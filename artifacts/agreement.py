@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from itertools import groupby, zip_longest
 from typing import NoReturn
 
+from ling3export.artifacts.program_records import Array
 from ling3export.artifacts.records import WrongRecordError, shown
 from ling3export.artifacts.schema import (
     GIVERS,
@@ -17,11 +18,10 @@ from ling3export.artifacts.schema import (
     ON_LOGITS,
     SEGMENTS,
     SPLIT,
-    Array,
     Cell,
     Manifest,
-    Parameter,
-    Plan,
+    ParameterRecord,
+    PlanRecord,
     StoredTensor,
     Target,
     Vectors,
@@ -106,7 +106,7 @@ def _check_tensor(tensor: StoredTensor, size: int) -> None:
         _wrong(f"a tensor that ends within the {size:,} bytes of its file", tensor.offset, "offset")
 
 
-def _check_target(target: Target, plan: Plan) -> None:
+def _check_target(target: Target, plan: PlanRecord) -> None:
     mesh, state, geometry = target.mesh, target.state, target.geometry
     if len(set(mesh.devices)) != target.tp:
         _wrong("every device once", mesh.devices, "mesh", "devices")
@@ -148,14 +148,14 @@ def _check_target(target: Target, plan: Plan) -> None:
         for phase, paddings in (("prefill", plan.paddings), ("decode", plan.decode_paddings)):
             _same(f"the plan's {phase} paddings", paddings, target.paddings(phase))
         for phase in MOVING:
-            wanted = bool(snapshots) and (phase != "slice" or target.segments != "none")
+            wanted = bool(snapshots) and (phase != "offload_group" or target.segments != "none")
             _same(f"how many {phase} programs there are", int(wanted), len(target.paddings(phase)))
             if wanted and phase != "copy":
-                _same(f"the padding of {phase}, that of fetch", target.paddings("fetch"), target.paddings(phase))
+                _same(f"the padding of {phase}, that of offload", target.paddings("offload"), target.paddings(phase))
         for phase in SEGMENTS if any(target.paddings(phase) for phase in SEGMENTS) else ():
             _same(f"the paddings of prefill, as {phase}'s", plan.paddings, target.paddings(phase))
         rows = {cell.rows for cell in target.cells.values() if cell.phase in GIVERS}
-        for phase in ON_LOGITS if target.paddings("adjust") else ON_LOGITS[:1]:  # older artifacts have no adjust
+        for phase in ON_LOGITS if target.paddings("logits_processor") else ON_LOGITS[:1]:  # older ones have none
             if missing := sorted(rows - set(target.paddings(phase))):
                 _wrong(f"a program {phase}@{missing[0]}, for as many rows of logits", None)
         if any(cell.phase in SPLIT for cell in target.cells.values()):
@@ -164,7 +164,7 @@ def _check_target(target: Target, plan: Plan) -> None:
             _same("the paddings of experts, as dispatch's", target.paddings("experts"), target.paddings("dispatch"))
 
 
-def _check_parameter(parameter: Parameter, tensors: Mapping[str, StoredTensor]) -> None:
+def _check_parameter(parameter: ParameterRecord, tensors: Mapping[str, StoredTensor]) -> None:
     if tensors:  # none where there are programs alone
         if (stored := tensors.get(parameter.tensor)) is None:
             _wrong("a tensor of the weight index", parameter.tensor, "tensor")
@@ -207,7 +207,7 @@ def _check_cell(cell: Cell, target: Target) -> None:
         "embed": {"hidden": cell.padding},
         "group": {"hidden": cell.padding},
         "unembed": {"logits": rows},
-        "adjust": dict.fromkeys(("logits", "logprob", "top_token", "top_logprob"), rows),
+        "logits_processor": dict.fromkeys(("logits", "logprob", "top_token", "top_logprob"), rows),
     }.get(cell.phase, {})
     found = {leaf.name: leaf.shape[:1] for leaf in cell.outputs if leaf.group == "out"}
     for name, count in results.items():
@@ -230,15 +230,15 @@ def _scale(target: Target) -> list[str]:
 
 
 def _check_moved(cell: Cell, target: Target) -> None:
-    """What ``fetch`` gives and ``store`` takes is one slot of each pool, or as many pages as the padding says."""
-    sides = {"copy": ((), ""), "store": (cell.inputs, "batch")}
+    """What ``offload`` gives and ``onload`` takes is one slot of each pool, or as many pages as the padding says."""
+    sides = {"copy": ((), ""), "onload": (cell.inputs, "batch")}
     leaves, group = sides.get(cell.phase, (cell.outputs, "out"))
     found = {leaf.name: leaf for leaf in leaves if leaf.group == group and leaf.name != "packed"}
     pools = {each.name: each for each in target.state.arrays if "slots" not in each.axes or len(each.axes) > 1}
     _same("every pool of the state", sorted(pools if leaves else ()), sorted(found), "outputs")
     for name, leaf in found.items():
         layers, _, *each = pools[name].shape
-        if cell.phase == "slice":  # as many of them as a group has
+        if cell.phase == "offload_group":  # as many of them as a group has
             layers = min(layers, *leaf.shape[:1])
         shape = (layers, cell.padding, *each[:-1]) if "pages" in pools[name].axes else (layers, *each)
         width = len(shape)
@@ -273,8 +273,8 @@ def _check_leaves(cell: Cell, target: Target) -> None:
     batch = {leaf.name: leaf for leaf in cell.inputs if leaf.group == "batch"}
     more = {
         "sample": ["logits"],
-        "adjust": ["edits", "logits", "mask", "token"],
-        "store": [array.name for array in arrays],
+        "logits_processor": ["edits", "logits", "mask", "token"],
+        "onload": [array.name for array in arrays],
         "attend": ["hidden"],
         "dispatch": ["token_data"],
         "experts": [*_scale(target), "group_list", "y"],

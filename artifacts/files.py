@@ -144,7 +144,7 @@ def try_writing(folder: Path) -> None:
         return
     path = partial_path(folder / "trial")
     os.close(create(path, 0o600))
-    path.unlink()
+    path.unlink(missing_ok=True)  # a clean-up may have been faster
 
 
 def create(path: Path, mode: int = 0o666) -> int:

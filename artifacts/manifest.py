@@ -1,6 +1,6 @@
 """The manifest as a file: read, checked and written here alone; and the other files, by their records.
 
-The records are in `schema`, their agreement in `agreement`, how format 1 becomes format 2 in `format_1`.
+The records are in `schema`, their agreement in `agreement`, what earlier versions wrote in `older`.
 """
 
 import hashlib
@@ -14,7 +14,7 @@ from typing import Any
 
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.files import REBUILD, leftovers, open_regular, replace_file, writing
-from ling3export.artifacts.format_1 import check_bytes, upgraded
+from ling3export.artifacts.older import EARLIER, check_bytes, upgraded, with_phases_of_today
 from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, shown, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.foundation.errors import ArtifactError, listed
@@ -129,7 +129,7 @@ def _format_2(raw: dict[str, Any], data: bytes) -> Manifest:
     if last[1].decode() != digest:
         raise ValueError(f"expected sha256 {last[1].decode()}, found {digest}")
     del raw["format"]
-    manifest = _typed(raw)
+    manifest = _typed(raw if EARLIER.search(data) is None else with_phases_of_today(raw))
     digests, older = _digests(raw), _digests(raw, older=True)
     for name in DIGESTS:
         if raw.get(name) not in (found := digests.get(name), older.get(name)):
@@ -143,7 +143,7 @@ def _format_1(raw: dict[str, Any], data: bytes) -> Manifest:
         body = upgraded(raw)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"expected the fields of format 1, found others ({type(error).__name__}: {error})") from error
-    return replace(_typed(body), **_digests(body))
+    return replace(_typed(with_phases_of_today(body)), **_digests(body))
 
 
 def _typed(body: dict[str, Any]) -> Manifest:

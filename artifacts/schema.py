@@ -8,46 +8,34 @@ import math
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from ling3export.artifacts.files import stays_inside
-from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, at_most, one_of, within
-from ling3export.foundation.dtypes import BY_CODE, BY_NAME
+from ling3export.artifacts.program_records import (
+    Array,
+    CallRecord,
+    Devices,
+    Dtype,
+    Padding,
+    Paddings,
+    Program,
+    Relative,
+    Shape,
+    Spec,
+    StoredDtype,
+)
+from ling3export.artifacts.records import UNBOUNDED, Digest, one_of, within
+from ling3export.foundation.dtypes import BY_CODE
 
-Relative = Annotated[
-    str, Rule("a path below the artifact's folder, with /, in its shortest form, that never climbs out", stays_inside)
-]
-Positive = Annotated[int, within(1, 2**40)]
-Padding = Annotated[int, within(1, 2**20)]
-Paddings = Annotated[
-    tuple[Padding, ...], at_most(64), Rule("ascending paddings", lambda each: each == tuple(sorted(set(each))))
-]
-Device = Annotated[int, within(0, 2**31)]
-Devices = Annotated[tuple[Device, ...], at_most(4096), Rule("at least one device", len)]
-Shape = Annotated[
-    tuple[Positive, ...], at_most(8), Rule("fewer than 2**46 elements", lambda each: math.prod(each) < 2**46)
-]
-Spec = Annotated[
-    tuple[str | tuple[str, ...] | None, ...],
-    at_most(8),
-    Rule("mesh axes without trailing nulls", lambda each: not each or bool(each[-1])),
-]
-Dtype = Annotated[str, one_of(*BY_NAME)]
-StoredDtype = Annotated[str, one_of(*BY_CODE)]
-Phase = Annotated[
-    str,
-    one_of(
-        "prefill", "score", "decode", "sample", "adjust", "copy", "fetch", "store", "slice", "attend", "dispatch",
-        "experts", "combine", "head", "embed", "group", "unembed",
-    ),
-]  # fmt: skip
-ON_LOGITS = ("sample", "adjust")  # phases that take another's logits, and no parameters
-MOVING = ("copy", "fetch", "store", "slice")  # the phases that move one sequence's state, and compute nothing
+ON_LOGITS = ("sample", "logits_processor")  # phases that take another's logits, and no parameters
+MOVING = (
+    "copy",
+    "offload",
+    "onload",
+    "offload_group",
+)  # the phases that move one sequence's state, and compute nothing
 GIVERS = ("prefill", "score", "decode")  # whose logits are sampled
 SPLIT = ("attend", "dispatch", "experts", "combine", "head")  # a decode step cut at each layer's experts
 SEGMENTS = ("embed", "group", "unembed")  # a prefill call cut at its groups of layers
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
-# Custom calls in name only: the pieces of a prefetch, which lie one after the other, seen as one array.
-VIEWS = ("ConcatBitcast",)
 KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs
 STATE = "state.exec"  # that of the program that gives its state
 ConfigValue = bool | int | float | str | tuple[int, ...] | None
@@ -72,7 +60,7 @@ class SourceFile:
 
 
 @dataclass(frozen=True)
-class Source:
+class SourceRecord:
     """The checkpoint that an artifact was built from."""
 
     name: str
@@ -80,7 +68,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlanRecord:
     """What all targets share, and what sized their pools."""
 
     paddings: Paddings
@@ -91,220 +79,6 @@ class Plan:
     dtype: Annotated[str, one_of("bfloat16", "float32")]
     memory_fraction: Annotated[float, within(0, 1)]
     state_memory: int
-
-
-@dataclass(frozen=True)
-class Array:
-    """An array of a call: its name in the program, whole shape, dtype, and a mesh axis or null for each axis."""
-
-    name: str
-    shape: Shape
-    dtype: Dtype
-    spec: Spec
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole array."""
-        return math.prod(self.shape) * BY_NAME[self.dtype].nbytes
-
-
-@dataclass(frozen=True)
-class CallInput(Array):
-    """An input of an executable; one that is not kept is not passed to it."""
-
-    donated: bool
-    kept: bool
-
-
-@dataclass(frozen=True)
-class Leaf(Array):
-    """An input or output of a cell, in flattening order."""
-
-    group: Annotated[str, one_of("params", "state", "batch", "out")]
-
-
-@dataclass(frozen=True)
-class Field:
-    """A named range of the packed int32 batch; floats are bit-cast."""
-
-    name: str
-    offset: int
-    shape: Shape
-    dtype: Annotated[str, one_of("int32", "float32")]
-
-    @property
-    def size(self) -> int:
-        """Elements of the packed vector."""
-        return math.prod(self.shape)
-
-
-@dataclass(frozen=True)
-class Call:
-    """How an executable is called, without pickle: flat inputs and outputs, and the routines that it calls by name."""
-
-    inputs: tuple[CallInput, ...]
-    outputs: tuple[Array, ...]
-    custom_calls: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes of one device while a program runs; ``alias`` counts in both arguments and outputs."""
-
-    arguments: int
-    outputs: int
-    temporaries: int
-    alias: int
-    code: int
-
-    @property
-    def passing(self) -> int:
-        """Bytes that a step needs beside its arguments: temporaries, and outputs that reuse no donated buffer."""
-        return self.temporaries + self.outputs - self.alias
-
-    @property
-    def peak(self) -> int:
-        """The most that a device holds while the program runs: its arguments, its code, and what passes."""
-        return self.arguments + self.code + self.passing
-
-
-@dataclass(frozen=True)
-class Collective:
-    """How often a kind of collective runs; its bytes where the compiled program was counted."""
-
-    count: int
-    bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Loop:
-    """A loop of an estimated program: its trips, who says so, and how often the loop itself runs."""
-
-    loop: str
-    trips: float
-    source: str
-    times: float
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Seconds of one call as the compiler's cycles say, never measured; bytes that its instructions move."""
-
-    seconds: float
-    estimated: float
-    by_opcode: dict[str, float]
-    bounded: dict[str, float]
-    by_kind: dict[str, float]
-    overlapped: float
-    custom_calls: dict[str, Collective]
-    copies: dict[str, int]
-    loops: tuple[Loop, ...]
-    instructions: dict[str, int]
-    tokens_a_sequence: int
-    clock_hz: float
-    memory_bytes: int | None = None
-
-    @property
-    def unseen(self) -> int:
-        """Custom calls of one call of the program: they take time that ``seconds`` does not have."""
-        return sum(row.count for name, row in self.custom_calls.items() if name not in VIEWS)
-
-    @property
-    def at_least(self) -> str:
-        """What to say before ``seconds`` and before anything that follows from it: ``"at least "``, or nothing."""
-        return "at least " if self.unseen else ""
-
-
-@dataclass(frozen=True)
-class RooflineBound:
-    """Bytes and FLOPs of a call that no program can do without, and the seconds that follow; collectives apart."""
-
-    bytes: dict[str, int]
-    flops: int
-    seconds: float
-    collectives: int
-    collective_seconds: float
-
-    @property
-    def moved(self) -> int:
-        """All bytes that must move to or from a device's memory."""
-        return sum(self.bytes.values())
-
-
-@dataclass(frozen=True)
-class Experts:
-    """Whether every local expert is computed for every row, and the seconds to compute and to read them."""
-
-    all_local: bool
-    flop_seconds: float
-    weight_seconds: float
-
-
-@dataclass(frozen=True)
-class Lowering:
-    """How an executable was lowered where that was not from the portable program."""
-
-    direct: bool
-    forward_compatible: bool
-
-
-@dataclass(frozen=True)
-class Origin:
-    """Where a build took a cell from, its keys in the cache, and what jax did for it."""
-
-    source: Annotated[str, one_of("compiler", "program cache", "cache")]
-    program: Digest
-    traces: int
-    compiles: int
-    key: Digest | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Program:
-    """A program of one phase and padding, as its compiler left it: how to call it, and what it costs."""
-
-    phase: Phase
-    padding: Padding
-    fields: tuple[Field, ...]
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
-    collectives: dict[str, Collective]
-    lower_seconds: float
-    compile_seconds: float
-    memory: Memory
-    call: Call | None = None
-    flops: float | None = None
-    bytes_accessed: float | None = None
-    estimate: Estimate | None = None
-    floor: RooflineBound | None = None
-    experts: Experts | None = None
-    lowering: Lowering | None = None
-    origin: Origin | None = None
-
-    @property
-    def name(self) -> str:
-        """``decode@16``."""
-        return f"{self.phase}@{self.padding}"
-
-    @property
-    def packed(self) -> int:
-        """Elements of the packed batch."""
-        return sum(each.size for each in self.fields)
-
-    @property
-    def rows(self) -> int:
-        """Rows of logits that it gives; of ``sample``, those that it takes; 0 where it knows none."""
-        return next((each.shape[0] for each in (*self.inputs, *self.outputs) if each.name == "logits"), 0)
-
-    @property
-    def estimated_seconds(self) -> float | None:
-        """The compiler's estimate of one call; see :attr:`at_least`."""
-        return None if self.estimate is None else self.estimate.seconds
-
-    @property
-    def at_least(self) -> str:
-        """What to say before ``estimated_seconds``: see :attr:`Estimate.at_least`."""
-        return "" if self.estimate is None else self.estimate.at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,7 +96,7 @@ class Cell(Program):
 
 
 @dataclass(frozen=True)
-class Parameter:
+class ParameterRecord:
     """A parameter of a target's programs: the stored tensor that it is, or one index of one axis of it."""
 
     argument: str
@@ -335,7 +109,7 @@ class Parameter:
 
 
 @dataclass(frozen=True)
-class StateArray(Array):
+class StateArrayRecord(Array):
     """A donated array of the state, and a word for each of its axes."""
 
     axes: tuple[str, ...]
@@ -351,7 +125,7 @@ class State:
     page_size: Padding
     max_pages: Annotated[int, within(1, 2**22)]
     chunk: Padding
-    arrays: tuple[StateArray, ...]
+    arrays: tuple[StateArrayRecord, ...]
     snapshots: Annotated[int, within(1, 2**16)] | None = None
 
 
@@ -387,7 +161,7 @@ class Executable:
 
     requires: Requirements
     mesh: Mesh
-    call: Call
+    call: CallRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,7 +177,7 @@ class Target:
     fingerprint: Digest
     state_abi: Digest
     geometry: dict[str, int | str]
-    parameters: tuple[Parameter, ...]
+    parameters: tuple[ParameterRecord, ...]
     state: State
     cells: dict[str, Cell]
     kernels: FileRecord | None = None
@@ -496,7 +270,7 @@ class StoredTensor(Slabbed):
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightsRecord:
     """The weight store: sizes of its files, and every tensor by name; both empty where there are programs alone."""
 
     files: dict[Relative, int]
@@ -509,7 +283,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Margins:
+class MarginsRecord:
     """The smallest distances between a routing choice and the next, where there are choices."""
 
     expert: float | None = None
@@ -517,7 +291,7 @@ class Margins:
 
 
 @dataclass(frozen=True)
-class Sequence:
+class SequenceRecord:
     """A test vector: token ids, how many are the prompt, and the positions whose logits are stored under a name."""
 
     ids: tuple[int, ...]
@@ -578,8 +352,8 @@ class Vectors:
 
     source: str
     seed: int
-    margins: Margins
-    sequences: tuple[Sequence, ...]
+    margins: MarginsRecord
+    sequences: tuple[SequenceRecord, ...]
     expected: FileRecord | None = None
     receipts: dict[str, Receipts] = field(default_factory=dict)
     portable: dict[str, PortableReceipts] | None = None
@@ -590,11 +364,11 @@ class Manifest:
     """Everything that an artifact holds. Its digests are set by `write_manifest`."""
 
     producer: Versions
-    source: Source
+    source: SourceRecord
     config: dict[str, ConfigValue]
-    plan: Plan
+    plan: PlanRecord
     targets: dict[str, Target]
-    weights: Weights
+    weights: WeightsRecord
     vectors: Vectors
     tokenizer: tuple[FileRecord, ...]
     notes: tuple[str, ...]

@@ -28,7 +28,8 @@ from jax._src.lib import xla_client
 from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
-from ling3export.artifacts.schema import Array, Call, CallInput, Executable
+from ling3export.artifacts.program_records import Array, CallInput, CallRecord
+from ling3export.artifacts.schema import Executable
 from ling3export.artifacts.schema import Mesh as MeshRecord
 from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.machine.environment import requirements
@@ -103,7 +104,7 @@ def serialized(compiled: stages.Compiled) -> tuple[bytes, Executable]:
     inputs, _ = jax.tree.flatten_with_path(compiled.args_info)
     outputs, _ = jax.tree.flatten_with_path(compiled.out_info)
     mesh = _mesh([*shardings, *(info.sharding for _, info in outputs)], compiled)
-    call = Call(
+    call = CallRecord(
         tuple(
             CallInput(*_array(path, info.shape, info.dtype, sharding), bool(info.donated), sharding is not None)
             for (path, info), sharding in zip(inputs, shardings, strict=True)
@@ -193,7 +194,7 @@ def load_executable(raw: bytes, record: Executable) -> Program:
     return _program(executable, device_list, client, record.call, mesh)
 
 
-def _program(executable: Any, device_list: Any, client: Any, call: Call, mesh: Mesh) -> Program:
+def _program(executable: Any, device_list: Any, client: Any, call: CallRecord, mesh: Mesh) -> Program:
     def avals(arrays: Sequence[Array]) -> list[core.ShapedArray]:
         return [core.ShapedArray(array.shape, jax.numpy.dtype(array.dtype)) for array in arrays]
 

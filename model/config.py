@@ -20,7 +20,7 @@ AttentionKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
 
 
-class Rule(NamedTuple):
+class FieldRule(NamedTuple):
     """What a field may hold: in words, for the message, and as a test."""
 
     expected: str
@@ -48,14 +48,14 @@ def is_number(value: Any) -> bool:
     return is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
-def only(wanted: Any) -> Rule:
+def only(wanted: Any) -> FieldRule:
     """Exactly ``wanted``, its type included: true is not 1."""
-    return Rule(shown(wanted), lambda value: type(value) is type(wanted) and value == wanted)
+    return FieldRule(shown(wanted), lambda value: type(value) is type(wanted) and value == wanted)
 
 
-def at_least(least: int) -> Rule:
+def at_least(least: int) -> FieldRule:
     """An integer from ``least`` on."""
-    return Rule(f"an integer of at least {least}", lambda value: is_int(value) and value >= least)
+    return FieldRule(f"an integer of at least {least}", lambda value: is_int(value) and value >= least)
 
 
 def _is_token_ids(value: Any) -> bool:
@@ -64,12 +64,17 @@ def _is_token_ids(value: Any) -> bool:
 
 Size = Annotated[int, at_least(1)]
 OptionalSize = Annotated[
-    int | None, Rule("an integer of at least 1, or null", lambda value: value is None or at_least(1).accepts(value))
+    int | None,
+    FieldRule("an integer of at least 1, or null", lambda value: value is None or at_least(1).accepts(value)),
 ]
-Even = Annotated[int, Rule("an even integer of at least 2", lambda value: at_least(2).accepts(value) and not value % 2)]
-Positive = Annotated[float, Rule("a number above 0", lambda value: is_number(value) and value > 0)]
+Even = Annotated[
+    int, FieldRule("an even integer of at least 2", lambda value: at_least(2).accepts(value) and not value % 2)
+]
+Positive = Annotated[float, FieldRule("a number above 0", lambda value: is_number(value) and value > 0)]
 # Sixteen tokens of decay at -5 stay within e^-80, which fp32 still holds: the chunked form of KDA rests on it.
-DecayBound = Annotated[float, Rule("a number from -5 to below 0", lambda value: is_number(value) and -5 <= value < 0)]
+DecayBound = Annotated[
+    float, FieldRule("a number from -5 to below 0", lambda value: is_number(value) and -5 <= value < 0)
+]
 
 
 @dataclass(frozen=True)
@@ -104,7 +109,7 @@ class Config:
     v_head_dim: Size
     head_dim: Size
     short_conv_kernel_size: Annotated[int, at_least(2)]
-    kda_safe_gate: Annotated[bool, Rule("true or false", lambda value: isinstance(value, bool))]
+    kda_safe_gate: Annotated[bool, FieldRule("true or false", lambda value: isinstance(value, bool))]
     kda_lower_bound: DecayBound
     no_kda_lora: Annotated[bool, only(True)]
     rms_norm_eps: Positive
@@ -112,7 +117,7 @@ class Config:
     rope_interleave: Annotated[bool, only(True)]
     max_position_embeddings: Size
     gated_attention_proj_granularity_type: Annotated[str, only("head_wise")]
-    eos_token_id: Annotated[int | tuple[int, ...], Rule("a token id, or a list of them", _is_token_ids)]
+    eos_token_id: Annotated[int | tuple[int, ...], FieldRule("a token id, or a list of them", _is_token_ids)]
     num_nextn_predict_layers: Annotated[int, at_least(0)]
 
     @classmethod
@@ -197,7 +202,7 @@ class Config:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "eos_token_id"}
 
 
-READ: dict[str, Rule] = {f.name: get_args(f.type)[1] for f in fields(Config)}
+READ: dict[str, FieldRule] = {f.name: get_args(f.type)[1] for f in fields(Config)}
 
 # Not read, because nothing but this value is modelled. Where that is null or false, absent is as good.
 FIXED: dict[str, Any] = {

@@ -1,12 +1,13 @@
-"""The programs that move one sequence's state: ``copy`` within the pools, ``fetch`` out of them, ``store`` into them,
-and ``slice``, which is ``fetch`` of one group of layers.
+"""The programs that move one sequence's state: ``copy`` within the pools, ``offload`` out of them, ``onload`` into
+them, and ``offload_group``, which is ``offload`` of one group of layers.
 
-They compute nothing, so what was stored is fetched again bit for bit. What leaves has the order of the whole sequence,
-whatever the parallelism: heads 0 to H-1 in order, latents without the padding of their rows. A device gives and takes
-its own range of heads, as its pools have them, and all of a page that it holds.
+They compute nothing, so what was onloaded is offloaded again bit for bit. What leaves has the order of the whole
+sequence, whatever the parallelism: heads 0 to H-1 in order, latents without the padding of their rows. A device gives
+and takes its own range of heads, as its pools have them, and all of a page that it holds.
 
 One pair of slots, or one page, is moved after the other: XLA:CPU takes ten times longer to gather and scatter whole
-states, and what is padding is not moved at all. Only accelerators fetch all pages of a call at once, zeros for padding.
+states, and what is padding is not moved at all. Only accelerators offload all pages of a call at once, zeros for
+padding.
 """
 
 from collections.abc import Callable
@@ -26,7 +27,7 @@ from ling3export.model.state import StateArray, state_arrays
 Tree = dict[str, Any]
 Part = tuple[jax.Array, int] | None  # the first of a pool's layers and how many; None for all
 PAGES = "mla_latent"
-PHASES = ("copy", "fetch", "store", "slice")
+PHASES = ("copy", "offload", "onload", "offload_group")
 
 
 def pools(config: Config, geometry: Geometry, phase: str) -> list[StateArray]:
@@ -46,14 +47,14 @@ def moved(config: Config, geometry: Geometry, padding: int, phase: str) -> tuple
 
     ``kda_recurrent [layers, H, K, V]``, ``kda_conv [layers, H, 3 K taps]`` (as the pool's row: oldest tap first, q, k
     and v of each), ``mla_latent [layers, P, page, R + rope]``. Where pages are striped, the first ``P / tp`` of the
-    pages lie on the first device, and so on. Of ``slice``, layers are those of a group.
+    pages lie on the first device, and so on. Of ``offload_group``, layers are those of a group.
     """
     values: Tree = {}
     specs: Tree = {}
     shape: tuple[int, ...]
-    for row in pools(config, geometry, "fetch"):
+    for row in pools(config, geometry, "offload"):
         layers, _, *each = row.shape
-        layers = group_layers(config)[row.name] if phase == "slice" else layers
+        layers = group_layers(config)[row.name] if phase == "offload_group" else layers
         if row.name == PAGES:
             shape = (layers, padding, each[0], config.latent_dim)
             spec = PartitionSpec(None, AXIS) if row.split else PartitionSpec()
@@ -75,11 +76,11 @@ def copy(state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
         return lax.fori_loop(0, _used(target), step, state), {}
 
 
-def fetch(config: Config, geometry: Geometry, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+def offload(config: Config, geometry: Geometry, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
     """The state of ``slot`` and the latents of ``page[P]``; zeros in the place of a page 0.
 
-    Where there is a ``group [1]``, in the phase ``slice``, layers begin with the group's first, or so many before the
-    pool's last as are given: a last group that has fewer of a kind, or none, stands at the end.
+    Where there is a ``group [1]``, in the phase ``offload_group``, layers begin with the group's first, or so many
+    before the pool's last as are given: a last group that has fewer of a kind, or none, stands at the end.
     """
     slot, out, part = fields["slot"][0], {}, None
     for name in state:
@@ -94,8 +95,8 @@ def fetch(config: Config, geometry: Geometry, state: Tree, fields: dict[str, jax
     return state, out
 
 
-def store(geometry: Geometry, state: Tree, given: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
-    """Writes what ``fetch`` gave into ``slot`` and ``page[P]``; nothing is written for a page 0."""
+def onload(geometry: Geometry, state: Tree, given: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+    """Writes what ``offload`` gave into ``slot`` and ``page[P]``; nothing is written for a page 0."""
     slot, after = fields["slot"][0], {}
     for name, pool in state.items():
         if name == PAGES:
@@ -109,9 +110,9 @@ def body(config: Config, geometry: Geometry, phase: str) -> Callable[[Tree, Tree
     """``(state, batch, fields) -> (state, out)`` of a phase."""
     return {
         "copy": lambda state, batch, fields: copy(state, fields),
-        "fetch": lambda state, batch, fields: fetch(config, geometry, state, fields),
-        "store": lambda state, batch, fields: store(geometry, state, batch, fields),
-        "slice": lambda state, batch, fields: fetch(config, geometry, state, fields),
+        "offload": lambda state, batch, fields: offload(config, geometry, state, fields),
+        "onload": lambda state, batch, fields: onload(geometry, state, batch, fields),
+        "offload_group": lambda state, batch, fields: offload(config, geometry, state, fields),
     }[phase]
 
 

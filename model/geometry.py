@@ -60,12 +60,12 @@ class Geometry:
         return self.form != "loops"
 
     @property
-    def by_product(self) -> bool:
+    def sum_by_matmul(self) -> bool:
         """Whether small sums are written as products with ones, which XLA:TPU fuses with what follows."""
         return self.form == "tiles"
 
     @property
-    def straight(self) -> bool:
+    def unrolled(self) -> bool:
         """Whether small loops are unrolled and both sides of small conditions computed: on a card the host waits for
         each, and launches nothing meanwhile."""
         return self.form == "card"
@@ -87,4 +87,4 @@ class Geometry:
     @property
     def fewest_rows(self) -> int:
         """Rows that a decode step is filled up to: XLA:TPU keeps products of one row from its matrix units."""
-        return 4 if self.by_product else 1
+        return 4 if self.sum_by_matmul else 1

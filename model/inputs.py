@@ -16,7 +16,7 @@ from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.kda.tiled import Tiles, tiles_of
 from ling3export.model.layers import IN_BOUNDS, fill_rows
 from ling3export.model.mla.paged import PageList, is_at_once, list_pages, tile_pages
-from ling3export.model.sampling.adjust import BLOCK
+from ling3export.model.sampling.logits_processor import BLOCK
 
 BIASES = 1024  # tokens with a logit bias that one request may name
 
@@ -41,8 +41,9 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
 
     Args:
         phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` or ``attend`` (sequences B), ``sample``
-            or ``adjust`` (rows R), ``copy`` (pairs of slots N), ``fetch`` or ``store`` (pages P), ``dispatch`` (pairs
-            Y), ``slice`` (P); ``embed``, ``group`` and ``unembed`` (T); other phases have none.
+            or ``logits_processor`` (rows R), ``copy`` (pairs of slots N), ``offload``, ``onload`` or
+            ``offload_group`` (pages P), ``dispatch`` (pairs Y); ``embed``, ``group`` and ``unembed`` (T); other phases
+            have none.
         padding: T, B, R, N, P or Y.
         max_pages: Columns of the page table.
     """
@@ -62,11 +63,11 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         "attend": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each, "layer": (1,)},
         "dispatch": {"expert_ids": each, "layer_ids": each, "out_num": (1,)},
         "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "seed"), each),
-        "adjust": dict.fromkeys(("edited", "masked", "top"), each),
+        "logits_processor": dict.fromkeys(("edited", "masked", "top"), each),
         "copy": {"source": each, "target": each},
-        "fetch": {"slot": (1,), "page": each},
-        "store": {"slot": (1,), "page": each},
-        "slice": {"slot": (1,), "page": each, "group": (1,)},
+        "offload": {"slot": (1,), "page": each},
+        "onload": {"slot": (1,), "page": each},
+        "offload_group": {"slot": (1,), "page": each, "group": (1,)},
         "embed": {name: prefill[name] for name in ("tokens", "chunk_slot", "chunk_len")},
         "group": {name: shape for name, shape in prefill.items() if name != "tokens"} | {"group": (1,)},
         "unembed": {"chunk_len": chunk},
@@ -78,8 +79,8 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
     return tuple(fields)
 
 
-def adjust_shapes(rows: int, vocab_size: int, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-    """Shapes of what ``adjust`` takes beside the packed vector and the logits, all int32.
+def logits_processor_shapes(rows: int, vocab_size: int, geometry: Geometry) -> dict[str, tuple[int, ...]]:
+    """Shapes of what ``logits_processor`` takes beside the packed vector and the logits, all int32.
 
     A row has room for an edit of every token that a context can hold, and of BIASES that it does not.
     """

@@ -42,15 +42,15 @@ def of_heads(weights: nnx.Param, layer: Index) -> Shaped[Array, "H ..."]:
     return value.reshape(-1, *value.shape[2:])
 
 
-def sum_of_squares(x: Float32[Array, "*rows X"], by_product: bool, parts: int = 1) -> Float32[Array, "*rows _"]:
-    """The sum of squares over the last axis: ``[..., 1]``, or with ``by_product`` the same sum X times, ``[..., X]``.
+def sum_of_squares(x: Float32[Array, "*rows X"], sum_by_matmul: bool, parts: int = 1) -> Float32[Array, "*rows _"]:
+    """The sum of squares over the last axis: ``[..., 1]``, or X times, ``[..., X]``, with ``sum_by_matmul``.
 
-    ``by_product`` multiplies the squares by a matrix of ones, which has one column for what is wider than a latent;
+    ``sum_by_matmul`` multiplies the squares by a matrix of ones, which has one column for what is wider than a latent;
     with ``parts``, by one in which each of so many parts of the axis meets itself alone, so that each has a sum of its
     own. XLA:TPU fuses the root and the scaling that follow into a product, but neither into a sum
     (docs/log/programs-tpu.md): one operation instead of three.
     """
-    if not by_product:
+    if not sum_by_matmul:
         assert parts == 1
         return jnp.sum(x * x, axis=-1, keepdims=True)
     each = x.shape[-1] // parts
@@ -61,31 +61,31 @@ def sum_of_squares(x: Float32[Array, "*rows X"], by_product: bool, parts: int = 
 
 
 def rms_norm(
-    x: Float[Array, "*rows X"], weight: Float[Array, "X"], eps: float, by_product: bool = False
+    x: Float[Array, "*rows X"], weight: Float[Array, "X"], eps: float, sum_by_matmul: bool = False
 ) -> Float32[Array, "*rows X"]:
     """``x * rsqrt(mean(x²) + eps) * weight`` over the last axis, in fp32 throughout (docs/model.md, "Layers")."""
     x = x.astype(jnp.float32)  # the mean of squares loses all meaning in bf16
-    mean = sum_of_squares(x, by_product) / x.shape[-1]
+    mean = sum_of_squares(x, sum_by_matmul) / x.shape[-1]
     return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
 
 
-def l2_norm(x: Float32[Array, "*rows X"], by_product: bool = False, parts: int = 1) -> Float32[Array, "*rows X"]:
+def l2_norm(x: Float32[Array, "*rows X"], sum_by_matmul: bool = False, parts: int = 1) -> Float32[Array, "*rows X"]:
     """``x / sqrt(Σx² + 1e-6)`` over the last axis, or over each of ``parts`` of it."""
-    return x * lax.rsqrt(sum_of_squares(x, by_product, parts) + NORM_L2_EPS)
+    return x * lax.rsqrt(sum_of_squares(x, sum_by_matmul, parts) + NORM_L2_EPS)
 
 
 def rope(
-    x: Float[Array, "T *heads P"], position: Int32[Array, "T"], theta: float, by_product: bool = False
+    x: Float[Array, "T *heads P"], position: Int32[Array, "T"], theta: float, sum_by_matmul: bool = False
 ) -> Float32[Array, "T *heads P"]:
     """Rotates interleaved pairs (2i, 2i+1) of the last axis by ``position * theta^(-2i/P)``, angles in fp32.
 
-    ``by_product`` swaps the pairs by a product with ones, exact too: on TPU, one operation instead of four.
+    ``sum_by_matmul`` swaps the pairs by a product with ones, exact too: on TPU, one operation instead of four.
     """
     width = x.shape[-1]
     # Rounded once from float64: an ulp of the frequency is 5e-4 rad at position 8192.
     frequency = (theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)).astype(np.float32)
     angle = position.astype(jnp.float32).reshape((-1,) + (1,) * (x.ndim - 1)) * frequency
-    if by_product:
+    if sum_by_matmul:
         at = np.arange(0, width, 2)
         swap = np.zeros((width, width), np.float32)
         swap[at + 1, at], swap[at, at + 1] = -1, 1

@@ -54,14 +54,14 @@ def dot(x: Float[Array, "T D"], weight: Float[Array, "*out D"], geometry: Geomet
     x = _more_than_one_row(x, geometry)
     weight = weight.reshape(-1, weight.shape[-1])  # a dot over more axes transposes the weight on CPU
     columns = weight.shape[0]
-    if geometry.by_product and columns == 1:
+    if geometry.sum_by_matmul and columns == 1:
         weight = jnp.pad(weight, ((0, 127), (0, 0)))
     return product(x, weight, 1)[:rows, :columns].reshape(rows, *shape)
 
 
 def dot_merged(x: Float[Array, "T F"], weight: Float[Array, "s each D"], geometry: Geometry) -> Float32[Array, "T D"]:
     """``x`` times one layer of a row-parallel weight, whose TP shards are merged first: this device's partial sum."""
-    if geometry.straight and x.shape[0] == 1:
+    if geometry.unrolled and x.shape[0] == 1:
         parts = einsum("sf,sfd->sd", x.reshape(weight.shape[:2]), weight)
         return jnp.sum(lax.optimization_barrier(parts), axis=0, keepdims=True)
     return product(_more_than_one_row(x, geometry), weight.reshape(-1, weight.shape[-1]), 0)[: x.shape[0]]

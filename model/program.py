@@ -1,5 +1,5 @@
-"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, score, decode, sample, adjust, and for
-state that moves.
+"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, score, decode, sample, the logits
+processor, and for state that moves.
 
 ``build_step`` returns a global function (``shard_map`` over one axis, ``tp``) of plain nested dicts, with the abstract
 values and partition specs of everything that it takes and gives.
@@ -17,11 +17,19 @@ from jax.sharding import PartitionSpec
 from ling3export.model import exchange
 from ling3export.model.config import Config
 from ling3export.model.decoder import Ling3
-from ling3export.model.ffn.halves import half
+from ling3export.model.ffn.split_program import split_program
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.inputs import Field, adjust_shapes, batch_fields, decode_rows, last_tokens, packed_size, unpack
+from ling3export.model.inputs import (
+    Field,
+    batch_fields,
+    decode_rows,
+    last_tokens,
+    logits_processor_shapes,
+    packed_size,
+    unpack,
+)
 from ling3export.model.parameters import arguments
-from ling3export.model.sampling.adjust import adjust
+from ling3export.model.sampling.logits_processor import process_logits
 from ling3export.model.sampling.sample import sample, score_next
 from ling3export.model.segments import segment
 from ling3export.model.state import state_arrays
@@ -35,12 +43,12 @@ OUTPUTS: dict[str, Tree] = {
     "score": {"logits": LOGITS, "logprob": P(), "best": P(), "best_logprob": P()},
     "decode": {"logits": LOGITS},
     "sample": {"token": P(), "logprob": P()},
-    "adjust": {"logits": LOGITS, "logprob": P(), "top_token": P(), "top_logprob": P()},
+    "logits_processor": {"logits": LOGITS, "logprob": P(), "top_token": P(), "top_logprob": P()},
 }
 
 
 @dataclass(frozen=True)
-class Step:
+class StepProgram:
     """A program before lowering."""
 
     call: Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]  # ``(params, state, batch) -> (state, out)`` on global arrays
@@ -143,15 +151,15 @@ def build_step(
     phase: str,
     padding: int,
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh | None,
-) -> Step:
+) -> StepProgram:
     """The program of one cell.
 
     Args:
         config: The model.
         geometry: Parallelism, pools and dtype.
-        phase: ``prefill``, ``score``, ``decode``; ``sample`` or ``adjust``, which take no parameters, the logits in
-            the batch, and of the state only ``last_token``, or nothing; or one of ``exchange.PHASES``, which take no
-            parameters, or of ``model/ffn/halves.py`` or ``model/segments.py``.
+        phase: ``prefill``, ``score``, ``decode``; ``sample`` or ``logits_processor``, which take no parameters, the
+            logits in the batch, and of the state only ``last_token``, or nothing; or one of ``exchange.PHASES``, which
+            take no parameters, or of ``model/ffn/split_program.py`` or ``model/segments.py``.
         padding: Padded tokens, sequences or rows; pairs of slots or pages; pairs of a token and an expert.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
@@ -162,13 +170,13 @@ def build_step(
     params, param_specs = parameter_tree(config, geometry)
     state, state_specs = state_tree(config, geometry)
     out = OUTPUTS.get(phase, {})
-    if phase in ("sample", "adjust"):
+    if phase in ("sample", "logits_processor"):
         params, param_specs = {}, {}
         batch["logits"], batch_specs["logits"] = jax.ShapeDtypeStruct((padding, config.vocab_size), jnp.float32), LOGITS
     if phase == "sample":
         state, state_specs = ({"last_token": tree["last_token"]} for tree in (state, state_specs))
-    if phase == "adjust":
-        for name, shape in adjust_shapes(padding, config.vocab_size, geometry).items():
+    if phase == "logits_processor":
+        for name, shape in logits_processor_shapes(padding, config.vocab_size, geometry).items():
             batch[name], batch_specs[name] = jax.ShapeDtypeStruct(shape, jnp.int32), P()
         state, state_specs = {}, {}
     if phase in exchange.PHASES:
@@ -176,10 +184,10 @@ def build_step(
         params, param_specs = {}, {}
         state, state_specs = ({name: tree[name] for name in names} for tree in (state, state_specs))
         values, value_specs = exchange.moved(config, geometry, padding, phase)
-        if phase == "store":
+        if phase == "onload":
             batch, batch_specs = batch | values, batch_specs | value_specs
-        out = value_specs if phase in ("fetch", "slice") else {}
-    part = half(config, geometry, phase, padding) or segment(config, phase, padding)
+        out = value_specs if phase in ("offload", "offload_group") else {}
+    part = split_program(config, geometry, phase, padding) or segment(config, phase, padding)
     if part is not None:
         batch, batch_specs = (tree if fields else {} for tree in (batch, batch_specs))
         batch, batch_specs = batch | part.batch, batch_specs | dict.fromkeys(part.batch, P())
@@ -192,9 +200,9 @@ def build_step(
         values = unpack(batch["packed"], fields) if fields else {}
         if phase in exchange.PHASES:
             return exchange.body(config, geometry, phase)(state, batch, values)
-        if phase == "adjust":
+        if phase == "logits_processor":
             edits, mask, token = (batch[name] for name in ("edits", "mask", "token"))
-            return state, adjust(batch["logits"], values, edits, mask, token, geometry.straight)
+            return state, process_logits(batch["logits"], values, edits, mask, token, geometry.unrolled)
         if part is not None:
             return part.call(fill and fill(params), state, values, batch)
         if fill is None:
@@ -202,4 +210,4 @@ def build_step(
         return (decode if phase == "decode" else prefill)(fill(params), state, values)
 
     specs, out_specs = (param_specs, state_specs, batch_specs), (state_specs, out)
-    return Step(sharded(body, mesh, specs, out_specs), (params, state, batch), specs, out_specs, fields)
+    return StepProgram(sharded(body, mesh, specs, out_specs), (params, state, batch), specs, out_specs, fields)

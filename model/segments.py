@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec
 
 from ling3export.model.config import Config
 from ling3export.model.decoder import Ling3
-from ling3export.model.ffn.halves import HEAD, Half
+from ling3export.model.ffn.split_program import HEAD, SplitProgram
 from ling3export.model.geometry import AXIS, CHUNK
 from ling3export.model.inputs import last_tokens, valid_tokens
 from ling3export.model.layers import State
@@ -27,15 +27,15 @@ Tree = dict[str, Any]
 TABLE = "embeddings.word_embeddings"
 
 
-def segment(config: Config, phase: str, padding: int) -> Half | None:
+def segment(config: Config, phase: str, padding: int) -> SplitProgram | None:
     """The segment that is called ``phase``, for ``padding`` tokens; None where the phase is another one."""
     hidden = {"hidden": jax.ShapeDtypeStruct((padding, config.hidden_size), jnp.float32)}
     if phase == "embed":
-        return Half(lambda name: name == TABLE, False, {}, {"hidden": P()}, embed)
+        return SplitProgram(lambda name: name == TABLE, False, {}, {"hidden": P()}, embed)
     if phase == "group":
-        return Half(lambda name: name not in (TABLE, *HEAD), True, hidden, {"hidden": P()}, group)
+        return SplitProgram(lambda name: name not in (TABLE, *HEAD), True, hidden, {"hidden": P()}, group)
     if phase == "unembed":
-        return Half(lambda name: name in HEAD, False, hidden, {"logits": P(None, AXIS)}, unembed)
+        return SplitProgram(lambda name: name in HEAD, False, hidden, {"logits": P(None, AXIS)}, unembed)
     return None
 
 

@@ -7,12 +7,12 @@ Blobs come first, each whole under its digest by a rename; then one rename of ``
 import fcntl
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.oci import Block, CatalogEntry, Descriptor, Index, LayerSource
@@ -131,13 +131,17 @@ class OciLayout:
     @contextmanager
     def writing(self, id: str) -> Iterator[None]:
         """Blobs that are written in the block are not removed by ``gc`` before it ends; makes the layout."""
-        self._begin()
+        with writing(self.folder / LAYOUT):
+            refuse_links(self.folder, (BLOBS,))
+            (self.folder / BLOBS).mkdir(parents=True, exist_ok=True)
         with self._locked(PUBLISHERS_LOCK, fcntl.LOCK_SH):
             with self._locked(INDEX_LOCK):
+                for left in leftovers(self.folder / INDEX):  # by a writer that was killed
+                    left.unlink(missing_ok=True)
                 if not self._there(LAYOUT):
                     self._put(LAYOUT, LAYOUT_DATA)
                 if not self._there(INDEX):  # last: where it is, there is a whole layout
-                    self._write_index(())
+                    self._put_index(())
             yield
 
     def add(self, part: LayerSource) -> int:
@@ -172,14 +176,10 @@ class OciLayout:
         Raises:
             VersionExists: It is there.
         """
-
         with self._locked(INDEX_LOCK):
             index = self._index()
             entries = _entries(index)
-            there = [each.descriptor.digest for each in entries if (each.id, each.version) == (id, version)]
-            if there == [manifest.digest]:  # entered by a request whose answer was lost
-                return
-            if there:
+            if any((each.id, each.version) == (id, version) for each in entries):
                 raise existing(id, version, self)
             entries.append(CatalogEntry(id, version, replace(manifest, annotations={oci.NAME: f"{id}:{version}"})))
             tags = []
@@ -189,11 +189,7 @@ class OciLayout:
                 assert newest is not None
                 tags.append(replace(known[newest], annotations={oci.NAME: f"{each}:latest"}))
             others = [each for each in index.manifests if not _is_ours(each)]
-            self._write_index([*others, *(entry.descriptor for entry in entries), *tags])
-
-    def _write_index(self, manifests: Sequence[Descriptor]) -> None:
-        body = Index(schemaVersion=2, mediaType=oci.INDEX, manifests=tuple(manifests))
-        self._put(INDEX, canonical(to_json(body)))
+            self._put_index((*others, *(entry.descriptor for entry in entries), *tags))
 
     def gc(self) -> tuple[int, int]:
         """Removes blobs that no version names; returns how many, and their bytes.
@@ -219,19 +215,10 @@ class OciLayout:
                         removed, freed = removed + 1, freed + size
             return removed, freed
 
-    def _begin(self) -> None:
-        """Makes the folders, and removes what a killed writer has left of the index."""
-        with writing(self.folder / LAYOUT):
-            refuse_links(self.folder, (BLOBS,))
-            (self.folder / BLOBS).mkdir(parents=True, exist_ok=True)
-        with self._locked(INDEX_LOCK):
-            for left in leftovers(self.folder / INDEX):
-                left.unlink(missing_ok=True)
-
     def _there(self, path: str) -> bool:
         return os.path.lexists(inside(self.folder, path))
 
-    def _written(self, path: str, size: int) -> AbstractContextManager[Any]:
+    def _written(self, path: str, size: int) -> AbstractContextManager[BinaryIO]:
         """A file to write, which is there whole once the block ends well."""
         refuse_links(self.folder, (path,))
         return replacing(inside(self.folder, path), size)
@@ -239,6 +226,9 @@ class OciLayout:
     def _put(self, path: str, data: bytes) -> None:
         with self._written(path, len(data)) as file:
             file.write(data)
+
+    def _put_index(self, manifests: tuple[Descriptor, ...]) -> None:
+        self._put(INDEX, canonical(to_json(Index(schemaVersion=2, mediaType=oci.INDEX, manifests=manifests))))
 
     @contextmanager
     def _locked(self, name: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 from ling3export.artifacts import manifest as manifests
 from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.layout import existing
-from ling3export.artifacts.catalog.oci import CatalogEntry, Descriptor, ImageManifest, LayerSource
+from ling3export.artifacts.catalog.oci import CatalogEntry, ImageManifest, LayerSource
 from ling3export.artifacts.catalog.record import (
     SCHEMA,
     CatalogRecord,
@@ -24,34 +24,17 @@ from ling3export.artifacts.catalog.record import (
     digest_of,
     typed,
 )
-from ling3export.artifacts.catalog.stores import Catalog, find
+from ling3export.artifacts.catalog.stores import find
 from ling3export.artifacts.files import open_regular
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.signing import SIGNATURES, read_signatures
 
+if TYPE_CHECKING:
+    from ling3export.artifacts.catalog.stores import Store
+
 BLOCK = 1 << 20
 WORKERS = 2  # hashing releases the interpreter lock
-
-
-class Writable(Catalog, Protocol):
-    """A store that takes versions."""
-
-    def writing(self, id: str) -> Any:
-        """A context in which parts may be added."""
-        ...
-
-    def add(self, part: LayerSource) -> int:
-        """Writes a part of a file unless it is there; returns the bytes that were written."""
-        ...
-
-    def add_document(self, data: bytes, media: str, artifact: str | None = None) -> Descriptor:
-        """Writes a record or a manifest."""
-        ...
-
-    def enter(self, id: str, version: str, manifest: Descriptor) -> None:
-        """Makes the version, and moves ``latest``."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +64,7 @@ class Publication:
 
 
 def publish(
-    artifact: Path, store: Writable, id: str, version: str, words: Words, score: EvalScore | None = None
+    artifact: Path, store: "Store", id: str, version: str, words: Words, score: EvalScore | None = None
 ) -> Publication:
     """Publishes a folder whose bytes were verified.
 
@@ -122,9 +105,9 @@ def publish(
     return Publication(record, moved, True)
 
 
-def _same(store: Catalog, entry: CatalogEntry, record: CatalogRecord) -> CatalogRecord | None:
+def _same(store: "Store", entry: CatalogEntry, record: CatalogRecord) -> CatalogRecord | None:
     """The record of a version that is there, if it says the same as a new one, dates apart."""
-    _, old = find(store, entry)
+    old = find(store, entry).record
     dated = sealed(replace(record, created_at=old.created_at, updated_at=old.updated_at))
     return old if dated.digest == old.digest else None
 

@@ -7,15 +7,14 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ling3export.artifacts.catalog.oci import Block, CatalogEntry, Descriptor
-from ling3export.artifacts.catalog.record import CatalogRecord, File
-from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of
-from ling3export.artifacts.catalog.stores import Catalog, choose, find
+from ling3export.artifacts.catalog.oci import Descriptor
+from ling3export.artifacts.catalog.record import File
+from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of, write_at
+from ling3export.artifacts.catalog.stores import ResolvedVersion, choose, find
 from ling3export.artifacts.files import open_lock, refuse_links, writing
 from ling3export.artifacts.manifest import MANIFEST, file_records, named_target
 from ling3export.artifacts.schema import Manifest, StoredTensor
@@ -24,19 +23,13 @@ from ling3export.artifacts.signing import SIGNATURES, read_trusted
 from ling3export.artifacts.staging import staged
 from ling3export.foundation.errors import CatalogError
 
+if TYPE_CHECKING:
+    from ling3export.artifacts.catalog.stores import Store
+
 BLOCK = 1 << 20
 PARALLEL = 4  # files at a time
 MOST = 256  # versions that come with one
 TRIES = 5  # of one file, as long as each brings some bytes
-
-
-@dataclass(frozen=True)
-class ResolvedVersion:
-    """A version that is to be pulled."""
-
-    entry: CatalogEntry
-    layers: dict[str, list[Descriptor]]
-    record: CatalogRecord
 
 
 class Moved:
@@ -59,7 +52,7 @@ class Moved:
 
 
 def resolve(
-    store: Catalog,
+    store: "Store",
     id: str,
     version: str | None,
     *,
@@ -87,17 +80,17 @@ def resolve(
         if (entry.id, entry.version) not in found:
             if len(path) + len(found) >= MOST:
                 raise CatalogError(f"version `{id}@{version}`: expected at most {MOST} that come together, found more")
-            layers, record = find(store, entry, strict=strict, warn=warn)
-            for each in record.requirements.depends:
+            new = find(store, entry, strict=strict, warn=warn)
+            for each in new.record.requirements.depends:
                 add(each.id, each.version, (*path, str(entry)))
-            found[entry.id, entry.version] = ResolvedVersion(entry, layers, record)
+            found[entry.id, entry.version] = new
 
     add(id, version, ())
     return list(found.values())
 
 
 def pull(
-    store: Catalog,
+    store: "Store",
     found: ResolvedVersion,
     to: Path,
     blobs: Path,
@@ -176,7 +169,7 @@ def pull(
 
 
 def pull_manifest(
-    store: Catalog, found: ResolvedVersion, folder: Path, blobs: Path, moved: Moved, report: Callable[[str], None]
+    store: "Store", found: ResolvedVersion, folder: Path, blobs: Path, moved: Moved, report: Callable[[str], None]
 ) -> Manifest:
     """Pulls the manifest of a version, and who signed it, into ``folder``, and reads it.
 
@@ -265,7 +258,7 @@ def _place(blob: Path, path: Path) -> None:
             shutil.copyfile(blob, path)
 
 
-def _fetch(store: Catalog, file: File, layers: list[Descriptor], blobs: Path, moved: Moved) -> None:
+def _fetch(store: "Store", file: File, layers: list[Descriptor], blobs: Path, moved: Moved) -> None:
     """Brings a file's bytes to ``blobs``, under their digest."""
     blob = blobs / file.sha256
     if blob.is_file() and not blob.is_symlink() and blob.stat().st_size == file.size and _digest(blob) == file.sha256:
@@ -279,7 +272,12 @@ def _fetch(store: Catalog, file: File, layers: list[Descriptor], blobs: Path, mo
         moved.add(here=there)
         for _ in range(TRIES):
             before = there
-            there = _copy(store, file, layers, descriptor, digest, there, moved)
+            with suppress(ConnectionError):
+                for data in ranged(store, file, layers, there, file.size):
+                    write_at(descriptor, data, there, file)
+                    digest.update(data)
+                    there += len(data)
+                    moved.add(pulled=len(data))
             if there in (before, file.size):
                 break
         if there != file.size:
@@ -293,13 +291,10 @@ def _fetch(store: Catalog, file: File, layers: list[Descriptor], blobs: Path, mo
                 f"file `{file.path}`: expected sha256 {file.sha256}, found {digest.hexdigest()}, in {store}",
                 "the store is damaged, or what was pulled before: try again, then have it published again",
             )
-        os.fsync(descriptor)
-        os.fchmod(descriptor, 0o444)
-        os.rename(f"{blob}.partial", blob)
 
 
 def _fetch_share(
-    store: Catalog,
+    store: "Store",
     file: File,
     layers: list[Descriptor],
     blob: Path,
@@ -322,7 +317,7 @@ def _fetch_share(
         for run in runs(missing):
             for left in range(TRIES - 1, -1, -1):
                 try:
-                    data = ranged(store, layers, run[0].start, run[-1].stop)
+                    data = ranged(store, file, layers, run[0].start, run[-1].stop)
                     for count in copied(data, descriptor, run, file, store):
                         moved.add(pulled=count)
                     break
@@ -332,45 +327,12 @@ def _fetch_share(
                             f"file `{file.path}`: expected all of a range, found an end, in {store}: {error}",
                             "the same command goes on from there",
                         ) from error
-        os.fsync(descriptor)
-        os.fchmod(descriptor, 0o444)
-        os.rename(f"{blob}.partial", blob)
-
-
-def _copy(
-    store: Catalog, file: File, layers: list[Descriptor], descriptor: int, digest: Any, there: int, moved: Moved
-) -> int:
-    """Appends the bytes behind the first ``there`` ones; returns how many there are then."""
-    start = 0
-    for layer in layers:
-        end = start + layer.size
-        if there < end:
-            try:
-                for data in store.stream(layer, there - start):
-                    if there + len(data) > end:
-                        raise CatalogError(f"file `{file.path}`: expected {file.size:,} bytes, found more, in {store}")
-                    with writing(Path(file.path), file.size):
-                        _write(descriptor, data)
-                    digest.update(data)
-                    there += len(data)
-                    moved.add(pulled=len(data))
-            except ConnectionError:
-                return there
-            if there < end:
-                return there
-        start = end
-    return there
-
-
-def _write(descriptor: int, data: Block) -> None:
-    left = memoryview(data)
-    while left:
-        left = left[os.write(descriptor, left) :]
 
 
 @contextmanager
 def _partial(blob: Path) -> Iterator[int | None]:
-    """A descriptor at the begin of a blob that is not whole, for us alone; None where it is whole by now."""
+    """A descriptor of a blob that is not whole, for us alone, which has its name and is durable when the block ends
+    well; None where it is whole by now."""
     path = Path(f"{blob}.partial")
     while True:
         descriptor = open_lock(path, os.O_RDWR | os.O_CREAT)
@@ -378,6 +340,9 @@ def _partial(blob: Path) -> Iterator[int | None]:
             fcntl.flock(descriptor, fcntl.LOCK_EX)
             if path.exists() and os.path.samestat(os.lstat(path), os.fstat(descriptor)):
                 yield descriptor
+                os.fsync(descriptor)
+                os.fchmod(descriptor, 0o444)
+                os.rename(path, blob)
                 return
             if blob.exists():
                 yield None
@@ -397,14 +362,11 @@ def _resumed(descriptor: int, size: int) -> tuple[Any, int]:
 
 
 def _digest(path: Path) -> str:
-    digest = sha256()
     with open(path, "rb") as file:
-        while data := file.read(BLOCK):
-            digest.update(data)
-    return digest.hexdigest()
+        return file_digest(file, "sha256").hexdigest()
 
 
-def verify(store: Catalog, found: ResolvedVersion) -> int:
+def verify(store: "Store", found: ResolvedVersion) -> int:
     """Reads every file of a version; returns their bytes.
 
     Raises:

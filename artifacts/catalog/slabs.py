@@ -8,14 +8,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ling3export.artifacts.catalog.oci import Block, Descriptor
 from ling3export.artifacts.catalog.record import File
-from ling3export.artifacts.catalog.stores import Catalog
 from ling3export.artifacts.files import writing
 from ling3export.artifacts.schema import Manifest, StoredTensor
 from ling3export.artifacts.store_layout import header
 from ling3export.foundation.errors import CatalogError
+
+if TYPE_CHECKING:
+    from ling3export.artifacts.catalog.stores import Store
 
 
 @dataclass(frozen=True)
@@ -74,42 +77,58 @@ def runs(slabs: Iterable[Slab]) -> list[list[Slab]]:
     return found
 
 
-def ranged(store: Catalog, layers: list[Descriptor], start: int, stop: int) -> Iterator[Block]:
-    """Bytes of a file that is several layers."""
+def ranged(store: "Store", file: File, layers: list[Descriptor], start: int, stop: int) -> Iterator[Block]:
+    """The bytes of a file from ``start`` to ``stop``, out of its layers, which may be several.
+
+    Raises:
+        CatalogError: More bytes came than were asked for.
+        ConnectionError: Fewer came.
+    """
     at = 0
     for layer in layers:
-        if start < at + layer.size and at < stop:
-            yield from store.stream(layer, max(start - at, 0), min(stop - at, layer.size))
-        at += layer.size
+        end = at + layer.size
+        if start < end and at < stop:
+            left = min(stop, end) - max(start, at)
+            for data in store.stream(layer, max(start - at, 0), min(stop - at, layer.size)):
+                left -= len(data)
+                if left < 0:
+                    raise CatalogError(f"file `{file.path}`: expected {file.size:,} bytes, found more, in {store}")
+                yield data
+            if left:
+                raise ConnectionError(f"{left:,} bytes of {file.path} are missing")
+        at = end
 
 
-def write_at(descriptor: int, data: memoryview, at: int) -> None:
-    """Writes all of ``data``."""
-    while data:
-        count = os.pwrite(descriptor, data, at)
-        data, at = data[count:], at + count
+def write_at(descriptor: int, data: Block, at: int, file: File) -> None:
+    """Writes all of ``data``.
+
+    Raises:
+        ArtifactError: The disk is full.
+    """
+    left = memoryview(data)
+    with writing(Path(file.path), file.size):
+        while left:
+            count = os.pwrite(descriptor, left, at)
+            left, at = left[count:], at + count
 
 
-def copied(data: Iterator[Block], descriptor: int, run: list[Slab], file: File, store: Catalog) -> Iterator[int]:
+def copied(data: Iterator[Block], descriptor: int, run: list[Slab], file: File, store: "Store") -> Iterator[int]:
     """Writes the bytes of a run where they belong.
 
     Yields:
         Bytes that came; all slabs before them were checked.
 
     Raises:
-        CatalogError: A slab's bytes are not those that the manifest names, or there are too few or too many.
+        CatalogError: A slab's bytes are not those that the manifest names.
     """
     slabs, digest, at = iter(run), sha256(), run[0].start
     slab = next(slabs)
     for block in data:
         left = memoryview(block)
-        if at + len(left) > run[-1].stop:
-            raise CatalogError(f"file `{file.path}`: expected a range of its bytes, found more, in {store}")
         while left:
             part = left[: slab.stop - at]
             digest.update(part)
-            with writing(Path(file.path), file.size):
-                write_at(descriptor, part, at)
+            write_at(descriptor, part, at, file)
             at, left = at + len(part), left[len(part) :]
             if at == slab.stop:
                 if digest.hexdigest() != slab.sha256:
@@ -119,5 +138,3 @@ def copied(data: Iterator[Block], descriptor: int, run: list[Slab], file: File, 
                     )
                 slab, digest = next(slabs, slab), sha256()
         yield len(block)
-    if at != run[-1].stop:
-        raise ConnectionError(f"{run[-1].stop - at:,} bytes of {file.path} are missing")

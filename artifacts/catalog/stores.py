@@ -1,15 +1,15 @@
 """References to versions, and what every store can do."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.layout import OciLayout
-from ling3export.artifacts.catalog.oci import Block, CatalogEntry, Descriptor
+from ling3export.artifacts.catalog.oci import CatalogEntry, Descriptor
 from ling3export.artifacts.catalog.record import CatalogRecord, read_record
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.foundation.errors import CatalogError, listed
@@ -17,32 +17,18 @@ from ling3export.foundation.errors import CatalogError, listed
 if TYPE_CHECKING:
     from ling3export.artifacts.catalog.registry import Registry
 
+    Store = OciLayout | Registry
 
 HOST = re.compile(r"(localhost|[\w-]+(\.[\w-]+)+|[\w-]+(?=:))(:\d{1,5})?(/[a-z0-9._/-]+)?", re.ASCII)
 
 
-class Catalog(Protocol):
-    """A place that has versions."""
+@dataclass(frozen=True)
+class ResolvedVersion:
+    """A version in a store, the layers of each of its files, and its record."""
 
-    def entries(self, id: str | None = None) -> list[CatalogEntry]:
-        """Every version, or those of one id, in order."""
-        ...
-
-    def versions(self, id: str) -> list[str]:
-        """The versions of an id, in order."""
-        ...
-
-    def entry(self, id: str, version: str) -> CatalogEntry | None:
-        """A version, if it is there."""
-        ...
-
-    def read(self, blob: Descriptor) -> bytes:
-        """A manifest or a record, its digest checked."""
-        ...
-
-    def stream(self, blob: Descriptor, start: int = 0, stop: int | None = None) -> Iterator[Block]:
-        """The bytes of a blob from ``start`` to ``stop``, not checked."""
-        ...
+    entry: CatalogEntry
+    layers: dict[str, list[Descriptor]]
+    record: CatalogRecord
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,7 @@ def parse_reference(text: str) -> CatalogReference:
     return CatalogReference(match[1], match[2], None if match[3] == "latest" else match[3])
 
 
-def open_store(text: str) -> "OciLayout | Registry":
+def open_store(text: str) -> "Store":
     """The store that a text names.
 
     Raises:
@@ -98,11 +84,11 @@ def open_layout(text: str) -> OciLayout:
     """A store whose blobs can be removed.
 
     Raises:
-        CatalogError: It is a registry, which has its own ways.
+        CatalogError: It is a registry or at a URL, where nobody knows who else is publishing.
     """
     store = open_store(text)
-    if not isinstance(store, OciLayout):
-        raise CatalogError(f"store `{text}`: expected oci:FOLDER, found a registry", "use the registry's own tools")
+    if type(store) is not OciLayout:
+        raise CatalogError(f"store `{text}`: expected oci:FOLDER, found another", "use the store's own tools")
     return store
 
 
@@ -114,7 +100,7 @@ def _require(extra: str, package: str) -> None:
         )
 
 
-def choose(store: Catalog, id: str, version: str | None) -> CatalogEntry:
+def choose(store: "Store", id: str, version: str | None) -> CatalogEntry:
     """A version, or the latest one.
 
     Raises:
@@ -131,9 +117,9 @@ def choose(store: Catalog, id: str, version: str | None) -> CatalogEntry:
 
 
 def find(
-    store: Catalog, entry: CatalogEntry, *, strict: bool = False, warn: Callable[[str], object] = lambda text: None
-) -> tuple[dict[str, list[Descriptor]], CatalogRecord]:
-    """The layers of a version by file, and its record.
+    store: "Store", entry: CatalogEntry, *, strict: bool = False, warn: Callable[[str], object] = lambda text: None
+) -> ResolvedVersion:
+    """A version, as its documents say it.
 
     Raises:
         CatalogError: A document is damaged, or is of another version.
@@ -144,11 +130,11 @@ def find(
     record = read_record(store.read(image.config), where, strict=strict, warn=warn)
     if (record.id, record.version) != (entry.id, entry.version):
         raise CatalogError(f"record: expected that of {entry}, found {record.id}@{record.version}, in {store}")
-    return oci.layers_of(image, record, where), record
+    return ResolvedVersion(entry, oci.layers_of(image, record, where), record)
 
 
 def search(
-    store: Catalog,
+    store: "Store",
     words: str,
     *,
     tag: str | None = None,
@@ -172,7 +158,7 @@ def search(
     """
     said = words.casefold()
     found = []
-    for record in (find(store, entry)[1] for entry in store.entries()):
+    for record in (find(store, entry).record for entry in store.entries()):
         text = "\n".join((record.id, record.name, record.description, record.author, *record.tags)).casefold()
         targets = {*record.requirements.targets, *(each.partition("@")[0] for each in record.requirements.targets)}
         if (

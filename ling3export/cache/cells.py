@@ -4,23 +4,23 @@ Where sources of the model changed and what they lower to did not, a second leve
 (``compile/worker.py``): the lowered program was compiled before and is not compiled again.
 """
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.files import refuse_links, try_writing, write_new
+from ling3export.artifacts.program_records import Origin, Program
 from ling3export.artifacts.records import sha256_of, to_json
-from ling3export.artifacts.schema import Mesh, Origin, Program, Requirements
+from ling3export.artifacts.schema import Mesh, Requirements
 from ling3export.cache.explain import explain
 from ling3export.cache.keys import cell_fields
-from ling3export.cache.store import KINDS, LARGEST_BLOB, Cache, Entry, Say, entries, record_of
-from ling3export.cache.use import LEASES, CacheUse, lease
+from ling3export.cache.store import KINDS, LARGEST_BLOB, Cache, CacheEntry, Say, entries, record_of
+from ling3export.cache.use import CacheUse
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.reading import read_bytes
 from ling3export.model.config import Config
-from ling3export.plan.plan import Cell, Plan
+from ling3export.plan.plan import Plan, PlannedCell
 
 SUFFIXES = ("stablehlo", "exec")
 COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a program came from
@@ -56,9 +56,9 @@ class Cells:
         self.use, self._say = use, say
         self._cache = Cache(use, say)
         # Before this build adds its own: those would explain nothing.
-        self._known: list[Entry] = list(entries(use.where, "cells")) if use.explain else []
+        self._known: list[CacheEntry] = list(entries(use.where, "cells")) if use.explain else []
 
-    def fetch(self, config: Config, plan: Plan, cell: Cell, folder: Path) -> Built | None:
+    def fetch(self, config: Config, plan: Plan, cell: PlannedCell, folder: Path) -> Built | None:
         """Puts a cell's files into ``folder`` and returns what was built; None if they have to be made.
 
         Raises:
@@ -76,7 +76,7 @@ class Cells:
         built, program = _built(entry)
         return _from(built, Origin(CELL, program, 0, 0, key))
 
-    def keep(self, config: Config, plan: Plan, cell: Cell, folder: Path, built: Built) -> Built:
+    def keep(self, config: Config, plan: Plan, cell: PlannedCell, folder: Path, built: Built) -> Built:
         """Keeps what a compiling process has just put into ``folder``; returns it with its key."""
         fields = cell_fields(config, plan, cell)
         assert built.program.origin is not None
@@ -112,7 +112,7 @@ class Cells:
         for message in messages:
             self._say(message)
 
-    def _why(self, fields: dict[str, Any], entry: Entry | None) -> str:
+    def _why(self, fields: dict[str, Any], entry: CacheEntry | None) -> str:
         if entry is not None:
             return "from the cache"
         if not self.use.reads:
@@ -120,15 +120,12 @@ class Cells:
         return f"not in the cache: {explain(fields, self._known)}"
 
 
-@contextlib.contextmanager
-def opened(use: CacheUse, say: Say) -> Iterator[Cells]:
-    """The cache for one build; what it uses within the block is not removed by a clean-up.
+def opened(use: CacheUse, say: Say) -> Cells:
+    """The cache for one build.
 
     A folder that cannot be written is named once, and the build goes on with what is in it.
     """
-    use = _writable(use, say)
-    with lease(use.where) if use.writes else contextlib.nullcontext():
-        yield Cells(use, say)
+    return Cells(_writable(use, say), say)
 
 
 def _writable(use: CacheUse, say: Say) -> CacheUse:
@@ -137,7 +134,7 @@ def _writable(use: CacheUse, say: Say) -> CacheUse:
     if not use.writes:
         return use
     try:
-        refuse_links(folder, (*KINDS, "blobs", LEASES))
+        refuse_links(folder, (*KINDS, "blobs"))
         folder.mkdir(parents=True, exist_ok=True)
         for place in (folder, *(folder / name for name in (*KINDS, "blobs"))):
             if place.exists():
@@ -154,7 +151,7 @@ def _writable(use: CacheUse, say: Say) -> CacheUse:
     return replace(use, policy="readonly" if use.reads else "off")
 
 
-def _built(entry: Entry) -> tuple[Built, str]:
+def _built(entry: CacheEntry) -> tuple[Built, str]:
     """What an entry of a cell says was built, and the key of its program.
 
     Raises:

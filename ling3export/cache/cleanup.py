@@ -1,4 +1,7 @@
-"""How much the cache holds, and making room in it: by age, by size, or all; never what a running build has used."""
+"""How much the cache holds, and making room in it: by age, by size, or all.
+
+A running build loses nothing: it has copied what it took, and what it writes it writes while it holds the lock.
+"""
 
 import contextlib
 import os
@@ -9,8 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ling3export.artifacts.files import PARTIAL, RECOMPILED, writing
-from ling3export.cache.store import DIGEST, KINDS, Entry, read_entry
-from ling3export.cache.use import EXCLUSIVE, LOCK, locked, oldest_build
+from ling3export.cache.store import DIGEST, KINDS, CacheEntry, read_entry
+from ling3export.cache.use import EXCLUSIVE, LOCK, locked
 
 LEFT = re.compile(rf"\.(.+\.)?{PARTIAL}")  # what was being written
 WRITING = 3600  # seconds after which no runner still writes one file
@@ -31,7 +34,7 @@ class Found:
     path: Path
     used: float
     bytes: int
-    entry: Entry | None
+    entry: CacheEntry | None
 
     @property
     def blobs(self) -> dict[str, str]:
@@ -81,7 +84,7 @@ def total_bytes(found: Iterable[Found], sizes: dict[str, int]) -> int:
 
 
 @dataclass(frozen=True)
-class Share:
+class TargetShare:
     """What the cache holds for one target.
 
     Attributes:
@@ -94,7 +97,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class Status:
+class CacheStatus:
     """What the cache holds.
 
     Attributes:
@@ -113,23 +116,23 @@ class Status:
     recompiled: int
     bytes: int
     broken: int
-    targets: dict[str, Share]
+    targets: dict[str, TargetShare]
 
 
-def status(folder: Path) -> Status:
+def status(folder: Path) -> CacheStatus:
     """What the cache in ``folder`` holds."""
     sizes, found = blob_sizes(folder), found_entries(folder)
     whole = [each.entry for each in found if each.entry is not None]
     cells = [entry for entry in whole if entry.kind == "cells"]
-    targets: dict[str, Share] = {}
+    targets: dict[str, TargetShare] = {}
     for name in sorted({entry.target for entry in cells}):
         own = [entry for entry in cells if entry.target == name]
         blobs = {digest for entry in own for digest in entry.blobs.values()}
-        targets[name] = Share(len(own), sum(sizes.get(digest, 0) for digest in blobs))
+        targets[name] = TargetShare(len(own), sum(sizes.get(digest, 0) for digest in blobs))
     runners = recompiled_programs(folder)
     size = sum(each.bytes for each in found + runners) + sum(sizes.values())
     programs, broken = len(whole) - len(cells), len(found) - len(whole)
-    return Status(str(folder), len(cells), programs, len(runners), size, broken, targets)
+    return CacheStatus(str(folder), len(cells), programs, len(runners), size, broken, targets)
 
 
 @dataclass(frozen=True)
@@ -139,14 +142,12 @@ class Cleaned:
     Attributes:
         removed: Entries that were removed.
         kept: Entries that are left.
-        in_use: Entries that were to be removed, but a running build has used them.
         freed: Bytes that were removed.
         bytes: Bytes that are left.
     """
 
     removed: int = 0
     kept: int = 0
-    in_use: int = 0
     freed: int = 0
     bytes: int = 0
 
@@ -168,52 +169,38 @@ def clean_up(
     if not any(os.path.lexists(folder / name) for name in (LOCK, RECOMPILED)):  # nobody has used it
         return Cleaned()
     with writing(folder / LOCK), locked(folder, EXCLUSIVE):
-        protected = oldest_build(folder)
         found, sizes = found_entries(folder) + recompiled_programs(folder), blob_sizes(folder)
         found.sort(key=lambda each: (each.used, each.path.name))
         before = sum(entry.bytes for entry in found) + sum(sizes.values())
-        free = [entry for entry in found if protected is None or entry.used < protected]
-        going = _chosen(found, free, sizes, older_than, max_bytes, everything)
-        wanted = len(_chosen(found, found, sizes, older_than, max_bytes, everything))
+        going = found if everything else _chosen(found, sizes, older_than, max_bytes)
         for entry in going:
             entry.path.unlink(missing_ok=True)
             if entry.path.parent.name == RECOMPILED:
                 entry.path.with_suffix(".exec").unlink(missing_ok=True)
         left = [entry for entry in found if entry not in going]
-        gone = _drop_unnamed(folder, {digest for entry in left for digest in entry.blobs.values()}, protected)
+        gone = _drop_unnamed(folder, {digest for entry in left for digest in entry.blobs.values()})
         after = sum(entry.bytes for entry in left) + sum(size for name, size in sizes.items() if name not in gone)
-    return Cleaned(len(going), len(left), wanted - len(going), before - after, after)
+    return Cleaned(len(going), len(left), before - after, after)
 
 
-def _chosen(
-    found: list[Found],
-    free: list[Found],
-    sizes: dict[str, int],
-    older_than: float | None,
-    max_bytes: int | None,
-    everything: bool,
-) -> list[Found]:
-    """The entries that are to be removed among ``free``, which no running build has used."""
-    if everything:
-        return free
-    going = [] if older_than is None else [entry for entry in free if time.time() - entry.used > older_than]
+def _chosen(found: list[Found], sizes: dict[str, int], older_than: float | None, max_bytes: int | None) -> list[Found]:
+    """The entries that are to be removed."""
+    going = [] if older_than is None else [entry for entry in found if time.time() - entry.used > older_than]
     if max_bytes is not None:
         left = [entry for entry in found if entry not in going]
-        for entry in (entry for entry in free if entry not in going):
-            if total_bytes(left, sizes) <= max_bytes:
-                break
-            left.remove(entry)
-            going.append(entry)
+        while left and total_bytes(left, sizes) > max_bytes:
+            going.append(left.pop(0))
     return going
 
 
-def _drop_unnamed(folder: Path, named: set[str], protected: float | None) -> set[str]:
+def _drop_unnamed(folder: Path, named: set[str]) -> set[str]:
     """Removes blobs that no entry names, and what was being written when its process was killed.
 
+    Builds write while they hold the folder's lock, so what they left is of dead ones; runners do not take it.
+
     Args:
-        folder: The cache's folder.
+        folder: The cache's folder, whose lock is held.
         named: The digests of the blobs that stay.
-        protected: What was written from then on stays: a running build may be about to name it.
 
     Returns:
         The names of the files that were removed.
@@ -223,9 +210,8 @@ def _drop_unnamed(folder: Path, named: set[str], protected: float | None) -> set
     partial = [path for place in places for path in place.glob(".*partial-*") if LEFT.fullmatch(path.name)]
     gone = set()
     for path in blobs + partial:
-        until = time.time() - WRITING if path.parent.name == RECOMPILED else protected  # runners are not announced
         with contextlib.suppress(FileNotFoundError):
-            if until is None or path.lstat().st_mtime < until:
+            if path.parent.name != RECOMPILED or path.lstat().st_mtime < time.time() - WRITING:
                 path.unlink()
                 gone.add(path.name)
     return gone

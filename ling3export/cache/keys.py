@@ -18,8 +18,8 @@ from ling3export.artifacts.records import sha256_of
 from ling3export.foundation.sources import IMPORTED
 from ling3export.machine import environment
 from ling3export.model.config import Config
-from ling3export.plan.plan import Cell, Plan
-from ling3export.plan.targets import CUDA_PACKAGES, Target
+from ling3export.plan.plan import Plan, PlannedCell
+from ling3export.plan.targets import CUDA_PACKAGES, TargetSpec
 
 # Packages that take part in tracing, besides jax and jaxlib, which stand in every key.
 TRACING = ("flax", "ml_dtypes", "numpy")
@@ -29,7 +29,7 @@ ROOT = Path(ling3export.__file__).parent
 STARTS = {"lowering": "compile/lower.py", "accelerators": "compile/accelerators.py"}
 
 
-def toolchain(target: Target) -> dict[str, str]:
+def toolchain(target: TargetSpec) -> dict[str, str]:
     """The version of each package that decides a program for ``target``."""
     compilers = {"tpu": ("libtpu",), "cuda": CUDA_PACKAGES}
     names = ["jax", "jaxlib", *compilers.get(target.platform, ())]
@@ -50,7 +50,7 @@ def fingerprint(config: Config, plan: Plan) -> str:
     )
 
 
-def cell_fields(config: Config, plan: Plan, cell: Cell) -> dict[str, Any]:
+def cell_fields(config: Config, plan: Plan, cell: PlannedCell) -> dict[str, Any]:
     """Everything that decides one cell and is known before anything is traced.
 
     The plan counts only as far as a program is compiled for it: another padding beside this one changes nothing.
@@ -66,7 +66,7 @@ def cell_fields(config: Config, plan: Plan, cell: Cell) -> dict[str, Any]:
     }
 
 
-def program_fields(target: Target, modules: dict[str, str], devices: dict[str, Any], priced: Any) -> dict[str, Any]:
+def program_fields(target: TargetSpec, modules: dict[str, str], devices: dict[str, Any], priced: Any) -> dict[str, Any]:
     """Everything that decides what a compiler makes of a lowered program, and what a build records of it.
 
     Args:
@@ -86,7 +86,7 @@ def program_fields(target: Target, modules: dict[str, str], devices: dict[str, A
     }
 
 
-def _host(target: Target) -> dict[str, Any]:
+def _host(target: TargetSpec) -> dict[str, Any]:
     """This machine's processor, for which XLA compiles a cpu target; empty for targets that do not depend on it."""
     if target.platform != "cpu":
         return {}
@@ -103,7 +103,7 @@ def source_digests() -> dict[str, dict[str, str]]:
     return _source_digests(len(IMPORTED))
 
 
-def deciding(target: Target) -> dict[str, dict[str, str]]:
+def deciding(target: TargetSpec) -> dict[str, dict[str, str]]:
     """The groups of sources that decide a program for ``target``: all, for cpu without ``accelerators``."""
     groups = source_digests()
     return {name: groups[name] for name in groups if name != "accelerators" or target.platform != "cpu"}

@@ -3,7 +3,6 @@
     cells/KEY.json      one cell: what it was lowered and compiled from, and its manifest record
     programs/KEY.json   one compiled program: what the compiler was given, and the record of what it made
     blobs/SHA256        the bytes of both: portable programs and executables
-    builds/…            a mark of each running build (ling3export/cache/use.py)
 
 KEY is the sha256 of the entry's own ``fields``, a blob is named by the sha256 of its content, and an entry carries a
 digest of itself. Blobs are written before the entry that names them, each to a temporary sibling, made durable and
@@ -23,11 +22,11 @@ from typing import Any, TypeVar
 
 from ling3export.artifacts.files import RECOMPILED, refuse_links, replace_file, writing
 from ling3export.artifacts.records import WrongRecordError, from_json, sha256_of
-from ling3export.cache.use import LEASES, LOCK, SHARED, CacheUse, locked
+from ling3export.cache.use import LOCK, SHARED, CacheUse, locked
 from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, parse_json
-from ling3export.plan.targets import Target
+from ling3export.plan.targets import TargetSpec
 
 VERSION = 2  # the form of entries; those of another version are not read
 KINDS = ("cells", "programs")
@@ -38,7 +37,7 @@ Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """One cell or one compiled program.
 
     Attributes:
@@ -62,7 +61,7 @@ class Entry:
         """The name of the target that the entry is for; ``unknown`` if no build wrote its fields."""
         try:
             said = self.fields["target"]
-            return from_json(Target, {name: said.get(name) for name in Target.__dataclass_fields__}).name
+            return from_json(TargetSpec, {name: said.get(name) for name in TargetSpec.__dataclass_fields__}).name
         except (KeyError, AttributeError, WrongRecordError):
             return "unknown"
 
@@ -82,7 +81,9 @@ class Cache:
         """Where an entry is, or would be."""
         return self.folder / kind / f"{key}.json"
 
-    def read(self, kind: str, key: str, check: Callable[[Entry], object] = lambda entry: None) -> Entry | None:
+    def read(
+        self, kind: str, key: str, check: Callable[[CacheEntry], object] = lambda entry: None
+    ) -> CacheEntry | None:
         """An entry with its bytes; None if there is none. A broken one is named and removed, to be made again.
 
         Args:
@@ -169,7 +170,7 @@ class Cache:
             self._say(f"cache entry {path.stem[:12]}: could not be removed: {refused.strerror}")
 
 
-def read_entry(folder: Path, kind: str, key: str) -> Entry:
+def read_entry(folder: Path, kind: str, key: str) -> CacheEntry:
     """Reads an entry of the cache in ``folder`` without its bytes, and checks its own digest and its key.
 
     Raises:
@@ -189,12 +190,12 @@ def read_entry(folder: Path, kind: str, key: str) -> Entry:
             raise ValueError("bytes that no digest names")
         if not isinstance(raw["fields"], dict):
             raise ValueError("no fields")
-        return Entry(kind, key, raw["fields"], raw["record"], raw["blobs"])
+        return CacheEntry(kind, key, raw["fields"], raw["record"], raw["blobs"])
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"no entry ({type(error).__name__}: {error})") from error
 
 
-def record_of(entry: Entry, form: type[Record], names: Collection[str]) -> Record:
+def record_of(entry: CacheEntry, form: type[Record], names: Collection[str]) -> Record:
     """The record of an entry, which must have the bytes of ``names`` and no others.
 
     Raises:
@@ -220,7 +221,9 @@ def known_folder(use: CacheUse) -> Path:
     try:
         names = set(os.listdir(folder))
         refuse_links(folder, names)
-        if names <= {LOCK, RECOMPILED} or (LOCK in names and names & {"cells", LEASES}):
+        if names <= {LOCK, RECOMPILED} or (
+            LOCK in names and names & {*KINDS, "builds"}
+        ):  # earlier versions made the last
             return folder
         found = "other files"
     except FileNotFoundError:
@@ -237,7 +240,7 @@ def known_folder(use: CacheUse) -> Path:
     )
 
 
-def entries(folder: Path, kind: str) -> Iterator[Entry]:
+def entries(folder: Path, kind: str) -> Iterator[CacheEntry]:
     """Every whole entry of a kind, without bytes, in the order of their keys; broken ones are passed over."""
     for path in sorted((folder / kind).glob("*.json")):
         try:

@@ -1,19 +1,17 @@
-"""How a build uses the cache: the policies, the lock on its folder, and the leases of running builds."""
+"""How a build uses the cache: the policies, and the lock on its folder."""
 
 import contextlib
 import fcntl
 import os
-import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ling3export.artifacts.files import open_lock, user_cache
-from ling3export.foundation.errors import ArtifactError
 
 POLICIES = ("on", "off", "redo", "readonly")
 SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
-LOCK, LEASES = "lock", "builds"
+LOCK = "lock"
 
 
 @dataclass(frozen=True)
@@ -74,45 +72,3 @@ def locked(folder: Path, how: int, *, create: bool = True) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
-
-
-@contextlib.contextmanager
-def lease(folder: Path) -> Iterator[None]:
-    """Marks a running build within the block: no clean-up removes what it uses from here on.
-
-    The mark is a locked file, so the system drops it with the process. A folder that cannot be written gets none:
-    nobody can remove anything from it.
-    """
-    path = folder / LEASES / f"{os.getpid()}-{secrets.token_hex(4)}"
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(folder, SHARED):  # a clean-up must not find it before it is held
-            descriptor = open_lock(path, os.O_RDWR | os.O_CREAT)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except (OSError, ArtifactError):
-        yield
-        return
-    try:
-        yield
-    finally:
-        path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def oldest_build(folder: Path) -> float | None:
-    """When the oldest build that runs now began, as a time of the folder's files; None if no build runs.
-
-    Marks of builds that have ended are removed. The caller holds the folder's lock.
-    """
-    began = []
-    for path in (folder / LEASES).glob("*-*"):
-        with contextlib.suppress(FileNotFoundError):
-            descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink(missing_ok=True)
-            except BlockingIOError:
-                began.append(os.fstat(descriptor).st_mtime)
-            finally:
-                os.close(descriptor)
-    return min(began, default=None)

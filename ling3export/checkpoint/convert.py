@@ -35,7 +35,7 @@ class Pieces(Protocol):
         ...
 
 
-class Weights(Protocol):
+class WeightSource(Protocol):
     """What conversion needs of a checkpoint."""
 
     config: Config
@@ -114,7 +114,7 @@ def store_bytes(config: Config, dtype: str) -> int:
 
 
 def convert_parameter(
-    parameter: Parameter, source: Weights, writer: Pieces, dtype: str, progress: Callable[[int], None]
+    parameter: Parameter, source: WeightSource, writer: Pieces, dtype: str, progress: Callable[[int], None]
 ) -> None:
     """Writes one parameter, layer after layer."""
     target = BY_NAME[parameter.stored_dtype(dtype)].numpy
@@ -129,7 +129,7 @@ def convert_parameter(
 
 
 def convert(
-    source: Weights, folder: Path, dtype: str, progress: Callable[[int], None] = lambda _: None
+    source: WeightSource, folder: Path, dtype: str, progress: Callable[[int], None] = lambda _: None
 ) -> dict[str, StoredTensor]:
     """Writes the whole store into ``weights/`` of ``folder`` and returns its index.
 
@@ -161,12 +161,12 @@ def convert(
     return writer.finish()
 
 
-def write_weights(folder: Path, source: Weights, dtype: str, report: Progress) -> schema.Weights:
+def write_weights(folder: Path, source: WeightSource, dtype: str, report: Progress) -> schema.WeightsRecord:
     """Writes the store ``weights/`` below ``folder``; returns what the manifest says of it."""
     report.start("weights", store_bytes(source.config, dtype))
     index = convert(source, folder, dtype, lambda amount: report.advance("weights", amount))
     files = sorted({tensor.file for tensor in index.values()})
-    return schema.Weights({file: (folder / file).stat().st_size for file in files}, index)
+    return schema.WeightsRecord({file: (folder / file).stat().st_size for file in files}, index)
 
 
 class _Digests:
@@ -181,7 +181,10 @@ class _Digests:
 
 
 def differing_tensors(
-    source: Weights, index: Mapping[str, StoredTensor], dtype: str, progress: Callable[[int], None] = lambda _: None
+    source: WeightSource,
+    index: Mapping[str, StoredTensor],
+    dtype: str,
+    progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
     """Compares a checkpoint with the weights of an artifact: each TP shard's digest, as the store would write it.
 

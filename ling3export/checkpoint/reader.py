@@ -13,7 +13,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from ling3export.artifacts.schema import SourceFile
-from ling3export.checkpoint.shard import Shard
+from ling3export.checkpoint.shard import SafetensorsFile
 from ling3export.foundation.errors import CheckpointError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
@@ -41,7 +41,12 @@ class Checkpoint:
     """
 
     def __init__(
-        self, path: Path, config: Config, whole: dict[str, bytes], shards: dict[str, Shard], homes: dict[str, Shard]
+        self,
+        path: Path,
+        config: Config,
+        whole: dict[str, bytes],
+        shards: dict[str, SafetensorsFile],
+        homes: dict[str, SafetensorsFile],
     ) -> None:
         self.path = path
         self.config = config
@@ -70,7 +75,7 @@ class Checkpoint:
         if (index := _read(folder, INDEX, LARGEST_INDEX, f"index `{INDEX}`")) is not None:
             whole[INDEX] = index
         weight_map = None if index is None else _weight_map(index, folder)
-        shards = {name: Shard(folder / name) for name in _shard_names(folder, weight_map)}
+        shards = {name: SafetensorsFile(folder / name) for name in _shard_names(folder, weight_map)}
         homes = _locate(shards, weight_map)
         expected = expected_tensors(config)
         _check_names(homes, expected, config, folder)
@@ -176,9 +181,9 @@ def _shard_names(folder: Path, weight_map: dict[str, str] | None) -> list[str]:
     return named
 
 
-def _locate(shards: dict[str, Shard], weight_map: dict[str, str] | None) -> dict[str, Shard]:
+def _locate(shards: dict[str, SafetensorsFile], weight_map: dict[str, str] | None) -> dict[str, SafetensorsFile]:
     """Where each tensor is, having checked that it is there once and that the index says the same."""
-    homes: dict[str, Shard] = {}
+    homes: dict[str, SafetensorsFile] = {}
     for file, shard in shards.items():
         for name in shard.entries:
             if name in homes:
@@ -202,7 +207,9 @@ def _tensors(names: list[str]) -> str:
     return f"tensor{'s' if len(names) > 1 else ''} {listed([f'`{name}`' for name in names])}"
 
 
-def _check_names(homes: dict[str, Shard], expected: dict[str, TensorInfo], config: Config, folder: Path) -> None:
+def _check_names(
+    homes: dict[str, SafetensorsFile], expected: dict[str, TensorInfo], config: Config, folder: Path
+) -> None:
     missing = [name for name in expected if name not in homes]
     extra = [name for name in homes if name not in expected and not is_mtp(name, config)]
     # A renamed tensor is both; the missing name says what was wanted, the extra one what came instead.
@@ -216,7 +223,7 @@ def _check_names(homes: dict[str, Shard], expected: dict[str, TensorInfo], confi
         raise CheckpointError(f"{_tensors(extra)}: expected no such tensor, found in {where}, in {folder}")
 
 
-def _check_tensor(name: str, info: TensorInfo, home: Shard) -> None:
+def _check_tensor(name: str, info: TensorInfo, home: SafetensorsFile) -> None:
     entry = home.entries[name]
     if entry.shape != info.shape:
         raise CheckpointError(

@@ -32,7 +32,7 @@ ITEM_BYTES = {
 READABLE = {code: dtype.numpy for code, dtype in BY_CODE.items() if code != "I32"}
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """Where a tensor lies: ``start`` and ``stop`` are bytes from the start of the file."""
 
     dtype: str
@@ -41,7 +41,7 @@ class Entry(NamedTuple):
     stop: int
 
 
-class Shard:
+class SafetensorsFile:
     """A safetensors file whose header was read and found to fit the file.
 
     Args:
@@ -89,7 +89,7 @@ class Shard:
         assert isinstance(raw, bytes)
         return raw
 
-    def _entries(self, raw: bytes) -> dict[str, Entry]:
+    def _entries(self, raw: bytes) -> dict[str, TensorEntry]:
         try:
             header = parse_json(raw, LARGEST_HEADER)
         except DoubledKeyError as error:
@@ -104,7 +104,7 @@ class Shard:
         self._check_cover(entries)
         return entries
 
-    def _entry(self, name: str, value: Any) -> Entry:
+    def _entry(self, name: str, value: Any) -> TensorEntry:
         def is_size(item: Any) -> bool:
             return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 62
 
@@ -120,13 +120,13 @@ class Shard:
             raise self._broken(f"at most {MOST_AXES} axes of `{name}`", str(len(shape)))
         if dtype not in ITEM_BYTES:
             raise self._broken(f"a known dtype of `{name}`", dtype[:80])
-        entry = Entry(dtype, tuple(shape), *(self.data_start + offset for offset in offsets))
+        entry = TensorEntry(dtype, tuple(shape), *(self.data_start + offset for offset in offsets))
         wanted = math.prod(shape) * ITEM_BYTES[entry.dtype]
         if entry.stop - entry.start != wanted:
             raise self._broken(f"{wanted} bytes of `{name}`", f"offsets that span {entry.stop - entry.start}")
         return entry
 
-    def _check_cover(self, entries: dict[str, Entry]) -> None:
+    def _check_cover(self, entries: dict[str, TensorEntry]) -> None:
         """The tensors must lie end to end from the header to the end of the file."""
         end = self.data_start
         for name, entry in sorted(entries.items(), key=lambda item: item[1].start):

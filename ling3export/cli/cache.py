@@ -1,11 +1,9 @@
-"""``ling3export cache``: what is in the cache, whether an artifact's cells are, and making room."""
+"""``ling3export cache``: what is in the cache, and making room."""
 
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 
@@ -15,10 +13,6 @@ from ling3export.foundation.errors import PlanError
 from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.options import PATH
 
-if TYPE_CHECKING:
-    from ling3export.cache.explain import Looked
-
-FOUND = {True: "found", False: "not found"}
 UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 cache_dir = click.option(
     "--cache-dir", type=PATH, help="The cache.  [default: $LING3_CACHE, or ling3export in the user's cache folder]"
@@ -73,34 +67,6 @@ def status(cache_dir: Path | None, as_json: bool) -> None:
 
 
 @cache.command()
-@click.argument("what", metavar="ARTIFACT|KEY")
-@cache_dir
-@JSON
-def lookup(what: str, cache_dir: Path | None, as_json: bool) -> None:
-    """Show whether cells of ARTIFACT, or entries of KEY, are there.
-
-    Exits with 1 when one is not.
-    """
-    from ling3export.cache.explain import lookup as find
-
-    found = find(CacheUse(folder=cache_dir).where, what)
-    if as_json:
-        click.echo(json.dumps([asdict(each) for each in found]))
-    else:
-        for each in found:
-            click.echo(_line(each))
-    if not all(each.there for each in found):
-        sys.exit(1)
-
-
-def _line(looked: "Looked") -> str:
-    name = " ".join(part for part in (looked.target, looked.cell) if part)
-    parts = [f"{looked.key[:12]} {FOUND[looked.found]}"] if looked.key else []
-    parts += [f"program {looked.program[:12]} {FOUND[looked.program_found]}"] if looked.program else []
-    return f"{f'{name}: ' if name else ''}{', '.join(parts)}"
-
-
-@cache.command()
 @click.option("--older-than", type=AGE, help="Remove entries that were not used for so long: 30d, 12h.")
 @click.option("--max-size", type=BYTES, help="Remove the least recently used until the rest is no larger: 10GiB.")
 @click.option("--all", "everything", is_flag=True, help="Remove all entries.")
@@ -109,7 +75,7 @@ def _line(looked: "Looked") -> str:
 def cleanup(
     older_than: float | None, max_size: int | None, everything: bool, cache_dir: Path | None, as_json: bool
 ) -> None:
-    """Remove entries; those that a running build has used stay."""
+    """Remove entries."""
     from ling3export.cache.cleanup import clean_up
     from ling3export.cache.store import known_folder
 
@@ -120,8 +86,7 @@ def cleanup(
     if as_json:
         click.echo(json.dumps(asdict(found)))
         return
-    used = f", {found.in_use} more are used by a running build" if found.in_use else ""
     click.echo(
         f"removed {found.removed} entries ({_megabytes(found.freed)}); "
-        f"{found.kept} entries ({_megabytes(found.bytes)}) are left{used}"
+        f"{found.kept} entries ({_megabytes(found.bytes)}) are left"
     )

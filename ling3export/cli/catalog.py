@@ -124,7 +124,7 @@ def info(reference: str, strict: bool) -> None:
     wanted = parse_reference(reference)
     store = open_store(wanted.store)
     entry = choose(store, wanted.id, wanted.version)
-    record = find(store, entry, strict=strict, warn=lambda text: click.echo(text, err=True))[1]
+    record = find(store, entry, strict=strict, warn=lambda text: click.echo(text, err=True)).record
     click.echo(laid_out(to_json(record)))
 
 
@@ -132,14 +132,13 @@ def info(reference: str, strict: bool) -> None:
 @click.argument("reference")
 def verify(reference: str) -> None:
     """Read every byte of REFERENCE in its store, and compare it with the record."""
-    from ling3export.artifacts.catalog.pull import ResolvedVersion
     from ling3export.artifacts.catalog.pull import verify as verified
     from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
 
     wanted = parse_reference(reference)
     store = open_store(wanted.store)
     entry = choose(store, wanted.id, wanted.version)
-    found = ResolvedVersion(entry, *find(store, entry))
+    found = find(store, entry)
     click.echo(f"{entry}: {len(found.record.files)} files, {verified(store, found):,} bytes agree")
 
 

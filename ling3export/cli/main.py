@@ -155,33 +155,30 @@ def build(
             build_savedmodel(source, destination, what, console, force=force, ignore=ignore)
             console.note(f"wrote {destination}")
         elif replay is not None:
+            from ling3export.artifacts.manifest import MANIFEST
             from ling3export.compile import replay as replaying
 
-            if checkpoint is not None and artifact is None and replaying.replayable(checkpoint):
+            if checkpoint is not None and artifact is None and (checkpoint / MANIFEST).is_file():
                 destination = checkpoint  # the one path is the artifact: no checkpoint is needed
-            lines, passed = replaying.replay(destination, replay, use)
+            lines, passed = replaying.replay(destination, replay, use, source, what, ignore)
             click.echo("\n".join(lines))
             if not passed:
                 sys.exit(1)
         elif shard != WHOLE:
-            from ling3export.compile.share import build_share
-
-            build_share(source, destination, what, console, shard, **how)
+            building.build_share(source, what, console, shard, **how)
         elif into is not None:
             from ling3export.compile.into import add_targets
 
             console.summary(into, *add_targets(into, what, chosen, console, checkpoint=checkpoint, **whole))
-        elif no_weights:
-            manifest = building.build_programs(source, destination, what, console, dummy=dummy_weights, **whole)
-            console.summary(destination, manifest)
         else:
             if on is not None:
                 from ling3export.compile.fleet import build_on
 
-                build_on(
-                    partial(on_cluster, "build", on, replicas, resources), source, destination, what, console, **how
-                )
-            console.summary(destination, building.build(source, destination, what, console, **whole))
+                build_on(partial(on_cluster, "build", on, replicas, resources), source, what, console, **how)
+            manifest = building.build(
+                source, destination, what, console, no_weights=no_weights, dummy=dummy_weights, **whole
+            )
+            console.summary(destination, manifest)
 
 
 def _check_alone(chosen: set[str]) -> None:

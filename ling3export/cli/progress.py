@@ -10,10 +10,11 @@ from types import TracebackType
 from rich.console import Console as RichConsole
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
+from ling3export.artifacts.program_records import Program
 from ling3export.artifacts.receipts import ERROR_COLUMNS, NO_WEIGHTS, error_columns, told
-from ling3export.artifacts.schema import Manifest, Program
+from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cells import CELL, PROGRAM
-from ling3export.compile.pool import Outcome
+from ling3export.compile.pool import BuildOutcome
 from ling3export.foundation.errors import listed, printable
 from ling3export.foundation.tables import aligned
 
@@ -74,7 +75,7 @@ class Console:
         elif ended:
             self.note(f"{LABELS.get(stage, stage)}: done after {time.perf_counter() - self._started:.1f} s")
 
-    def failed(self, outcomes: Sequence[Outcome]) -> None:
+    def failed(self, outcomes: Sequence[BuildOutcome]) -> None:
         """Every cell of a build that failed, in the order in which they started."""
         for outcome in outcomes:
             rows = []

@@ -14,7 +14,8 @@ import jax
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh
 
-from ling3export.artifacts.schema import GIVERS, Lowering
+from ling3export.artifacts.program_records import Lowering
+from ling3export.artifacts.schema import GIVERS
 from ling3export.compile.lower import Compiled, described, mesh_of, prepared
 from ling3export.cost.chips import CARDS, target_config
 from ling3export.cost.estimates import estimate
@@ -24,10 +25,10 @@ from ling3export.foundation.tables import readable
 from ling3export.machine import pjrt
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.plan.targets import Target
+from ling3export.plan.targets import TargetSpec
 
 
-def topology_mesh(target: Target) -> Mesh:
+def topology_mesh(target: TargetSpec) -> Mesh:
     """All devices of ``target`` on the one mesh axis, a slice's in the ring order that jax chooses for them.
 
     None of the devices is here, apart from the one of an autotuned target.
@@ -72,7 +73,7 @@ class Direct:
         return hashlib.sha256(self.lowered.as_text().encode()).hexdigest()
 
 
-def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, target: Target) -> Direct:
+def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, target: TargetSpec) -> Direct:
     """Lowers one cell for ``target``."""
     started = time.perf_counter()
     mesh = topology_mesh(target)
@@ -81,7 +82,7 @@ def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, targ
 
 
 def compile_for(
-    direct: Direct, config: Config, geometry: Geometry, phase: str, padding: int, target: Target
+    direct: Direct, config: Config, geometry: Geometry, phase: str, padding: int, target: TargetSpec
 ) -> tuple[bytes, Compiled]:
     """Compiles a lowered cell: the serialized executable, and what describes it.
 
@@ -92,7 +93,7 @@ def compile_for(
     return raw, priced(record, text, config, geometry, phase, padding, target)
 
 
-def compiled_for(direct: Direct, cell: str, target: Target) -> tuple[bytes, Compiled, str]:
+def compiled_for(direct: Direct, cell: str, target: TargetSpec) -> tuple[bytes, Compiled, str]:
     """What the compiler alone says: the serialized executable, what describes it, and its text.
 
     Raises:
@@ -110,7 +111,7 @@ def compiled_for(direct: Direct, cell: str, target: Target) -> tuple[bytes, Comp
 
 
 def priced(
-    record: Compiled, text: str, config: Config, geometry: Geometry, phase: str, padding: int, target: Target
+    record: Compiled, text: str, config: Config, geometry: Geometry, phase: str, padding: int, target: TargetSpec
 ) -> Compiled:
     """``record`` with what follows from the compiler's ``text`` and the cell: estimates, and bounds."""
     assert target.chip is not None
@@ -131,7 +132,7 @@ def priced(
     return replace(record, collectives=collectives, estimate=estimated, experts=experts)
 
 
-def _too_large(error: Exception, target: Target, cell: str) -> Exception:
+def _too_large(error: Exception, target: TargetSpec, cell: str) -> Exception:
     text = str(error)
     if "RESOURCE_EXHAUSTED" not in text:
         return error

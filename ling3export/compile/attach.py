@@ -10,13 +10,15 @@ from pathlib import Path
 
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.manifest import read_checked, read_manifest, write_manifest
-from ling3export.artifacts.schema import Manifest, Vectors, Weights
+from ling3export.artifacts.schema import Manifest, Vectors, WeightsRecord
 from ling3export.artifacts.staging import staged
+from ling3export.checkpoint.convert import write_weights
 from ling3export.checkpoint.reader import Checkpoint
-from ling3export.compile.build import Reporter, copy_tokenizer, named, receipts, weight_half
+from ling3export.compile.build import Reporter, copy_tokenizer, named, receipts
 from ling3export.foundation.errors import ArtifactError, CheckpointError, listed
 from ling3export.model.config import shown
 from ling3export.plan.recorded import config_of, plan_of
+from ling3export.verify.vectors import write_vectors
 
 
 def attach(
@@ -63,7 +65,9 @@ def attach(
             write_new(folder / record.path, read_checked(artifact, record))
         tokenizer = copy_tokenizer(folder, source)
         pools = [target.state.pages * target.state.page_size for target in manifest.targets.values()]
-        weights, vectors = weight_half(folder, source, manifest.plan.dtype, min(manifest.plan.context, *pools), report)
+        weights = write_weights(folder, source, manifest.plan.dtype, report)
+        context = min(manifest.plan.context, *pools)
+        vectors = write_vectors(source, folder, context, manifest.plan.dtype, report)
         here = [name for name in manifest.targets if run and plan_of(manifest, name).target.runs_here]
         vectors = still_measured(manifest, weights, vectors, here, report)
         manifest = replace(
@@ -82,7 +86,7 @@ def attach(
 
 
 def still_measured(
-    manifest: Manifest, weights: Weights, vectors: Vectors, again: Sequence[str], report: Reporter
+    manifest: Manifest, weights: WeightsRecord, vectors: Vectors, again: Sequence[str], report: Reporter
 ) -> Vectors:
     """The vectors with the receipts of ``manifest``, whose programs stay, if weights and expectations are the same.
 

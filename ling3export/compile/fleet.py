@@ -15,16 +15,14 @@ from ling3export.cache.explain import differences
 from ling3export.cache.keys import cell_fields
 from ling3export.cache.store import LARGEST_BLOB
 from ling3export.cache.use import CacheUse
-from ling3export.compile.build import Reporter
-from ling3export.compile.pool import Compilers, Outcome, check
-from ling3export.compile.replay import note_failure
-from ling3export.compile.share import written
+from ling3export.compile.build import Reporter, written
+from ling3export.compile.pool import BuildOutcome, Compilers, check
 from ling3export.foundation.errors import PlanError, listed
 from ling3export.foundation.processes import Failure
 from ling3export.foundation.reading import read_bytes
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
-from ling3export.plan.plan import Cell, Plan, make_plans
+from ling3export.plan.plan import Plan, PlannedCell, make_plans
 from ling3export.plan.pricing import config_of
 from ling3export.runners.fleet.pool import PoolWorker, WorkerPool, versions
 from ling3export.runners.hosts.hosts import Hosts
@@ -47,7 +45,7 @@ class CompileWorker:
         """Nothing to get ready."""
         return {"versions": versions()}
 
-    def work(self, piece: tuple[Plan, Cell]) -> Compiled | Failure:
+    def work(self, piece: tuple[Plan, PlannedCell]) -> Compiled | Failure:
         """A cell, or why it failed."""
         plan, cell = piece
         with tempfile.TemporaryDirectory(prefix="ling3-cell-") as name:
@@ -62,7 +60,6 @@ class CompileWorker:
 def build_on(
     make_pool: Callable[[Callable[[], PoolWorker]], AbstractContextManager[WorkerPool]],
     checkpoint: Path,
-    artifact: Path,
     options: Options,
     report: Reporter,
     *,
@@ -74,7 +71,6 @@ def build_on(
     Args:
         make_pool: Makes the pool of CompileWorker; not called where the cache has every cell.
         checkpoint: A checkpoint's folder, of which only config.json is read.
-        artifact: What the build is to make. Only a failure is noted beside it.
         options: What to build.
         report: Told of every cell.
         ignore: Fields of config.json to ignore.
@@ -86,8 +82,9 @@ def build_on(
     """
     config = config_of(checkpoint, ignore)
     plans = make_plans(config, options)
-    outcomes = {plan.target.name: Outcome(plan, {}, {}) for plan in plans}
-    with opened(cache, report.note) as cells, tempfile.TemporaryDirectory(prefix="ling3-fleet-") as name:
+    outcomes = {plan.target.name: BuildOutcome(plan, {}, {}) for plan in plans}
+    cells = opened(cache, report.note)
+    with tempfile.TemporaryDirectory(prefix="ling3-fleet-") as name:
         written(cells, "--on")
         folder = Path(name)
         wanted = [(plan, cell) for plan in plans for cell in plan.cells]
@@ -113,4 +110,4 @@ def build_on(
         became = [*outcomes.values()]
         if any(outcome.failures for outcome in became):
             report.failed(became)
-        check(config, became, True, lambda: note_failure(artifact, config, options, became))
+        check(config, became, True)

@@ -28,8 +28,8 @@ from ling3export.checkpoint.convert import differing_tensors, store_bytes
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.attach import check_config
 from ling3export.compile.build import Reporter, announced, compiling, complete
-from ling3export.compile.pool import Outcome
-from ling3export.compile.replay import changes_since, forget_failure
+from ling3export.compile.pool import BuildOutcome
+from ling3export.compile.replay import changes_since
 from ling3export.foundation.errors import CheckpointError, PlanError, listed
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.options import SHARED, Options, check_paddings
@@ -40,7 +40,7 @@ from ling3export.verify.verify import check_digests
 SIZING = ("memory_fraction", "state_memory")  # what sized the pools, so that a target that is added is sized alike
 SCORE = "--score-paddings"
 TARGET_FOLDER = re.compile(r"(cpu|cuda|tpu)[\w.-]*-tp\d+(\.\d+)?")  # a target's name, or what `_free_name` makes of it
-PROGRAM_FILE = re.compile(r"[a-z]+@\d+\.(stablehlo|exec)|kernels\.so|state\.exec")
+PROGRAM_FILE = re.compile(r"[a-z_]+@\d+\.(stablehlo|exec)|kernels\.so|state\.exec")
 
 
 def add_targets(
@@ -74,7 +74,8 @@ def add_targets(
     Raises:
         Ling3Error: The artifact is as before.
     """
-    with adding(artifact) as staging, opened(cache, report.note) as cells:
+    cells = opened(cache, report.note)
+    with adding(artifact) as staging:
         manifest = read_manifest(artifact)
         refuse_links(artifact, [*recorded_files(manifest), "programs"])
         programs = artifact / "programs"
@@ -93,7 +94,7 @@ def add_targets(
         _remove_unnamed(artifact, manifest)
         there = {} if force else manifest.targets
         taken = {name: _copied(artifact, staging, name, there.get(name)) for name in (p.target.name for p in plans)}
-        with compiling(artifact, config_of(manifest), options, plans, staging, cells, report, taken) as compiled:
+        with compiling(config_of(manifest), options, plans, staging, cells, report, taken) as compiled:
             outcomes = compiled()
         written = _take_in(staging, artifact, manifest, outcomes, report, cells, prove)
         cells_of = [(name, cell) for name in taken for cell in written.targets[name].cells.values()]
@@ -197,7 +198,7 @@ def _take_in(
     staging: Path,
     artifact: Path,
     manifest: Manifest,
-    outcomes: Sequence[Outcome],
+    outcomes: Sequence[BuildOutcome],
     report: Reporter,
     cells: Cells,
     prove: bool | None,
@@ -216,7 +217,6 @@ def _take_in(
             for programs in moved.values():
                 shutil.rmtree(artifact / "programs" / programs, ignore_errors=True)
         raise
-    forget_failure(artifact)
     _remove_unnamed(artifact, written)
     return written
 

@@ -16,12 +16,23 @@ from jax import export
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from ling3export.artifacts import schema
-from ling3export.artifacts.schema import Collective, Field, Leaf, Program
+from ling3export.artifacts.program_records import (
+    Collective,
+    Estimate,
+    Experts,
+    FieldRecord,
+    Leaf,
+    Lowering,
+    Memory,
+    Origin,
+    Program,
+    RooflineBound,
+)
 from ling3export.foundation.errors import PlanError
 from ling3export.machine import pjrt, untouched
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.program import Step, build_step
+from ling3export.model.program import StepProgram, build_step
 from ling3export.model.state import StateArray
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
@@ -40,14 +51,14 @@ class Compiled:
 
     executable: schema.Executable
     compile_seconds: float
-    memory: schema.Memory
+    memory: Memory
     collectives: dict[str, Collective] | None = None
     flops: float | None = None
     bytes_accessed: float | None = None
-    estimate: schema.Estimate | None = None
-    floor: schema.RooflineBound | None = None
-    experts: schema.Experts | None = None
-    lowering: schema.Lowering | None = None
+    estimate: Estimate | None = None
+    floor: RooflineBound | None = None
+    experts: Experts | None = None
+    lowering: Lowering | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,13 +68,13 @@ class Lowered:
     blob: bytes  # serialized ``jax.export.Exported``, one platform
     phase: str
     padding: int
-    fields: tuple[Field, ...]
+    fields: tuple[FieldRecord, ...]
     inputs: tuple[Leaf, ...]
     outputs: tuple[Leaf, ...]
     collectives: dict[str, Collective]
     lower_seconds: float
 
-    def program(self, compiled: Compiled, origin: schema.Origin | None = None) -> Program:
+    def program(self, compiled: Compiled, origin: Origin | None = None) -> Program:
         """What the manifest says of the cell, once it is compiled; the compiler's counts go before the lowering's."""
         lowered = {name: value for name, value in vars(self).items() if name != "blob"}
         found = {name: value for name, value in vars(compiled).items() if name != "executable" and value is not None}
@@ -105,7 +116,7 @@ def without_locations() -> None:
 
 def prepared(
     config: Config, geometry: Geometry, phase: str, padding: int, mesh: Mesh | AbstractMesh
-) -> tuple[Step, Any, Any]:
+) -> tuple[StepProgram, Any, Any]:
     """The step of a cell, the jitted function to lower, which donates its state, and its abstract arguments."""
     without_locations()
     step = build_step(config, geometry, phase, padding, mesh)
@@ -132,7 +143,7 @@ def lower_cell(config: Config, geometry: Geometry, phase: str, padding: int, pla
         blob=bytes(exported.serialize()),
         phase=phase,
         padding=padding,
-        fields=tuple(Field(**vars(field)) for field in step.fields),
+        fields=tuple(FieldRecord(**vars(field)) for field in step.fields),
         inputs=_leaves(("params", "state", "batch"), step.arguments, step.specs),
         outputs=_leaves(("state", "out"), (state, out), step.out_specs),
         collectives=collective_counts(exported.mlir_module()),
@@ -176,7 +187,7 @@ def compile_with_kernels(
         compiled = function.lower(*arguments).compile()
         raw, executable = pjrt.serialized(compiled)
     found = described(compiled, executable, round(time.perf_counter() - started, 3))
-    return raw, replace(found, lowering=schema.Lowering(direct=True, forward_compatible=False))
+    return raw, replace(found, lowering=Lowering(direct=True, forward_compatible=False))
 
 
 def compile_state(rows: Sequence[StateArray], mesh: Mesh) -> bytes:
@@ -207,7 +218,7 @@ def described(compiled: Any, executable: schema.Executable, seconds: float) -> C
     return Compiled(
         executable=executable,
         compile_seconds=seconds,
-        memory=schema.Memory(
+        memory=Memory(
             memory.argument_size_in_bytes,
             memory.output_size_in_bytes,
             memory.temp_size_in_bytes,

@@ -3,29 +3,34 @@
 import contextlib
 import os
 import threading
+from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
 
-from ling3export.artifacts.records import from_json, to_json
+from ling3export.artifacts.files import write_new
+from ling3export.artifacts.records import from_json, sha256_of, to_json
+from ling3export.artifacts.schema import STATE
 from ling3export.cache.cells import Built, Cells
-from ling3export.cache.keys import changed
+from ling3export.cache.keys import changed, program_fields
 from ling3export.cache.use import CacheUse
 from ling3export.compile.kernels import put_library
-from ling3export.compile.worker import MODULE, Job
+from ling3export.compile.worker import MODULE, STATE_PROGRAM, CompileJob
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, listed
 from ling3export.foundation.processes import Child, Failure
 from ling3export.model.config import Config
+from ling3export.model.state import state_arrays
 from ling3export.plan.memory import check_memory
-from ling3export.plan.plan import Cell, Plan
+from ling3export.plan.plan import Plan, PlannedCell
 
-Done = Callable[[Cell, Built], None]
+Done = Callable[[PlannedCell, Built], None]
+WHAT = "the program that gives the state"
 
 
 @dataclass(frozen=True)
-class Outcome:
+class BuildOutcome:
     """What became of a target's cells."""
 
     plan: Plan  # the target's plan
@@ -59,13 +64,13 @@ class Compilers:
     ) -> None:
         self.plan = plan
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
-        self.job = Job(plan.target, plan.geometry, config, folder, self._cells.use)
+        self.job = CompileJob(plan.target, plan.geometry, config, folder, self._cells.use)
         self._jobs, self.taken, self._shown = jobs, taken, shown
         self._workers: list[Child] = []
         self._stopped = False
         self._lock = threading.Lock()
 
-    def run(self, cells: Sequence[Cell], done: Done) -> Outcome:
+    def run(self, cells: Sequence[PlannedCell], done: Done) -> BuildOutcome:
         """Compiles every cell that is not taken; one that fails does not stop the others.
 
         Args:
@@ -77,8 +82,8 @@ class Compilers:
         """
         if self.plan.geometry.kernels:
             put_library(self.job.folder, self.plan.geometry.kernels, self._cells)
-        waiting: SimpleQueue[Cell] = SimpleQueue()
-        outcome = Outcome(self.plan, {}, {})
+        waiting: SimpleQueue[PlannedCell] = SimpleQueue()
+        outcome = BuildOutcome(self.plan, {}, {})
         for cell in cells:
             if cell.name in self.taken:
                 outcome.built[cell.name] = self.taken[cell.name]
@@ -93,7 +98,7 @@ class Compilers:
             thread.start()
         for thread in threads:
             thread.join()
-        return Outcome(self.plan, outcome.built, {}) if self._stopped else outcome
+        return BuildOutcome(self.plan, outcome.built, {}) if self._stopped else outcome
 
     def stop(self) -> None:
         """Ends the workers at once."""
@@ -102,7 +107,7 @@ class Compilers:
             for worker in self._workers:
                 worker.kill()
 
-    def _serve(self, waiting: "SimpleQueue[Cell]", outcome: Outcome, done: Done) -> None:
+    def _serve(self, waiting: "SimpleQueue[PlannedCell]", outcome: BuildOutcome, done: Done) -> None:
         """One worker's life: a fresh process when the last one died, a cell at a time."""
         worker: Child | None = None
         with contextlib.ExitStack() as stack, contextlib.suppress(Empty):
@@ -125,7 +130,7 @@ class Compilers:
                     outcome.built[cell.name] = built
                     done(cell, built)
 
-    def made(self, worker: Child, cell: Cell) -> Built | Failure:
+    def made(self, worker: Child, cell: PlannedCell) -> Built | Failure:
         """A cell that a worker makes now, kept in the cache; or why it failed."""
         worker.send(asdict(cell))
         reply = worker.receive()
@@ -155,14 +160,13 @@ class Compilers:
             return worker
 
 
-def check(config: Config, outcomes: Sequence[Outcome], kept: bool, failed: Callable[[], None]) -> None:
+def check(config: Config, outcomes: Sequence[BuildOutcome], kept: bool) -> None:
     """Refuses a build in which a cell failed, or whose cells a device cannot hold.
 
     Args:
         config: The model.
         outcomes: One a target.
         kept: Whether the cells that were built are in the cache.
-        failed: Notes what was asked for; called if it is a cell's fault, and not the disk's.
 
     Raises:
         PlanError: Names each failed cell with its reason, up to three.
@@ -181,10 +185,42 @@ def check(config: Config, outcomes: Sequence[Outcome], kept: bool, failed: Calla
     hints = [failure.hint for _, _, failure in failures if failure.hint][:1]
     if any(failure.kind == ArtifactError.__name__ for _, _, failure in failures):
         raise ArtifactError(message, *hints)  # no room on the disk: nothing is left there
-    failed()
     if len(failures) < count:
         where = "are in the cache: the same build again takes them" if kept else "are lost without --cache on"
         hints.append(f"the {count - len(failures)} others {where}")
     target, cell, _ = failures[0]
-    hints.append(f"to build one alone and see all that its compiler says: --replay {f'{target}/' * several}{cell}")
+    words = f"the same command with --replay {f'{target}/' * several}{cell}"
+    hints.append(f"to build one alone and see all that its compiler says: {words}")
     raise PlanError(message, "; ".join(hints))
+
+
+def put_state_program(folder: Path, config: Config, plan: Plan, cells: Cells) -> None:
+    """Writes the program of a target for the processor into ``folder`` unless it is there; for others there is none.
+
+    Raises:
+        PlanError: It does not compile.
+        ArtifactError: The disk is full.
+    """
+    if plan.target.platform != "cpu" or (folder / STATE).exists():
+        return
+    arrays = [asdict(row) for row in state_arrays(config, plan.geometry)]
+    fields = program_fields(plan.target, {"state": sha256_of(arrays)}, {}, None)
+    job = CompileJob(plan.target, plan.geometry, config, folder, cells.use)
+    write_new(folder / STATE, cells.file("exec", fields, lambda: _compiled(job)))
+
+
+def _compiled(job: CompileJob) -> bytes:
+    with Child(MODULE) as worker:
+        worker.send({"job": to_json(job)})
+        worker.send(STATE_PROGRAM)
+        reply = worker.receive()
+        if reply is None:
+            raise PlanError(f"{WHAT}: the compiling process {worker.ended()[1]}")
+    if "failure" in reply:
+        failure = Failure(**reply["failure"])
+        raise PlanError(f"{WHAT}: {failure.error}", failure.hint)
+    if other := changed(reply["sources"]):
+        raise PlanError(
+            f"{WHAT}: expected the sources of the build's start, found another {listed(other)}", "build again"
+        )
+    return b64decode(reply["raw"])

@@ -1,121 +1,64 @@
 """``build --replay CELL``: one cell again, alone, with everything that its compiler says.
 
-A cell of an artifact is built as the manifest says, in a folder of its own, and compared with what is recorded: bytes
-of the portable program, receipts. The artifact stays as it is. A cell of a build that failed is built as was asked for,
-and put into the cache if it succeeds, so that the same build again finds it; ``.NAME.ling3.failed.json`` beside the
-artifact that did not come to be says what was asked for.
+A cell of an artifact is built as the manifest says, in a folder of its own, and its portable program is compared with
+the one that is recorded; the artifact stays as it is. Where there is none, since its build failed, the cell is
+built as the same options say, and put into the cache if it succeeds, so that the same build again finds it.
 """
 
-import json
-import os
-import shutil
 import tempfile
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from ling3export.artifacts.files import replace_file, writing
-from ling3export.artifacts.manifest import (
-    MANIFEST,
-    file_record,
-    named_target,
-    read_checked,
-    read_manifest,
-    recorded_files,
-)
-from ling3export.artifacts.receipts import NO_WEIGHTS
-from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import GIVERS, MOVING, SEGMENTS, SPLIT, Cell, FileRecord, Manifest, Program, Receipt
+from ling3export.artifacts.manifest import MANIFEST, file_record, named_target, read_manifest
+from ling3export.artifacts.program_records import Program
+from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.cache.cells import SUFFIXES, Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
-from ling3export.compile.pool import Compilers, Outcome
-from ling3export.foundation.errors import ArtifactError, ConfigError, PlanError, listed
-from ling3export.foundation.strict_json import read_json
+from ling3export.compile.pool import Compilers
+from ling3export.foundation.errors import ArtifactError, PlanError, listed
 from ling3export.foundation.tables import readable
-from ling3export.model.config import FIXED, Config
+from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
+from ling3export.plan.pricing import config_of as config_of_checkpoint
 from ling3export.plan.recorded import config_of, plan_of
 from ling3export.plan.targets import check_toolchain
-from ling3export.verify.measure import measure_apart
 
 
-@dataclass(frozen=True)
-class Failed:
-    """A build that failed: enough to build one of its cells again."""
-
-    config: Config  # the model
-    options: Options  # the options of the build
-    cells: dict[str, tuple[str, ...]]  # the names of the cells that failed, by target
-
-
-def failed_path(artifact: Path) -> Path:
-    """Where a failed build of ``artifact`` is described."""
-    artifact = artifact.resolve()
-    return artifact.parent / f".{artifact.name}.failed.json"
-
-
-def note_failure(artifact: Path, config: Config, options: Options, outcomes: Sequence[Outcome]) -> None:
-    """Describes a failed build of ``artifact``, whose lock is held, by rename."""
-    failed = Failed(config, options, {each.plan.target.name: tuple(each.failures) for each in outcomes})
-    replace_file(failed_path(artifact), json.dumps(to_json(failed)).encode())
-
-
-def read_failure(artifact: Path) -> Failed | None:
-    """The last build of ``artifact``; None where it did not fail, or its description is damaged."""
-    try:
-        failed = from_json(Failed, read_json(failed_path(artifact)))
-        Config.from_dict({"model_type": "bailing_hybrid", **FIXED, **to_json(failed.config)})
-    except (OSError, ValueError, ConfigError):
-        return None
-    return failed
-
-
-def forget_failure(artifact: Path) -> None:
-    """Removes the description once a build succeeded."""
-    failed_path(artifact).unlink(missing_ok=True)
-
-
-def replayable(path: Path) -> bool:
-    """Whether ``path`` is an artifact, or was to become one."""
-    return (path / MANIFEST).is_file() or failed_path(path).is_file()
-
-
-def replay(artifact: Path, text: str, cache: CacheUse) -> tuple[list[str], bool]:
-    """Builds the cell ``text`` of ``artifact`` again.
+def replay(
+    artifact: Path, text: str, cache: CacheUse, checkpoint: Path, options: Options, ignore: Sequence[str] = ()
+) -> tuple[list[str], bool]:
+    """Builds the cell ``text`` of ``artifact`` again; of an artifact that is not there, as the options say.
 
     Args:
-        artifact: An artifact, or the name under which a build failed.
+        artifact: The artifact, or what the build that failed was to make.
         text: ``decode@16``, or ``cpu@16/decode@16`` where there are several targets.
-        cache: Where a cell of a failed build goes. Nothing is read from it.
+        cache: Where a cell of a build that failed goes. Nothing is read from it.
+        checkpoint: What that build was given; of it only config.json is read.
+        options: That build's.
+        ignore: Fields of config.json to ignore.
 
     Returns:
         Lines for the user, and whether the cell is what is recorded, if anything is.
 
     Raises:
-        ArtifactError: There is neither, or no such cell.
-        PlanError: The cell does not build.
+        ArtifactError: The artifact is damaged, or has no such target.
+        ConfigError: There is neither an artifact nor a config.json.
+        PlanError: There is no such cell, or it does not build.
     """
     target, _, cell = text.rpartition("/")
-    if (failed := read_failure(artifact)) is not None:
-        if name := _failed(failed, target, cell):
-            return _again(failed, name, cell, cache)
-        if not (artifact / MANIFEST).is_file():
-            return _again(failed, _target(failed.cells, target), cell, cache)
-    manifest = read_manifest(artifact)
-    return _recorded(artifact, manifest, _target(manifest.targets, target), cell)
-
-
-def _failed(failed: Failed, target: str, cell: str) -> str | None:
-    """The target whose cell ``cell`` failed, if there is one that ``target``, which may be empty, can mean."""
-    found = [name for name, cells in failed.cells.items() if cell in cells]
-    try:
-        return _target(found, target) if found else None
-    except ArtifactError:
-        if target:
-            return None
-        raise
+    if (artifact / MANIFEST).is_file():
+        manifest = read_manifest(artifact)
+        return _recorded(artifact, manifest, _target(manifest.targets, target), cell)
+    config = config_of_checkpoint(checkpoint, ignore)
+    plans = {plan.target.name: plan for plan in make_plans(config, options)}
+    cells = opened(replace(cache, policy="redo" if cache.writes else "off"), lambda text: None)
+    with tempfile.TemporaryDirectory() as folder:
+        _, spent = _build(plans[_target(plans, target)], config, cell, Path(folder), cells)
+    kept = "in the cache: the same build again takes it" if cache.writes else f"not kept: --cache {cache.policy}"
+    return [spent, kept], True
 
 
 def _target(targets: Collection[str], wanted: str) -> str:
@@ -148,16 +91,6 @@ def _build(plan: Plan, config: Config, cell: str, folder: Path, cells: Cells | N
     return program, f"{name} {cell}: {spent}"
 
 
-def _again(failed: Failed, name: str, cell: str, cache: CacheUse) -> tuple[list[str], bool]:
-    """Builds a cell of a build that failed."""
-    plan = next(plan for plan in make_plans(failed.config, failed.options) if plan.target.name == name)
-    use = replace(cache, policy="redo" if cache.writes else "off")
-    with opened(use, lambda text: None) as cells, tempfile.TemporaryDirectory() as folder:
-        _, spent = _build(plan, failed.config, cell, Path(folder), cells)
-    kept = "in the cache: the same build again takes it" if cache.writes else f"not kept: --cache {cache.policy}"
-    return [spent, kept], True
-
-
 def _recorded(artifact: Path, manifest: Manifest, name: str, cell: str) -> tuple[list[str], bool]:
     """Builds a cell of an artifact, and compares it with the one that is there."""
     plan, target = plan_of(manifest, name), manifest.targets[name]
@@ -178,16 +111,7 @@ def _recorded(artifact: Path, manifest: Manifest, name: str, cell: str) -> tuple
         lines.append(f"  executable   {_compared(executable, old.exec)}")
         both = [readable(each.memory.temporaries) for each in (program, old)]
         lines.append(f"  temporaries  {both[0]}, recorded {both[1]}")
-        expected = manifest.vectors.expected
-        if not plan.target.runs_here or expected is None:
-            return [*lines, f"  receipts     not run here: {NO_WEIGHTS if expected is None else old.status}"], same
-        read_checked(artifact, expected)
-        replayed = Cell(**vars(program) | {"status": old.status, "stablehlo": portable, "exec": executable})
-        found = _receipt(artifact, Path(temporary), manifest, name, replayed)
-    recorded = manifest.receipt(name, cell)
-    known = "none recorded" if recorded is None else f"recorded {recorded.relative:.2e}"
-    lines.append(f"  receipts     {found.status}: largest relative error {found.relative:.2e}, {known}")
-    return lines, same and found.status == "passed"
+    return lines, same
 
 
 def changes_since(manifest: Manifest, plan: Plan) -> list[str]:
@@ -210,38 +134,3 @@ def _compared(new: FileRecord, old: FileRecord | None) -> str:
     if new.sha256 == old.sha256:
         return f"the recorded {old.bytes:,} bytes"
     return f"other bytes than recorded: {new.bytes:,}, recorded {old.bytes:,}"
-
-
-def _receipt(artifact: Path, view: Path, manifest: Manifest, name: str, cell: Cell) -> Receipt:
-    """Runs the vectors through one cell, and those that it needs, in a copy of as much of the artifact."""
-    target = manifest.targets[name]
-    needed = _needed(target.cells, cell)
-    reduced = replace(target, cells={each.name: each for each in needed})
-    for path in recorded_files(replace(manifest, targets={name: reduced}, tokenizer=())):
-        copy = view / path
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        with writing(copy):
-            try:
-                os.link(artifact / path, copy)  # a second name, where both lie on one volume: weights may be large
-            except OSError:
-                shutil.copyfile(artifact / path, copy)
-    reduced = replace(target, cells=reduced.cells | {cell.name: cell})
-    return measure_apart(view, name, replace(manifest, targets={name: reduced})).cells[cell.name]
-
-
-def _needed(cells: Mapping[str, Cell], cell: Cell) -> list[Cell]:
-    """Cells that the receipts of ``cell`` run through: a decode starts from a prefill, a sample from logits."""
-    smallest = min((each for each in cells.values() if each.phase == "prefill"), key=lambda each: each.padding)
-    if cell.phase in ("prefill", "score"):
-        return []
-    if cell.phase in MOVING:
-        return [each for each in cells.values() if each.phase in MOVING and each != cell]
-    if cell.phase == "decode":
-        return [smallest]
-    if cell.phase in SPLIT:  # they are run together, and each needs some of every other phase
-        return [smallest, *(each for each in cells.values() if each.phase in SPLIT and each != cell)]
-    if cell.phase in SEGMENTS:
-        together = (each for each in cells.values() if each.phase in SEGMENTS and each.padding == cell.padding)
-        return [each for each in together if each != cell]
-    giver = next(each for each in cells.values() if each.phase in GIVERS and each.rows == cell.padding)
-    return [smallest, giver] if giver.phase == "decode" else [giver]

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.files import write_new
+from ling3export.artifacts.program_records import Origin
 from ling3export.artifacts.records import from_json, sha256_of, to_json
-from ling3export.artifacts.schema import KERNELS, Origin
+from ling3export.artifacts.schema import KERNELS
 from ling3export.cache.cells import COMPILED, PROGRAM, Built
 from ling3export.cache.keys import below_model, deciding, imported, program_fields
 from ling3export.cache.store import Cache, record_of
@@ -31,8 +32,8 @@ from ling3export.machine.service import Service, join
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.state import state_arrays
-from ling3export.plan.plan import Cell
-from ling3export.plan.targets import Target, compiler_environment
+from ling3export.plan.plan import PlannedCell
+from ling3export.plan.targets import TargetSpec, compiler_environment
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -47,17 +48,17 @@ CALLING = ("prefill", "score", "decode", "sample", "group", "unembed")  # whose 
 
 
 @dataclass(frozen=True)
-class Job:
+class CompileJob:
     """What a compiling process is told first."""
 
-    target: Target  # the machine to compile for
+    target: TargetSpec  # the machine to compile for
     geometry: Geometry  # parallelism, pools, dtype
     config: Config  # the model
     folder: Path  # where programs are written
     cache: CacheUse  # how compiled programs of earlier builds are used
 
 
-def join_peers(target: Target) -> list[object]:
+def join_peers(target: TargetSpec) -> list[object]:
     """Makes this process the first of the target's and starts its peers. Call it before jax starts.
 
     Returns:
@@ -88,7 +89,7 @@ def become(port: int, processes: int, devices: int, number: int) -> None:
     jax.devices()
 
 
-def prepare(target: Target) -> list[object]:
+def prepare(target: TargetSpec) -> list[object]:
     """Sets this process up to compile for ``target``, before jax starts; what it returns has to be kept."""
     if target.chip is not None:
         os.environ.update(compiler_environment(target))
@@ -101,7 +102,7 @@ def prepare(target: Target) -> list[object]:
 
 
 def compiled_program(
-    cache: Cache, fields: dict[str, Any], target: Target, compile_it: "Compile"
+    cache: Cache, fields: dict[str, Any], target: TargetSpec, compile_it: "Compile"
 ) -> tuple[bytes, "Compiled", str]:
     """The serialized executable of ``fields``, what describes it, and whether it was COMPILED now or is from the cache.
 
@@ -122,7 +123,7 @@ def compiled_program(
     return data, compiled, COMPILED
 
 
-def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
+def run_cell(job: CompileJob, cell: PlannedCell) -> dict[str, Any]:
     """Lowers and compiles one cell into the job's folder.
 
     Returns:
@@ -143,7 +144,7 @@ def run_cell(job: Job, cell: Cell) -> dict[str, Any]:
     return {"built": to_json(built), "messages": messages, "sources": imported()}
 
 
-def _compiler(lowered: "Lowered", job: Job, cell: Cell) -> tuple[dict[str, Any], "Compile"]:
+def _compiler(lowered: "Lowered", job: CompileJob, cell: PlannedCell) -> tuple[dict[str, Any], "Compile"]:
     """Everything that decides the executable of a lowered cell, and the function that compiles it."""
     from ling3export.compile.lower import compile_cell, compile_with_kernels, device_mesh
 
@@ -175,16 +176,16 @@ def devices_of(mesh: "Mesh") -> dict[str, Any]:
     }
 
 
-def _state_program(job: Job) -> dict[str, Any]:
+def _state_program(job: CompileJob) -> dict[str, Any]:
     from ling3export.compile.lower import compile_state, device_mesh
 
     raw = compile_state(state_arrays(job.config, job.geometry), device_mesh(job.geometry.tp))
     return {"raw": b64encode(raw).decode(), "sources": imported()}
 
 
-def _reply(job: Job, message: dict[str, Any]) -> dict[str, Any]:
+def _reply(job: CompileJob, message: dict[str, Any]) -> dict[str, Any]:
     try:
-        return _state_program(job) if message == STATE_PROGRAM else run_cell(job, Cell(**message))
+        return _state_program(job) if message == STATE_PROGRAM else run_cell(job, PlannedCell(**message))
     except Exception as error:
         if not isinstance(error, Ling3Error):
             traceback.print_exc()
@@ -198,7 +199,7 @@ def main() -> None:
     if "peer" in first:
         become(*first["peer"])
         parent.receive()  # never comes: the process ends with the one that compiles
-    job = from_json(Job, first["job"])
+    job = from_json(CompileJob, first["job"])
     _peers = prepare(job.target)  # which end when nothing names them any more
     while True:
         parent.send(_reply(job, parent.receive()))

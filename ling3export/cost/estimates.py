@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ling3export.artifacts.schema import Collective, Estimate, Loop
+from ling3export.artifacts.program_records import Collective, Estimate, LoopRecord
 from ling3export.cost.chips import Chip
 from ling3export.foundation.hlo import FAST, Frame, Instruction, Module, kind, parse, traffic, trip_count
 
@@ -41,7 +41,7 @@ class Costs:
     # By target, a count and bytes.
     custom_calls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(lambda: [0.0, 0.0]))
     copies: dict[str, int] = field(default_factory=dict)  # bytes of copies over 1 MB within the large memory, by name
-    loops: list[Loop] = field(default_factory=list)  # where every trip count came from
+    loops: list[LoopRecord] = field(default_factory=list)  # where every trip count came from
     # How many there are in the program (not how often they run), by opcode.
     instructions: Counter[str] = field(default_factory=Counter)
 
@@ -120,7 +120,7 @@ class Estimator:
             trips, source = self._trips[scope], f"the workload's `{scope}`"
         else:
             trips, source = 1.0, UNKNOWN
-        self.costs.loops.append(Loop(loop.label or loop.name, trips, source, times))
+        self.costs.loops.append(LoopRecord(loop.label or loop.name, trips, source, times))
         self._run(self._called(frame, loop, "condition"), times * (trips + 1))
         self._run(self._called(frame, loop, "body"), times * trips)
 

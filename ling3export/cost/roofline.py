@@ -2,17 +2,18 @@
 
 import math
 
-from ling3export.artifacts.schema import MOVING, ON_LOGITS, SEGMENTS, SPLIT, Experts, RooflineBound
+from ling3export.artifacts.program_records import Experts, RooflineBound
+from ling3export.artifacts.schema import MOVING, ON_LOGITS, SEGMENTS, SPLIT
 from ling3export.cost.chips import Chip
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.ffn.dispatch import SCALE_BYTES
-from ling3export.model.ffn.halves import HEAD
+from ling3export.model.ffn.split_program import HEAD
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.mla.paged import tile_pages
 from ling3export.model.moe import form_of, tile_rows
 from ling3export.model.parameters import parameters
-from ling3export.model.sampling.adjust import TOP
+from ling3export.model.sampling.logits_processor import TOP
 from ling3export.model.segments import TABLE
 
 # Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
@@ -32,7 +33,7 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
         return {"copies": padding, "pages": padding / (geometry.tp if geometry.striped else 1)}
     if phase == "sample":  # some row samples, with top-k and top-p; its border falls between two tokens
         return {"ties": 0}
-    if phase == "adjust":  # a few edits, and as many likely tokens as there can be
+    if phase == "logits_processor":  # a few edits, and as many likely tokens as there can be
         return {"edits": 1, "ranked": TOP}
     if phase == "experts":
         local, rows = config.num_experts / geometry.tp, tile_rows(padding, config.num_experts)
@@ -81,7 +82,7 @@ def roofline_bound(
         held = 1 if geometry.striped else geometry.tp
         moved = _state_moved(config, geometry, sequences, pages)
         moved["latents"] *= held
-        if phase == "slice":
+        if phase == "offload_group":
             moved = {name: each // _groups(config) for name, each in moved.items()}
         return _bound(moved, 0.0, 0, chip)
     if phase in ON_LOGITS:

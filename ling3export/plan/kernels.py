@@ -13,7 +13,7 @@ from ling3export.foundation.errors import PlanError
 from ling3export.machine.environment import compiler_flags, cpu_features
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
-from ling3export.plan.targets import Target
+from ling3export.plan.targets import TargetSpec
 
 SOURCE = Path(ling3export.__file__).parent / "model" / "native" / "kernels.cc"
 COMPILERS = ("c++", "g++", "clang++")
@@ -82,7 +82,7 @@ def compiler() -> list[str] | None:
     return [sys.executable, "-m", "ziglang", "c++"] if find_spec("ziglang") else None
 
 
-def choose(config: Config, options: Options, target: Target) -> tuple[str, str | None]:
+def choose(config: Config, options: Options, target: TargetSpec) -> tuple[str, str | None]:
     """The end of the kernels' names for a geometry, empty for none, and a line that says why, if there is a choice.
 
     Raises:

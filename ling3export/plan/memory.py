@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ling3export.artifacts.schema import Program
+from ling3export.artifacts.program_records import Program
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.tables import readable
@@ -18,7 +18,7 @@ from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import arguments
 from ling3export.model.state import snapshot_bytes, state_bytes
 from ling3export.plan.options import Options
-from ling3export.plan.targets import Target
+from ling3export.plan.targets import TargetSpec
 
 
 def weight_bytes(config: Config, geometry: Geometry) -> int:
@@ -51,7 +51,7 @@ class _Room(NamedTuple):
         return sum(self.fixed.values()) + self.page * pages
 
 
-def _room(config: Config, geometry: Geometry, options: Options, target: Target, step: int) -> _Room:
+def _room(config: Config, geometry: Geometry, options: Options, target: TargetSpec, step: int) -> _Room:
     slots = f"{geometry.slots + 1} slots and one page"  # the dummies are in it
     kept = geometry.snapshots * snapshot_bytes(config, geometry)
     snapshots = {f"{geometry.snapshots} snapshots": kept} if kept else {}
@@ -75,7 +75,7 @@ def _room(config: Config, geometry: Geometry, options: Options, target: Target, 
     return _Room(option, "a device", budget, limit, fixed, page / geometry.tp, hint)
 
 
-def size_pages(config: Config, geometry: Geometry, options: Options, target: Target) -> tuple[Geometry, str]:
+def size_pages(config: Config, geometry: Geometry, options: Options, target: TargetSpec) -> tuple[Geometry, str]:
     """Gives the latent pool its pages; refuses what does not fit, with the sum.
 
     Returns:
@@ -134,7 +134,7 @@ class Held:
     memory: int | None  # what a device has; None where no table says so
 
 
-def held(config: Config, target: Target, geometry: Geometry, cells: Mapping[str, Program]) -> Held:
+def held(config: Config, target: TargetSpec, geometry: Geometry, cells: Mapping[str, Program]) -> Held:
     """What a device of ``target`` holds.
 
     Args:
@@ -152,7 +152,7 @@ def held(config: Config, target: Target, geometry: Geometry, cells: Mapping[str,
     return Held(weights, state, temporaries, programs, dearest, weights + state + temporaries + programs, memory)
 
 
-def check_memory(config: Config, target: Target, geometry: Geometry, cells: Mapping[str, Program]) -> None:
+def check_memory(config: Config, target: TargetSpec, geometry: Geometry, cells: Mapping[str, Program]) -> None:
     """Refuses a compiled target that a device cannot hold. Pools are checked before anything is compiled.
 
     Raises:

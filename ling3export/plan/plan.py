@@ -11,7 +11,7 @@ from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.plan.kernels import choose
 from ling3export.plan.memory import size_pages
 from ling3export.plan.options import Options, check_paddings
-from ling3export.plan.targets import DEFAULT_CPU_TP, Target, parse_target
+from ling3export.plan.targets import DEFAULT_CPU_TP, TargetSpec, parse_target
 
 DEFAULT_CONTEXT = 8192
 SLOTS_MOVED = 8  # pairs of slots that a call copies at most
@@ -22,7 +22,7 @@ MOST_SESSIONS = 1024  # what a schedule context may count
 
 
 @dataclass(frozen=True)
-class Cell:
+class PlannedCell:
     """One program: a phase at a padding (padded tokens, sequences or rows; pairs of slots, or pages)."""
 
     phase: str
@@ -38,7 +38,7 @@ class Cell:
 class Plan:
     """A checked plan for one target."""
 
-    target: Target  # the machine
+    target: TargetSpec  # the machine
     geometry: Geometry  # what its programs are compiled for
     paddings: tuple[int, ...]  # prefill's
     decode_paddings: tuple[int, ...]  # decode's
@@ -54,23 +54,23 @@ class Plan:
         return [f"{self.target.name}: {note}" for note in self.notes]
 
     @property
-    def cells(self) -> tuple[Cell, ...]:
+    def cells(self) -> tuple[PlannedCell, ...]:
         """Every program, largest first within a phase, so that parallel builds end together."""
         rows = sorted({p // CHUNK for p in (*self.paddings, *self.score_paddings)} | set(self.decode_paddings))
         return (
-            *(Cell("prefill", p) for p in reversed(self.paddings)),
-            *(Cell("score", p) for p in reversed(self.score_paddings)),
-            *(Cell("decode", p) for p in reversed(self.decode_paddings)),
-            *(Cell(phase, r) for phase in ("sample", "adjust") for r in reversed(rows)),
+            *(PlannedCell("prefill", p) for p in reversed(self.paddings)),
+            *(PlannedCell("score", p) for p in reversed(self.score_paddings)),
+            *(PlannedCell("decode", p) for p in reversed(self.decode_paddings)),
+            *(PlannedCell(phase, r) for phase in ("sample", "logits_processor") for r in reversed(rows)),
             *moving_cells(self.geometry, self.segments),
             *(
-                Cell(phase, p)
+                PlannedCell(phase, p)
                 for phase in ("attend", "combine", "head")
                 for p in reversed(self.decode_paddings)
                 if self.ffn_paddings
             ),
-            *(Cell(phase, p) for phase in ("dispatch", "experts") for p in reversed(self.ffn_paddings)),
-            *(Cell(phase, p) for phase in SEGMENTS if self.segments != "none" for p in reversed(self.paddings)),
+            *(PlannedCell(phase, p) for phase in ("dispatch", "experts") for p in reversed(self.ffn_paddings)),
+            *(PlannedCell(phase, p) for phase in SEGMENTS if self.segments != "none" for p in reversed(self.paddings)),
         )
 
     def record(self) -> dict[str, Any]:
@@ -90,14 +90,14 @@ class Plan:
         }
 
 
-def moving_cells(geometry: Geometry, segments: str) -> tuple[Cell, ...]:
+def moving_cells(geometry: Geometry, segments: str) -> tuple[PlannedCell, ...]:
     """The programs that move states, where there are snapshots; what a call does not move of its padding is free."""
     if not geometry.snapshots:
         return ()
     step = geometry.tp if geometry.striped else 1  # each device gives as many pages
     pages = -(-min(geometry.max_pages, PAGES_MOVED) // step) * step
-    phases = ("fetch", "store", *["slice"] * (segments != "none"))
-    return Cell("copy", SLOTS_MOVED), *(Cell(phase, pages) for phase in phases)
+    phases = ("offload", "onload", *["offload_group"] * (segments != "none"))
+    return PlannedCell("copy", SLOTS_MOVED), *(PlannedCell(phase, pages) for phase in phases)
 
 
 def derive_decode_paddings(paddings: Sequence[int], max_running: int) -> tuple[tuple[int, ...], str]:
@@ -136,7 +136,7 @@ def derive_ffn_paddings(config: Config, decode: Sequence[int], sessions: int) ->
     )
 
 
-def forms(config: Config, target: Target) -> dict[str, Any]:
+def forms(config: Config, target: TargetSpec) -> dict[str, Any]:
     """The form of programs that is best on a target, and its latent rows (docs/log/ has the measurements)."""
     if target.chip is None:
         return {"latent_row": config.latent_dim}

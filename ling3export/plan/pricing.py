@@ -12,7 +12,8 @@ from pathlib import Path
 from ling3export.artifacts.calibration import Calibration, CellTimes, found_beside
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.paddings import CALL
-from ling3export.artifacts.schema import Cell, Manifest, RooflineBound
+from ling3export.artifacts.program_records import RooflineBound
+from ling3export.artifacts.schema import Cell, Manifest
 from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.foundation.tables import aligned, readable, selected
 from ling3export.model.config import Config
@@ -77,7 +78,7 @@ class TokenCosts:
 
     source: str  # ``measured``, or ``estimate``: the compiler's, without collectives
     seconds: dict[int, float]  # by padding, smallest first
-    paying: tuple[int, ...]  # the paddings at which a token costs less than at every smaller one
+    cheapest_paddings: tuple[int, ...]  # the paddings at which a token costs less than at every smaller one
     unseen: bool = False  # whether custom calls, whose time an estimate does not have, take part
 
 
@@ -233,9 +234,9 @@ def token_costs(cells: Mapping[str, PricedCell], paddings: Sequence[int]) -> Tok
         seconds = {padding: time / padding for padding, time in times.items() if time is not None}
         if len(seconds) == len(rows) > 1:
             least = list(accumulate(seconds.values(), min))
-            paying = [p for i, (p, each) in enumerate(seconds.items()) if not i or each < least[i - 1]]
+            cheapest_paddings = [p for i, (p, each) in enumerate(seconds.items()) if not i or each < least[i - 1]]
             unseen = source == "estimate" and any(row.unseen for row in rows.values())
-            return TokenCosts(source, seconds, tuple(paying), unseen)
+            return TokenCosts(source, seconds, tuple(cheapest_paddings), unseen)
     return None
 
 
@@ -312,12 +313,12 @@ def token_lines(costs: TokenCosts) -> list[str]:
     each = ", ".join(f"{1e6 * seconds:.2f} at {padding}" for padding, seconds in costs.seconds.items())
     lines = [f"  prefill, µs a token of a full call {source}: {each}"]
     largest = max(costs.seconds)
-    if vain := [padding for padding in costs.seconds if padding not in costs.paying]:
+    if vain := [padding for padding in costs.seconds if padding not in costs.cheapest_paddings]:
         word = "pays" if len(vain) == 1 else "pay"
         lines.append(f"  {_numbers(vain)} {word} nothing: a token costs no less than at a smaller padding")
-        lines.append(f"  ling3export build CHECKPOINT --paddings {_numbers(costs.paying)}")
-    if largest in costs.paying:
-        before = costs.paying[-2]
+        lines.append(f"  ling3export build CHECKPOINT --paddings {_numbers(costs.cheapest_paddings)}")
+    if largest in costs.cheapest_paddings:
+        before = costs.cheapest_paddings[-2]
         saved = 1 - costs.seconds[largest] / costs.seconds[before]
         lines.append(
             f"  {largest} pays for prompts of {largest:,} tokens and more: {saved:.1%} less a token than {before}"

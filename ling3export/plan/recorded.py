@@ -10,7 +10,7 @@ from ling3export.model.config import FIXED, Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.options import SHARED, Options
 from ling3export.plan.plan import Plan
-from ling3export.plan.targets import Target
+from ling3export.plan.targets import TargetSpec
 
 
 def config_fields(manifest: Manifest) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def plan_of(manifest: Manifest, name: str) -> Plan:
             "in the manifest",
             "build the artifact again",
         ) from error
-    target = Target(record.platform, record.kind, record.topology, record.tp, record.processes)
+    target = TargetSpec(record.platform, record.kind, record.topology, record.tp, record.processes)
     return Plan(
         target,
         geometry,

@@ -13,7 +13,7 @@ CUDA_PACKAGES = ("jax-cuda13-plugin", "jax-cuda13-pjrt")
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetSpec:
     """A machine to build for, at a tensor parallelism."""
 
     platform: str  # ``cpu``, ``tpu`` or ``cuda``
@@ -60,7 +60,7 @@ def _kinds(platform: str) -> list[str]:
     return [chip.kind for chip in CHIPS.values() if chip.platform == platform]
 
 
-def parse_target(text: str, tp: int | None, config: Config) -> Target:
+def parse_target(text: str, tp: int | None, config: Config) -> TargetSpec:
     """Parses ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
 
     Args:
@@ -93,7 +93,9 @@ def _refused(text: str, expected: str, found: str, hint: str | None = None) -> P
     )
 
 
-def _cpu(text: str, sides: str | None, more: str | None, wanted: int | None, tp: int | None, config: Config) -> Target:
+def _cpu(
+    text: str, sides: str | None, more: str | None, wanted: int | None, tp: int | None, config: Config
+) -> TargetSpec:
     """``cpu``, or ``cpu:4x4``: 4 processes of 4 devices each."""
     if sides is not None:
         return _cpu_hosts(text, sides, more, tp if wanted is None else wanted, config)
@@ -101,10 +103,10 @@ def _cpu(text: str, sides: str | None, more: str | None, wanted: int | None, tp:
     if chosen is None:
         chosen = max(d for d in _divisors(config) if d <= DEFAULT_CPU_TP)
     _check_tp("--tp" if wanted is None else f"TP of target `{text}`", chosen, config)
-    return Target("cpu", None, None, chosen)
+    return TargetSpec("cpu", None, None, chosen)
 
 
-def _cpu_hosts(text: str, sides: str, more: str | None, wanted: int | None, config: Config) -> Target:
+def _cpu_hosts(text: str, sides: str, more: str | None, wanted: int | None, config: Config) -> TargetSpec:
     match = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", sides)
     if match is None or more is not None or int(match[1]) < 2:
         found = f"`{sides}`" if more is None else f"`{sides}:{more}`"
@@ -113,7 +115,7 @@ def _cpu_hosts(text: str, sides: str, more: str | None, wanted: int | None, conf
     if wanted not in (None, devices):
         raise _refused(text, f"TP to be its {devices} devices", str(wanted), "leave out --tp")
     _check_tp(f"devices of `{text}`", devices, config)
-    return Target("cpu", None, sides, devices, hosts)
+    return TargetSpec("cpu", None, sides, devices, hosts)
 
 
 def _divisors(config: Config) -> list[int]:
@@ -130,7 +132,7 @@ def _check_tp(what: str, tp: int, config: Config) -> None:
         )
 
 
-def _tpu(text: str, kind: str | None, topology: str | None, wanted: int | None, config: Config) -> Target:
+def _tpu(text: str, kind: str | None, topology: str | None, wanted: int | None, config: Config) -> TargetSpec:
     kinds = _kinds("tpu")
     if kind not in kinds:
         raise _refused(text, f"a kind of {', '.join(kinds)}", _shown(kind))
@@ -144,10 +146,10 @@ def _tpu(text: str, kind: str | None, topology: str | None, wanted: int | None, 
         raise _refused(text, f"TP to be its {devices} devices", str(wanted), hint)
     _check_tp(f"devices of `{text}`", devices, config)
     chips = devices // chip.devices
-    return Target("tpu", kind, topology, devices, -(-chips // chip.chips_per_host))
+    return TargetSpec("tpu", kind, topology, devices, -(-chips // chip.chips_per_host))
 
 
-def _cuda(text: str, kind: str | None, topology: str | None, wanted: int | None) -> Target:
+def _cuda(text: str, kind: str | None, topology: str | None, wanted: int | None) -> TargetSpec:
     kinds = _kinds("cuda")
     if kind is None:
         kind, topology = kind_here(text), HERE
@@ -159,7 +161,7 @@ def _cuda(text: str, kind: str | None, topology: str | None, wanted: int | None)
         raise _refused(text, "no topology for cuda", f"`{topology}`", f"write cuda:{kind}")
     if wanted not in (None, 1):
         raise _refused(text, "TP to be 1 (one card)", str(wanted), f"write cuda:{kind}")
-    return Target("cuda", kind, topology, 1)
+    return TargetSpec("cuda", kind, topology, 1)
 
 
 def _shown(value: str | None) -> str:
@@ -174,7 +176,7 @@ def wanted_libtpu() -> str:
     raise PlanError(f"jax {metadata.version('jax')}: expected its metadata to name a libtpu, found none")
 
 
-def check_toolchain(target: Target) -> None:
+def check_toolchain(target: TargetSpec) -> None:
     """Refuses a target whose compiler is not installed, before any work is done.
 
     Another libtpu than jax's own may compile, and then end the process when the program is inspected.
@@ -202,13 +204,13 @@ def _installed(package: str) -> str | None:
         return None
 
 
-def _lacking(target: Target, expected: str, package: str, version: str | None) -> PlanError:
+def _lacking(target: TargetSpec, expected: str, package: str, version: str | None) -> PlanError:
     found = "none" if version is None else f"{package} {version}"
     hint = f'pip install "ling3export[{target.platform}]"'
     return PlanError(f"target `{target.text}`: expected {expected}, found {found}", hint)
 
 
-def compiler_environment(target: Target) -> dict[str, str]:
+def compiler_environment(target: TargetSpec) -> dict[str, str]:
     """What must stand in the environment before jax is imported to compile for an accelerator that is not here."""
     if target.autotuned:  # weights are no part of compiling: leave the card's memory to whoever runs there
         return {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}

@@ -7,7 +7,8 @@ light scheme, in a dark one and on paper.
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ling3export.artifacts.schema import Cell, Estimate, RooflineBound
+from ling3export.artifacts.program_records import Estimate, RooflineBound
+from ling3export.artifacts.schema import Cell
 from ling3export.cost.chips import Chip
 from ling3export.foundation.hlo import KINDS
 

@@ -1,9 +1,10 @@
 """``ling3export inspect``: an artifact's manifest as a page of text."""
 
 from ling3export.artifacts.calibration import Calibration
+from ling3export.artifacts.program_records import Experts
 from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, told
 from ling3export.artifacts.receipts import table as measured_table
-from ling3export.artifacts.schema import Experts, Manifest, Receipts, State, Target
+from ling3export.artifacts.schema import Manifest, Receipts, State, Target
 from ling3export.foundation.tables import aligned, selected
 from ling3export.report.figures import estimated
 

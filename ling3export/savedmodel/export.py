@@ -14,7 +14,7 @@ from typing import Any
 
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.records import to_json
-from ling3export.artifacts.schema import Weights
+from ling3export.artifacts.schema import WeightsRecord
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
@@ -23,7 +23,7 @@ from ling3export.foundation.processes import Child
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.options import Options
-from ling3export.plan.plan import Cell, make_plan
+from ling3export.plan.plan import PlannedCell, make_plan
 
 RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give
 WORKER = "ling3export.savedmodel.worker"
@@ -31,14 +31,14 @@ EXTRA = ("orbax-export", "tensorflow-cpu")
 
 
 @dataclass(frozen=True)
-class Job:
+class ExportJob:
     """What the exporting process is told."""
 
     config: Config  # the model
     geometry: Geometry  # pools and dtype of the one device
-    cells: tuple[Cell, ...]  # a signature is made of each
+    cells: tuple[PlannedCell, ...]  # a signature is made of each
     folder: Path  # the folder that the weight store's paths start from
-    weights: Weights  # the weight store
+    weights: WeightsRecord  # the weight store
     model: Path  # the folder to write
 
 
@@ -111,8 +111,10 @@ def build_savedmodel(
         report.note(note)
     with staged(destination, force=force, mark=RECORD) as folder:
         weights = write_weights(folder, source, options.dtype, report)
-        cells = tuple(cell for cell in plan.cells if cell.phase != "adjust")  # clients have the logits themselves
-        job = Job(source.config, plan.geometry, cells, folder, weights, folder / "model")
+        cells = tuple(
+            cell for cell in plan.cells if cell.phase != "logits_processor"
+        )  # clients have the logits themselves
+        job = ExportJob(source.config, plan.geometry, cells, folder, weights, folder / "model")
         report.start("signatures", len(cells))
         described = run_worker(job, report)
         shutil.rmtree(folder / "weights")
@@ -130,7 +132,7 @@ def build_savedmodel(
     return record
 
 
-def run_worker(job: Job, report: Progress) -> dict[str, Any]:
+def run_worker(job: ExportJob, report: Progress) -> dict[str, Any]:
     """The worker's description of what it wrote.
 
     Raises:

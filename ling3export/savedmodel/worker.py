@@ -19,8 +19,8 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.inputs import Field
 from ling3export.model.parameters import arguments
-from ling3export.model.program import Step, Tree, build_step, put
-from ling3export.savedmodel.export import Job
+from ling3export.model.program import StepProgram, Tree, build_step, put
+from ling3export.savedmodel.export import ExportJob
 
 # TensorFlow itself: oneDNN changes what its kernels round, and its notes would hide an error.
 SETTINGS = {"TF_ENABLE_ONEDNN_OPTS": "0", "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -60,14 +60,14 @@ def pack(batch: Tree, fields: tuple[Field, ...]) -> jax.Array:
     return jnp.concatenate(parts)
 
 
-def signature_of(step: Step) -> dict[str, jax.ShapeDtypeStruct]:
+def signature_of(step: StepProgram) -> dict[str, jax.ShapeDtypeStruct]:
     """What a signature takes: state arrays, fields and, for ``sample``, logits, by name."""
     fields = {field.name: jax.ShapeDtypeStruct(field.shape, jnp.dtype(field.dtype)) for field in step.fields}
     rest = {name: value for name, value in step.arguments[2].items() if name != "packed"}
     return {**step.arguments[1], **fields, **rest}
 
 
-def method_of(step: Step, done: Any) -> Any:
+def method_of(step: StepProgram, done: Any) -> Any:
     """``(params, inputs) -> outputs`` of one cell, both flat; ``done`` is called when it is traced."""
 
     def method(params: Tree, inputs: Tree) -> Tree:
@@ -97,7 +97,7 @@ def described(values: Tree) -> dict[str, dict[str, Any]]:
     return {name: {"shape": list(value.shape), "dtype": str(value.dtype)} for name, value in values.items()}
 
 
-def export(job: Job, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+def export(job: ExportJob, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
     """Writes the SavedModel and says what its signatures take and give; ``tell`` gets a message for each."""
     import tensorflow as tf
     from orbax.export import ExportManager, JaxModule, ServingConfig
@@ -132,7 +132,7 @@ def main() -> None:
     """Serves one job."""
     os.environ.update(SETTINGS)
     parent = Parent()
-    parent.send({"record": export(from_json(Job, parent.receive()), parent.send)})
+    parent.send({"record": export(from_json(ExportJob, parent.receive()), parent.send)})
     os._exit(0)  # TensorFlow's own teardown has nothing left to do, and takes a second
 
 

@@ -162,7 +162,7 @@ def not_run(target: Target, calls: Mapping[str, tuple[str, ...]]) -> dict[str, t
     found = {}
     for name, cell in target.cells.items():
         needed = calls[name]
-        if cell.phase in ("sample", "adjust"):
+        if cell.phase in ("sample", "logits_processor"):
             needed += union(GIVERS, cell.rows)
         elif cell.phase in (*MOVING, *SPLIT):
             needed += union(MOVING if cell.phase in MOVING else (*SPLIT, "prefill"))

@@ -4,7 +4,6 @@ The logits come from ``reference.py`` (numpy, token by token, unpaged, one devic
 judge.
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,8 @@ from safetensors.numpy import save
 
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.manifest import file_record
-from ling3export.artifacts.schema import Margins, Sequence, Vectors
+from ling3export.artifacts.schema import MarginsRecord, SequenceRecord, Vectors
+from ling3export.checkpoint.convert import Progress, WeightSource
 from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
@@ -23,43 +23,44 @@ TRIES = 8
 PATH = "vectors/expected.safetensors"
 
 
-def sequences(config: Config, context: int, seed: int) -> tuple[Sequence, ...]:
+def sequences(config: Config, context: int, seed: int) -> tuple[SequenceRecord, ...]:
     """Seeded random sequences: one that crosses a chunk, one shorter than a chunk, one of several chunks.
 
     Logits are stored at the end of every chunk of a prompt, at its last token, and at all decoded tokens, each of which
     is given (teacher forcing).
     """
     rng = np.random.default_rng(seed)
-    chosen: list[Sequence] = []
+    chosen: list[SequenceRecord] = []
     for prefilled, decoded in ((17, 7), (3, 5), (50, 2)):
         total = min(prefilled + decoded, context)
         ids = tuple(int(token) for token in rng.integers(0, config.vocab_size, total))
         prompt = max(1, min(prefilled, total - 1))
         positions = sorted({*range(CHUNK - 1, prompt, CHUNK), *range(prompt - 1, total)})
-        chosen.append(Sequence(ids, prompt, tuple(positions), f"logits.{len(chosen)}"))
+        chosen.append(SequenceRecord(ids, prompt, tuple(positions), f"logits.{len(chosen)}"))
     return tuple(chosen)
 
 
-def write_vectors(config: Config, read: Callable[[str], np.ndarray], folder: Path, context: int, dtype: str) -> Vectors:
+def write_vectors(source: WeightSource, folder: Path, context: int, dtype: str, report: Progress) -> Vectors:
     """Computes and writes the vectors; returns what the manifest says of them.
 
     An fp32 artifact is compared to 1e-5, so its sequences are chosen by seed until no routing decision is closer than
     5e-6; the smallest margins found are recorded.
 
     Args:
-        config: The model.
-        read: Gives a checkpoint tensor by name.
+        source: A checkpoint.
         folder: The artifact's folder.
-        context: Longest sequence.
+        context: Tokens of the longest sequence.
         dtype: The artifact's dtype.
+        report: Told of the stage.
 
     Raises:
         CheckpointError: The plain model's logits are not finite.
         ArtifactError: The disk is full.
     """
-    reference = Reference(config, read, np.float64 if dtype == "float32" else np.float32)
+    report.start("vectors", 1)
+    reference = Reference(source.config, source.tensor, np.float64 if dtype == "float32" else np.float32)
     for seed in range(TRIES):
-        chosen = sequences(config, context, seed)
+        chosen = sequences(source.config, context, seed)
         logits = reference.logits_many([s.ids for s in chosen], [s.positions for s in chosen])
         margins = reference.margins
         if dtype != "float32" or min(margins.expert, margins.group) >= SMALLEST_MARGIN:
@@ -73,10 +74,11 @@ def write_vectors(config: Config, read: Callable[[str], np.ndarray], folder: Pat
     path.parent.mkdir(exist_ok=True)
     data = save({s.logits: np.ascontiguousarray(v, np.float32) for s, v in zip(chosen, logits, strict=True)})
     write_new(path, data)
+    report.advance("vectors", 1)
     return Vectors(
         source=f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device",
         seed=seed,
-        margins=Margins(_finite(margins.expert), _finite(margins.group)),
+        margins=MarginsRecord(_finite(margins.expert), _finite(margins.group)),
         sequences=chosen,
         expected=file_record(folder, PATH),
     )

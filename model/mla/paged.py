@@ -74,7 +74,7 @@ def tile_pages(sequences: int) -> int:
 
 def is_at_once(sequences: int, geometry: Geometry) -> bool:
     """Whether a decode step for so many sequences goes by :func:`attend_tables`, and without a list of pages."""
-    return geometry.straight and sequences * geometry.max_pages <= AT_ONCE
+    return geometry.unrolled and sequences * geometry.max_pages <= AT_ONCE
 
 
 def list_pages(

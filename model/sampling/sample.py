@@ -75,14 +75,14 @@ def greedy(
 
 
 def draw(
-    logits: Float32[Array, "R v"], fields: dict[str, jax.Array], straight: bool = False
+    logits: Float32[Array, "R v"], fields: dict[str, jax.Array], unrolled: bool = False
 ) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
     """Samples by temperature, top-k and top-p.
 
     Args:
         logits: This device's part of the vocabulary.
         fields: See :func:`sample`.
-        straight: See :func:`keep_mask`.
+        unrolled: See :func:`keep_mask`.
 
     Returns:
         (token, its logit), the same on every device.
@@ -112,7 +112,7 @@ def draw(
         return jax.random.gumbel(key, (devices, width), jnp.float32)  # the same numbers, however a row is cut
 
     noise = jax.vmap(gumbel, out_axes=1)(seed, position).reshape(lines.shape)
-    noisy = jnp.where(keep_mask(scaled, top_k, top_p, straight), scaled + noise, -jnp.inf)
+    noisy = jnp.where(keep_mask(scaled, top_k, top_p, unrolled), scaled + noise, -jnp.inf)
     token = first_best(noisy, len(seed))[1]
     chosen = numbers(lines.shape, len(seed)) == to_lines(token, len(lines))
     logit = by_row(jnp.sum, jnp.where(chosen, lines, 0.0), len(seed))
@@ -128,7 +128,7 @@ def sample(
     Args:
         logits: This device's part of the vocabulary.
         fields: ``slot, position, temperature, top_k, top_p, seed``, each ``[R]``.
-        geometry: Whose form the program has. Where it is ``straight`` (see :func:`keep_mask`), whether a row is drawn
+        geometry: Whose form the program has. Where it is ``unrolled`` (see :func:`keep_mask`), whether a row is drawn
             at all stays a condition.
 
     Returns:
@@ -139,7 +139,7 @@ def sample(
     do_sample = (fields["temperature"] > 0) & (token != NO_TOKEN)
 
     def mixed() -> tuple[jax.Array, jax.Array]:
-        drawn = draw(logits, fields, geometry is not None and geometry.straight)
+        drawn = draw(logits, fields, geometry is not None and geometry.unrolled)
         return jnp.where(do_sample, drawn[0], token), jnp.where(do_sample, drawn[1], logit)
 
     with jax.named_scope("drawn"):

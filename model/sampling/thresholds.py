@@ -48,14 +48,14 @@ def sums_in_one_pass(terms: list[jax.Array], axis: int) -> list[jax.Array]:
 
 
 def either(
-    predicate: jax.Array, yes: Callable[[], jax.Array], no: Callable[[], jax.Array], straight: bool
+    predicate: jax.Array, yes: Callable[[], jax.Array], no: Callable[[], jax.Array], unrolled: bool
 ) -> jax.Array:
-    """``yes()`` where the predicate is true, else ``no()``; with ``straight`` without a branch."""
-    return jnp.where(predicate, yes(), no()) if straight else lax.cond(predicate, yes, no)
+    """``yes()`` where the predicate is true, else ``no()``; with ``unrolled`` without a branch."""
+    return jnp.where(predicate, yes(), no()) if unrolled else lax.cond(predicate, yes, no)
 
 
 def radix_select(
-    lines: UInt32[Array, "L W"], weights: Shaped[Array, "L W"], wanted: Shaped[Array, "R"], straight: bool = False
+    lines: UInt32[Array, "L W"], weights: Shaped[Array, "L W"], wanted: Shaped[Array, "R"], unrolled: bool = False
 ) -> UInt32[Array, "R"]:
     """The largest threshold of each row at which values of at least ``wanted`` weight are not below it.
 
@@ -63,7 +63,7 @@ def radix_select(
         lines: The values that are compared.
         weights: The weight of each value, not negative.
         wanted: The weight to reach, of the same type, and no more than a row has. Zero gives a threshold of all ones.
-        straight: Unrolls the loop over digits.
+        unrolled: Unrolls the loop over digits.
     """
     rows, zero = len(wanted), jnp.zeros((), weights.dtype)
     digits = [jnp.uint32(digit) for digit in range(1, 2**BITS)]
@@ -76,13 +76,13 @@ def radix_select(
         return found | (functools.reduce(jnp.add, held) << shift)
 
     start = jnp.zeros((rows,), jnp.uint32)
-    if straight:
+    if unrolled:
         return functools.reduce(lambda found, i: look(jnp.int32(i), found), range(32 // BITS), start)
     return lax.fori_loop(0, 32 // BITS, look, start)
 
 
 def keep_mask(
-    scaled: Float32[Array, "L W"], top_k: Int32[Array, "R"], top_p: Float32[Array, "R"], straight: bool = False
+    scaled: Float32[Array, "L W"], top_k: Int32[Array, "R"], top_p: Float32[Array, "R"], unrolled: bool = False
 ) -> Bool[Array, "L W"]:
     """Which values of a row may be drawn: the ``top_k`` best, and of these the fewest that hold ``top_p``.
 
@@ -92,7 +92,7 @@ def keep_mask(
         scaled: Logits below the best one of their row, which is 0, over the temperature.
         top_k: 0 keeps all.
         top_p: The share of the probability of the ``top_k`` best; from 1 on all of them are kept.
-        straight: Neither loops nor conditions, for machines whose host waits for the end of each.
+        unrolled: Neither loops nor conditions, for machines whose host waits for the end of each.
     """
     rows, count = len(top_k), len(scaled)
     order, size = ordered(scaled), scaled.size // len(top_k)
@@ -111,7 +111,7 @@ def keep_mask(
     limit = jnp.where(limited, top_k, size)
     with jax.named_scope("top_k"):
         lowest = by_row(jnp.min, order, rows)
-        last = either(jnp.any(limited), lambda: radix_select(order, ones, limit, straight), lambda: lowest, straight)
+        last = either(jnp.any(limited), lambda: radix_select(order, ones, limit, unrolled), lambda: lowest, unrolled)
         last = jnp.where(limited, last, lowest)
     before, alike = sums(last, ones)
     share = limit - before
@@ -121,7 +121,7 @@ def keep_mask(
     cut = top_p < 1
     wanted = top_p * inside
     with jax.named_scope("top_p"):
-        found = either(jnp.any(cut), lambda: radix_select(order, weight, wanted, straight), lambda: last, straight)
+        found = either(jnp.any(cut), lambda: radix_select(order, weight, wanted, unrolled), lambda: last, unrolled)
         threshold = jnp.where(cut, jnp.clip(found, last, highest), last)
     # How many values at the threshold begin below the wanted weight.
     weight_before, weight_alike = sums(threshold, weight)
@@ -134,12 +134,12 @@ def keep_mask(
 
     equal = order == to_lines(threshold, count)
     with jax.named_scope("ties"):
-        equal = either(jnp.any(held < alike), lambda: equal & first_of(equal, held, straight), lambda: equal, straight)
+        equal = either(jnp.any(held < alike), lambda: equal & first_of(equal, held, unrolled), lambda: equal, unrolled)
     return (order > to_lines(threshold, count)) | equal
 
 
-def first_of(chosen: Bool[Array, "L W"], held: Int32[Array, "R"], straight: bool = False) -> Bool[Array, "L W"]:
+def first_of(chosen: Bool[Array, "L W"], held: Int32[Array, "R"], unrolled: bool = False) -> Bool[Array, "L W"]:
     """The first ``held`` chosen values of each row; values that are not chosen may be among them."""
     backwards = jnp.uint32(chosen.size) - numbers(chosen.shape, len(held)).astype(jnp.uint32)
-    end = radix_select(backwards, jnp.where(chosen, 1, 0), held, straight)
+    end = radix_select(backwards, jnp.where(chosen, 1, 0), held, unrolled)
     return backwards >= to_lines(end, len(chosen))

@@ -151,7 +151,7 @@ def _place(config: ServingConfig, role: str, tp: int, manifests: Mapping[Path, M
         for place in there
         if place.described.tp == tp and place.described.processes == 1 and place.described.platform in here
     ]
-    able = [place for place in fits if not apart or place.described.paddings("fetch")]
+    able = [place for place in fits if not apart or place.described.paddings("offload")]
     if len(able) == 1:
         return able[0]
     expected = f"config `{config.name}`: expected one target of TP={tp} for this machine"

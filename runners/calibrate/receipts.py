@@ -75,7 +75,7 @@ def exact_receipt(count: int, wrong: int) -> Receipt:
 
 
 def score_receipt(
-    scored: Sequence[ScoredSequence], sequences: Sequence[schema.Sequence], expected: Logits, tolerance: Tolerance
+    scored: Sequence[ScoredSequence], sequences: Sequence[schema.SequenceRecord], expected: Logits, tolerance: Tolerance
 ) -> Receipt:
     """The receipt of a score program: its logits, log-probabilities and most likely tokens.
 

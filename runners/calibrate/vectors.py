@@ -15,7 +15,7 @@ from ling3export.artifacts.schema import (
     Cell,
     Manifest,
     Receipts,
-    Sequence,
+    SequenceRecord,
     State,
     Target,
 )
@@ -66,9 +66,9 @@ def measured(loaded: "Loaded") -> Receipts:
     for cell in sorted(target.cells.values(), key=lambda cell: cell.padding):
         if cell.phase == "sample":
             receipts[cell.name] = exact_receipt(*through.sample(cell.padding))
-        elif cell.phase == "adjust":
+        elif cell.phase == "logits_processor":
             receipts[cell.name] = exact_receipt(*through.adjust(cell.padding))
-        elif cell.phase == "slice":
+        elif cell.phase == "offload_group":
             receipts[cell.name] = exact_receipt(*through.sliced(groups_of(manifest, target)))
         elif cell.phase in MOVING:
             receipts[cell.name] = exact_receipt(*through.moved(cell.phase))
@@ -123,7 +123,7 @@ class VectorRunner:
         sequences: The manifest's vectors.
     """
 
-    def __init__(self, runner: "ModelRunner", target: Target, sequences: tuple[Sequence, ...]) -> None:
+    def __init__(self, runner: "ModelRunner", target: Target, sequences: tuple[SequenceRecord, ...]) -> None:
         self._runner, self._target, self._state, self._sequences = runner, target, target.state, sequences
         self._chunk = target.state.chunk
         # Pages are few, and every sequence gets the same number.
@@ -224,7 +224,7 @@ class VectorRunner:
         return rows, int(np.sum(tokens != np.argmax(logits, axis=1)))
 
     def adjust(self, rows: int) -> tuple[int, int]:
-        """One call of ``adjust`` against numpy: (how many rows were compared, how many were wrong).
+        """One call of ``logits_processor`` against numpy: (how many rows were compared, how many were wrong).
 
         Every row has edits of its own and every third token forbidden, and is asked for its most likely tokens.
         """

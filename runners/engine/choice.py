@@ -16,7 +16,7 @@ ROOM = 64  # edits that there is room for at first; doubled as often as it is ne
 class Choice:
     """The edits and the mask of a sequence's next row, from the tokens that the host has read.
 
-    An edit is a token, what its logit is scaled by, and what is added then: see ``adjust@R`` in FORMAT.md.
+    An edit is a token, what its logit is scaled by, and what is added then: see ``logits_processor@R`` in FORMAT.md.
 
     Args:
         request: What was asked.
@@ -101,7 +101,7 @@ class Asked(NamedTuple):
 
 
 def adjust_inputs(count: int, vocab_size: int, asking: Mapping[int, Asked]) -> tuple[Fields, np.ndarray, np.ndarray]:
-    """Fields, edits ``[3, count, n]`` and mask ``[count, W]`` of an ``adjust`` call before ``sample``.
+    """Fields, edits ``[3, count, n]`` and mask ``[count, W]`` of a ``logits_processor`` call before ``sample``.
 
     Args:
         count: Rows of the call.
@@ -121,7 +121,7 @@ def adjust_inputs(count: int, vocab_size: int, asking: Mapping[int, Asked]) -> t
 
 
 def rank_fields(count: int, rows: Many[int], wanted: Many[int]) -> Fields:
-    """Fields of an ``adjust`` call behind ``sample``: the most likely tokens of some rows, 0 for their token alone."""
+    """Fields of a ``logits_processor`` call behind ``sample``: the most likely tokens of some rows."""
     fields = {name: np.zeros(count, np.int32) for name in ("edited", "masked", "top")}
     fields["top"][rows] = np.maximum(wanted, 1)
     return fields

@@ -337,10 +337,10 @@ class Engine:
         self.limits.check(request)
         if request.do_remote_decode or request.do_remote_prefill:
             self._check_transfer(request)
-        if (request.adjusts or request.logprobs is not None) and not self._record.paddings("adjust"):
+        if (request.adjusts or request.logprobs is not None) and not self._record.paddings("logits_processor"):
             raise ArtifactError(
-                f"{request.name}: expected adjust programs in target `{self.target}` for log-probabilities, penalties, "
-                "logit_bias and grammars, found none: the artifact was built before there were any",
+                f"{request.name}: expected logits_processor programs in target `{self.target}` for log-probabilities, "
+                "penalties, logit_bias and grammars, found none: the artifact was built before there were any",
                 "build it again: ling3export build",
             )
         if request.grammar is not None:

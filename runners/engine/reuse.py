@@ -31,10 +31,10 @@ class StateTransfer(Protocol):
         """The state as it is now, of several hosts on the first one; any thread may wait for it."""
 
     def gathered(self, kept: Any) -> Any:
-        """What ``fetch`` gave, of several hosts on the first one."""
+        """What ``offload`` gave, of several hosts on the first one."""
 
     def store(self, slot: int, pages: Many[int], kept: Any) -> None:
-        """Writes what ``fetch`` gave, or a whole state that came from elsewhere."""
+        """Writes what ``offload`` gave, or a whole state that came from elsewhere."""
 
 
 class PrefixCacheCoordinator:

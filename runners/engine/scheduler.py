@@ -74,7 +74,7 @@ class Backend(StateTransfer, Protocol):
         mask: np.ndarray | None = None,
         token: Pending = None,
     ) -> Mapping[str, Pending]:
-        """Runs ``adjust``: ``logits`` to sample from; how likely ``token`` is, and the most likely ones."""
+        """Runs ``logits_processor``: ``logits`` to sample from; how likely ``token`` is, and the most likely ones."""
 
     def read(self, array: Pending) -> np.ndarray:
         """Waits for an array, and fetches it."""
@@ -107,7 +107,7 @@ class Sampled(NamedTuple):
     rows: list[Row]
     tokens: Pending
     logits: Pending
-    likely: Mapping[str, Pending] | None = None  # what ``adjust`` says of the tokens, where a row asks for it
+    likely: Mapping[str, Pending] | None = None  # what ``logits_processor`` says of the tokens, where a row asks for it
 
 
 class Scored(NamedTuple):
@@ -395,7 +395,7 @@ class Scheduler:
             sequence.sampled += 1
         self.counters.count(f"sample@{count}", count, len(rows))
         if asking:
-            self.counters.count(f"adjust@{count}", count, len(asking))
+            self.counters.count(f"logits_processor@{count}", count, len(asking))
             fitted, edits, mask = adjust_inputs(count, self._vocab_size, asking)
             changed = self._backend.adjust(logits, count, fitted, edits, mask)["logits"]
         else:
@@ -422,7 +422,7 @@ class Scheduler:
         wanted = {row.row: row.sequence.request.logprobs for row in rows if row.sequence.request.logprobs is not None}
         if not wanted:
             return None
-        self.counters.count(f"adjust@{count}", count, len(wanted))
+        self.counters.count(f"logits_processor@{count}", count, len(wanted))
         fields = rank_fields(count, list(wanted), list(wanted.values()))
         return self._backend.adjust(logits, count, fields, token=tokens)
 

@@ -13,7 +13,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.files import REBUILD
-from ling3export.artifacts.schema import Call, Executable, FileRecord, Target
+from ling3export.artifacts.program_records import CallRecord
+from ling3export.artifacts.schema import Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine import pjrt, untouched
 from ling3export.machine.environment import memory
@@ -45,7 +46,7 @@ def state_source(read: Mapping[FileRecord, bytes], target: Target, mesh: Mesh) -
         return partial(_written, target, mesh)
     raw = read[target.state_program]
     untouched.register()
-    call = Call((), target.state.arrays, (untouched.NAME,))
+    call = CallRecord((), target.state.arrays, (untouched.NAME,))
     try:
         program = pjrt.load_executable(raw, Executable(target.requires, target.mesh, call))
     except (RuntimeError, ValueError) as error:

@@ -103,7 +103,7 @@ class ModelRunner:
         mask: np.ndarray | None = None,
         token: jax.Array | np.ndarray | None = None,
     ) -> dict[str, jax.Array]:
-        """Runs ``adjust``.
+        """Runs ``logits_processor``.
 
         Args:
             logits: Those of ``step``; they stay as they are.
@@ -120,8 +120,10 @@ class ModelRunner:
         """
         batch = {"logits": logits}
         for name, value in (("edits", edits), ("mask", mask), ("token", token)):
-            batch[name] = value if isinstance(value, jax.Array) else self._filled(f"adjust@{rows}", name, value)
-        return self._run(f"adjust@{rows}", fields, batch)
+            batch[name] = (
+                value if isinstance(value, jax.Array) else self._filled(f"logits_processor@{rows}", name, value)
+            )
+        return self._run(f"logits_processor@{rows}", fields, batch)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies the recurrent and conv state of slots over that of others, pair by pair in order."""
@@ -154,10 +156,10 @@ class ModelRunner:
 
     def slicing(self, slot: int, pages: Sequence[int], group: int) -> Callable[[], ShardedState]:
         """:meth:`fetching` of a group of layers, on this host."""
-        return self._fetching(slot, pages, "slice", {"group": np.array([group], np.int32)})
+        return self._fetching(slot, pages, "offload_group", {"group": np.array([group], np.int32)})
 
     def _fetching(
-        self, slot: int, pages: Sequence[int], phase: str = "fetch", more: Mapping[str, np.ndarray] = NONE
+        self, slot: int, pages: Sequence[int], phase: str = "offload", more: Mapping[str, np.ndarray] = NONE
     ) -> Callable[[], ShardedState]:
         calls, places = [], []
         for fields, order in self._moving(slot, pages):
@@ -168,12 +170,12 @@ class ModelRunner:
         )
 
     def store(self, slot: int, pages: Sequence[int], state: ShardedState | Mapping[str, np.ndarray]) -> None:
-        """Writes what ``fetch`` gave; each page must lie on the device of the page that it was fetched from.
+        """Writes what ``offload`` gave; each page must lie on the device of the page that it was fetched from.
 
         A whole state by the name of the pool, which may come from any target, is written wherever its pages lie.
         """
         for number, (fields, places) in enumerate(self._moving(slot, pages)):
-            name = f"store@{fields['page'].size}"
+            name = f"onload@{fields['page'].size}"
             specs = {leaf.name: leaf.spec for leaf in self._target.cells[name].inputs if leaf.group == "batch"}
             call = state.calls[number] if isinstance(state, ShardedState) else call_of(state, places)
             batch = {
@@ -187,7 +189,7 @@ class ModelRunner:
 
         Where pages are striped, those of the first device come first.
         """
-        (most,) = self._target.paddings("fetch")
+        (most,) = self._target.paddings("offload")
         stripes = self._target.tp if self._target.state.placement == "striped" else 1
         calls = []
         for first in range(0, max(1, len(pages)), most):

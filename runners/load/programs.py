@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ling3export.artifacts.manifest import read_checked
-from ling3export.artifacts.schema import MOVING, Call, Cell, Executable, FileRecord, Target
+from ling3export.artifacts.program_records import CallRecord
+from ling3export.artifacts.schema import MOVING, Cell, Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.kernels import register
 from ling3export.machine.verdict import Verdict, VerdictStatus
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from ling3export.runners.load.recompile import Compiled
 
 
-LATER = (*MOVING, "sample", "adjust", "score")  # a first request needs at most their smallest padding
+LATER = (*MOVING, "sample", "logits_processor", "score")  # a first request needs at most their smallest padding
 REST = 2.0  # seconds from the first programs to the others: a short command has ended by then, and loads no others
 
 
@@ -161,7 +162,7 @@ def load_programs(
     return Programs(load, largest_first, pool, first)
 
 
-def _check_signature(name: str, cell: Cell, call: Call) -> None:
+def _check_signature(name: str, cell: Cell, call: CallRecord) -> None:
     """Refuses a program that was compiled here if its call is not its cell's: calling it would mix up arrays.
 
     Shapes and dtypes are compared here, shardings by jax.

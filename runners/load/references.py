@@ -18,7 +18,7 @@ from ling3export.artifacts.files import open_lock, writing
 from ling3export.foundation.errors import CatalogError, listed, printable
 
 if TYPE_CHECKING:
-    from ling3export.artifacts.catalog.pull import ResolvedVersion
+    from ling3export.artifacts.catalog.stores import ResolvedVersion
 
 STORE = "LING3_STORE"
 # What no folder is called: a store's kind in front, or a host and a version.
@@ -102,13 +102,13 @@ def pulled(
 
 def pulled_manifest(reference: str, folder: Path) -> Path:
     """Pulls the manifest of a version, without its files; returns the folder that it lies in, in ``folder``."""
-    from ling3export.artifacts.catalog.pull import Moved, ResolvedVersion, pull_manifest
+    from ling3export.artifacts.catalog.pull import Moved, pull_manifest
     from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
 
     wanted = parse_reference(reference)
     store = open_store(wanted.store)
     entry = choose(store, wanted.id, wanted.version)
-    found, place = ResolvedVersion(entry, *find(store, entry, warn=_say)), folder / f"{entry}.ling3"
+    found, place = find(store, entry, warn=_say), folder / f"{entry}.ling3"
     place.mkdir()
     pull_manifest(store, found, place, folder, Moved(), _say)
     return place

@@ -1,7 +1,7 @@
 """Prefill calls of a target that is cut at its groups of layers: the backend of the scheduler that makes them.
 
-State can leave while later groups compute: behind each group, what ``slice`` gives of the sequences that leave is
-handed on, still being computed, before the next group's call is dispatched.
+State can leave while later groups compute: behind each group, what ``offload_group`` gives of the sequences that leave
+is handed on, still being computed, before the next group's call is dispatched.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,7 +54,7 @@ def groups_of(manifest: Manifest, target: Target) -> tuple[Layers, ...]:
 
 
 def rows_of(layers: range, given: int, total: int) -> slice:
-    """Where a group's layers stand among the ``given`` ones that ``slice`` gives of a pool of ``total``."""
+    """Where a group's layers stand among the ``given`` ones that ``offload_group`` gives of a pool of ``total``."""
     first = min(layers.start, total - given)
     return slice(layers.start - first, layers.stop - first)
 

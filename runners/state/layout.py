@@ -61,12 +61,13 @@ def layout_of(target: Target, what: str = "transfer") -> StateLayout:
     Raises:
         ArtifactError: It has no programs that move states; ``what`` says who needs them.
     """
-    paddings = target.paddings("fetch")
+    paddings = target.paddings("offload")
     if not paddings:
         raise ArtifactError(
-            f"{what}: expected the programs fetch and store, found none", "build the artifact again with --snapshots N"
+            f"{what}: expected the programs offload and onload, found none",
+            "build the artifact again with --snapshots N",
         )
-    leaves = {leaf.name: leaf for leaf in target.cells[f"fetch@{paddings[0]}"].outputs if leaf.group == "out"}
+    leaves = {leaf.name: leaf for leaf in target.cells[f"offload@{paddings[0]}"].outputs if leaf.group == "out"}
     latent, recurrent, conv = (leaves[POOLS[name]] for name in (LATENT, RECURRENT, CONV))
     layers, heads, key = recurrent.shape[:3]
     return StateLayout(

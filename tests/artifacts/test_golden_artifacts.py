@@ -1,15 +1,20 @@
 """Artifacts that earlier versions built still load, and generate the tokens that those versions generated."""
 
 import json
+import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import Collective
+from ling3export.artifacts.manifest import MANIFEST, read_manifest
+from ling3export.artifacts.older import with_phases_of_today
+from ling3export.artifacts.program_records import Collective
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Request
+from tests.support import toy_artifact
+from tests.support.manifests import crafted
 
 pytestmark = pytest.mark.jit
 
@@ -55,6 +60,39 @@ def test_an_old_manifest_of_every_kind_of_target_is_read() -> None:
     assert manifest.vectors.receipts["cpu-tp2"].passed
     assert manifest.weights.index["dense.down_proj"].file == "weights/dense.safetensors"
     assert manifest.weights.nbytes == sum(manifest.weights.files.values())
+
+
+def test_phases_under_their_earlier_names_are_those_of_today(tmp_path: Path) -> None:
+    """``adjust``, ``fetch``, ``store`` and ``slice`` stood in manifests, in names of cells and in receipts."""
+    folder = shutil.copytree(toy_artifact.shared(), tmp_path / "toy.ling3")
+    today = read_manifest(folder)
+    crafted(folder, _with_earlier_names)
+    assert b'logits_processor@1"' not in (folder / MANIFEST).read_bytes()
+    manifest = read_manifest(folder)
+    assert (manifest.targets, manifest.vectors) == (today.targets, today.vectors)
+    with Engine(folder) as engine:
+        (completion,) = engine.complete([Request((1, 2, 3), 1, ignore_eos=True, logprobs=2, name="x")])
+    ids, logits = toy_artifact.answer([1, 2, 3], 1)
+    assert completion.token_ids == ids
+    assert completion.likely is not None
+    assert [each for each, _ in completion.likely[0].top] == list(np.argsort(-logits[0], kind="stable")[:2])
+    for earlier, name in {"fetch": "offload", "store": "onload", "slice": "offload_group"}.items():
+        raw = {"vectors": {"receipts": {"cpu-tp1": {"cells": {f"{earlier}@8": {"status": "passed"}}}}}}
+        assert with_phases_of_today(raw)["vectors"]["receipts"]["cpu-tp1"]["cells"].keys() == {f"{name}@8"}
+        cell = {"phase": earlier, "stablehlo": {"path": f"programs/cpu-tp1/{earlier}@8.stablehlo"}}
+        raw = {"targets": {"cpu-tp1": {"cells": {f"{earlier}@8": cell}}}}
+        assert with_phases_of_today(raw)["targets"]["cpu-tp1"]["cells"] == {f"{name}@8": cell | {"phase": name}}
+
+
+def _with_earlier_names(raw: dict) -> None:
+    for target in raw["targets"].values():
+        for name in [name for name in target["cells"] if name.startswith("logits_processor@")]:
+            target["cells"][name.replace("logits_processor", "adjust")] = target["cells"].pop(name) | {
+                "phase": "adjust"
+            }
+    for receipts in raw["vectors"]["receipts"].values():
+        for name in [name for name in receipts["cells"] if name.startswith("logits_processor@")]:
+            receipts["cells"][name.replace("logits_processor", "adjust")] = receipts["cells"].pop(name)
 
 
 def test_temperatures_that_old_sample_programs_get_wrong_are_taken_as_0(golden: tuple[Path, dict]) -> None:

@@ -6,8 +6,6 @@ import json
 import os
 import random
 import secrets
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,6 +27,7 @@ from ling3export.artifacts.records import canonical, sha256_of
 from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.strict_json import LARGEST
+from tests.support.limits import file_size_limit
 from tests.support.manifests import sealed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "format-2-targets"
@@ -205,15 +204,13 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
 @pytest.mark.parametrize(
     "text",
     [
-        "[" * 8_000_000,
-        '{"a":' * 1_000_000,
         '["' + '\\"' * 4_000_000,
         '"' + "\\" * 8_000_001,
         "[" * 17 + "]" * 17,
         " " * (LARGEST + 1),
         '{"format": 2, "a": ' + "[" * 450 + "]" * 450 + ', "b": [' + "1," * 2_000_000 + "1]}",
     ],
-    ids=["lists", "objects", "quotes", "backslashes", "seventeen levels", "large", "deep and large"],
+    ids=["quotes", "backslashes", "seventeen levels", "large", "deep and large"],
 )
 def test_deep_and_huge_text_is_refused_at_once(text: str, tmp_path: Path) -> None:
     """A manifest of 4 MB and depth 450 once took 27 s before its digest was looked at."""
@@ -404,18 +401,10 @@ def test_a_builders_mistake_writes_nothing(small: Manifest, tmp_path: Path) -> N
 
 def test_a_file_size_limit_keeps_the_old_manifest(small: Manifest, tmp_path: Path) -> None:
     written = write_manifest(tmp_path, small)
-    script = (
-        "import resource, sys; from pathlib import Path\n"
-        "from ling3export.artifacts.manifest import read_manifest, write_manifest\n"
-        "from ling3export.foundation.errors import ArtifactError\n"
-        "manifest = read_manifest(Path(sys.argv[1]))\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))\n"
-        "try: write_manifest(Path(sys.argv[1]), manifest)\n"
-        "except ArtifactError as error: print(error.message)\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("write `manifest.json`: expected room for ")
-    assert done.stdout.endswith(f"found a file-size limit of 4,096 bytes, in {tmp_path}\n")
+    with file_size_limit(4096), pytest.raises(ArtifactError) as caught:
+        write_manifest(tmp_path, written)
+    assert caught.value.message.startswith("write `manifest.json`: expected room for ")
+    assert caught.value.message.endswith(f"found a file-size limit of 4,096 bytes, in {tmp_path}")
     assert os.listdir(tmp_path) == [MANIFEST]
     assert read_manifest(tmp_path) == written
 
@@ -479,30 +468,14 @@ def test_records_are_checked_before_use(tmp_path: Path) -> None:
 
 
 def test_only_regular_files_within_the_folder_are_read(tmp_path: Path) -> None:
-    """A pipe once hung ``verify``, and a link was followed out of the artifact."""
-    secret = tmp_path / "secret"
-    secret.write_bytes(b"x")
+    """A pipe once hung ``verify``, and a link was followed out of the artifact; test_reading has the other kinds."""
     folder = tmp_path / "x.ling3"
     (folder / "programs").mkdir(parents=True)
-    record = FileRecord("programs/a", 1, hashlib.sha256(b"x").hexdigest())
-    place = folder / "programs" / "a"
-    makers: list[tuple[Callable[[], object], str]] = [
-        (lambda: os.mkfifo(place), "found a pipe"),
-        (lambda: place.symlink_to(secret), "found a symbolic link"),
-        (lambda: place.mkdir(), "found a folder"),
-        (lambda: place.symlink_to("/dev/zero"), "found a symbolic link"),
-    ]
-    for make, found in makers:
-        make()
-        for read in (lambda: read_checked(folder, record), lambda: file_record(folder, record.path)):
-            with pytest.raises(ArtifactError, match=found):
-                read()
-        if place.is_dir() and not place.is_symlink():
-            place.rmdir()
-        else:
-            place.unlink()
-    (folder / "programs").rmdir()
     (tmp_path / "a").write_bytes(b"x")
-    (folder / "programs").symlink_to(tmp_path)
-    with pytest.raises(ArtifactError, match="found no folder on the way to it"):
-        read_checked(folder, record)
+    record = FileRecord("programs/a", 1, hashlib.sha256(b"x").hexdigest())
+    os.mkfifo(folder / "programs/a")
+    (folder / "linked").symlink_to(tmp_path)
+    for each, found in ((record, "a pipe"), (replace(record, path="linked/a"), "no folder on the way to it")):
+        for read in (lambda each=each: read_checked(folder, each), lambda each=each: file_record(folder, each.path)):
+            with pytest.raises(ArtifactError, match=f"found {found}"):
+                read()

@@ -28,11 +28,6 @@ from tests.support.refusals import refusal
 
 
 @pytest.fixture
-def toy(tmp_path) -> Path:
-    return Path(shutil.copytree(toy_artifact.shared(), tmp_path / "x.ling3"))
-
-
-@pytest.fixture
 def key(tmp_path) -> Path:
     make_key(tmp_path / "key")
     return tmp_path / "key"

@@ -18,6 +18,7 @@ from ling3export.artifacts import staging
 from ling3export.artifacts.manifest import MANIFEST
 from ling3export.artifacts.staging import folder_lock, staged
 from ling3export.foundation.errors import ArtifactError
+from tests.support.limits import file_size_limit
 
 
 @contextmanager
@@ -77,7 +78,12 @@ def test_an_existing_output_is_refused(tmp_path: Path) -> None:
     assert names(tmp_path) == ["a"]
 
 
-def test_force_replaces_the_whole_folder_and_only_on_success(tmp_path: Path) -> None:
+@pytest.mark.parametrize("swaps", [True, False], ids=["names swapped", "two renames"])
+def test_force_replaces_the_whole_folder_and_only_on_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
+) -> None:
+    if not swaps:  # as on a file system that cannot
+        monkeypatch.setattr(staging, "_swap", lambda one, other: False)
     (tmp_path / "a").mkdir()
     write(tmp_path / "a", "old")
     (tmp_path / "a" / "extra").write_text("old")
@@ -144,20 +150,9 @@ def test_a_full_disk_in_the_block_is_an_artifact_error(tmp_path: Path) -> None:
 
 
 def test_a_file_size_limit_in_the_block_leaves_nothing(tmp_path: Path) -> None:
-    script = """
-        import resource, sys
-        from pathlib import Path
-        from ling3export.artifacts.staging import staged
-        from ling3export.foundation.errors import ArtifactError
-        resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
-        try:
-            with staged(Path(sys.argv[1])) as partial:
-                (partial / "x.exec").write_bytes(bytes(100_000))
-        except ArtifactError as error:
-            print(error.message.split(", in ")[0])
-    """
-    with process(script, tmp_path / "a") as started:
-        assert started.communicate()[0] == ("write `a`: expected room, found a file-size limit of 65,536 bytes\n")
+    with file_size_limit(65536), pytest.raises(ArtifactError) as caught, staged(tmp_path / "a") as partial:
+        (partial / "x.exec").write_bytes(bytes(100_000))
+    assert caught.value.message.startswith("write `a`: expected room, found a file-size limit of 65,536 bytes, in ")
     assert names(tmp_path) == []
 
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import jaxlib
 import pytest
 
+from ling3export.artifacts.program_records import CallInput
 from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import CallInput, Executable, Mesh, Requirements
+from ling3export.artifacts.schema import Executable, Mesh, Requirements
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine import environment, pjrt, verdict
 from tests.support import toy_program

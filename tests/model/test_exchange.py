@@ -43,7 +43,7 @@ class Mover(Quick):
 
     def fetch(self, slot: int):
         """The state of a slot; its latents in the order of their positions."""
-        out, listed = self.move("fetch", PAGES, slot=[slot], page=self.listed(slot)), list(self.listed(slot))
+        out, listed = self.move("offload", PAGES, slot=[slot], page=self.listed(slot)), list(self.listed(slot))
         order = [listed.index(page) for page in self.tables[slot][:PAGES]]
         return out | {"mla_latent": out["mla_latent"][:, order]}
 
@@ -51,7 +51,7 @@ class Mover(Quick):
         places = list(self.tables[slot][:PAGES])
         order = [places.index(page) for page in self.listed(slot)]
         given = given | {"mla_latent": given["mla_latent"][:, order]}
-        self.move("store", PAGES, given, slot=[slot], page=self.listed(slot))
+        self.move("onload", PAGES, given, slot=[slot], page=self.listed(slot))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def mover(case: Case, tp: int, form: str) -> Mover:
 
 def marked(machine: Mover, seed: int) -> dict[str, np.ndarray]:
     """A state that no model gave, with another number in every place."""
-    rng, (values, _) = np.random.default_rng(seed), moved(machine.config, machine.geometry, PAGES, "store")
+    rng, (values, _) = np.random.default_rng(seed), moved(machine.config, machine.geometry, PAGES, "onload")
     return {name: rng.standard_normal(value.shape).astype(value.dtype) for name, value in values.items()}
 
 
@@ -110,9 +110,9 @@ def test_no_page_is_fetched_and_stored_for_number_0(case):
     machine.store(1, marked(machine, 1))
     before = jax.tree.map(np.asarray, machine.state)
     page = [machine.listed(1)[0], 0, 0, 0]
-    out = machine.move("fetch", PAGES, slot=[1], page=page)
+    out = machine.move("offload", PAGES, slot=[1], page=page)
     assert out["mla_latent"][:, 0].any() and not out["mla_latent"][:, 1:].any()
-    machine.move("store", PAGES, out, slot=[1], page=page)
+    machine.move("onload", PAGES, out, slot=[1], page=page)
     after = jax.tree.map(np.asarray, machine.state)
     for name, value in before.items():
         assert value.tobytes() == after[name].tobytes(), name

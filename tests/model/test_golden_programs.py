@@ -53,7 +53,7 @@ def test_the_programs_cost_what_their_budget_says():
             raise
         pytest.skip(str(error))
     programs = compile_cells()
-    assert set(expected) == set(CELLS) and set(programs) == {*CELLS, "copy@8", "fetch@16", "store@16"}
+    assert set(expected) == set(CELLS) and set(programs) == {*CELLS, "copy@8", "offload@16", "onload@16"}
     rows = differences(expected, {name: quantities(programs[name]) for name in CELLS})
     assert not rows, f"{toolchain()}\n{table(rows)}"
     times = {name: moved(program) for name, program in programs.items() if name not in CELLS}

@@ -109,10 +109,10 @@ def borders(scaled: np.ndarray, top_k: int, rng: np.random.Generator) -> float:
     return float((cumulated[at] + cumulated[at + 1]) / 2) if len(wide) else 0.5
 
 
-@pytest.mark.parametrize(("width", "straight"), [(8, False), (320, False), (320, True)])
-def test_kept_set_is_exact(width: int, straight: bool):
+@pytest.mark.parametrize(("width", "unrolled"), [(8, False), (320, False), (320, True)])
+def test_kept_set_is_exact(width: int, unrolled: bool):
     rng = np.random.default_rng(width)
-    mask = jax.jit(lambda *given: keep_mask(*given, straight))
+    mask = jax.jit(lambda *given: keep_mask(*given, unrolled))
     for _ in range(12):
         scaled = (rng.normal(size=(8, width)) * rng.choice([0.2, 1, 4])).astype(np.float32)
         scaled[0] = np.round(scaled[0])  # ties

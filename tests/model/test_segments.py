@@ -70,7 +70,7 @@ def test_a_slice_has_the_layers_of_its_group(case: Case, form: Form):
         name: jax.numpy.asarray(rng.standard_normal(each.shape), each.dtype) for name, each in direct.state.items()
     }
     state = {name: np.asarray(each) for name, each in direct.state.items() if name != "last_token"}
-    step = build_step(case.config, direct.geometry, "slice", 2, direct.mesh)
+    step = build_step(case.config, direct.geometry, "offload_group", 2, direct.mesh)
     for group, layers in enumerate((slice(0, 2), slice(1, 3))):  # of three layers of MLA: a group has up to two
         packed = pack(step.fields, slot=2, page=[3, 0], group=group)
         _, out = step.call({}, {name: direct.state[name] for name in state}, {"packed": packed})

@@ -14,7 +14,7 @@ from typing import Any
 
 from ling3export.artifacts.schema import Target
 from ling3export.cache.cells import Built
-from ling3export.compile.pool import Outcome
+from ling3export.compile.pool import BuildOutcome
 from ling3export.machine.environment import PATIENCE
 
 ROOT = Path(__file__).parents[2]
@@ -142,6 +142,6 @@ def copying(programs: Path, target: Target):
                 shutil.copy(programs / f"{cell.name}.{tier}", self.job.folder)
             built[cell.name] = Built(target.cells[cell.name], target.requires, target.mesh)
             done(cell, built[cell.name])
-        return Outcome(self.plan, built, {})
+        return BuildOutcome(self.plan, built, {})
 
     return run

@@ -1,8 +1,8 @@
 """Publications and pulls that are killed at random moments, and two publishers at once: what is left is whole.
 
-``python -m tests.support.catalog_kills ARTIFACT COUNT [SEED] [s3]`` kills COUNT of each, and prints what became of
-them; with ``s3`` in a store of moto's server. SPAN, in the environment, is the seconds within which they are killed: of
-their beginning, or of that of a publication's last step, the change of the index, with AT=index.
+``python -m tests.support.catalog_kills ARTIFACT COUNT [SEED]`` kills COUNT of each, and prints what became of them.
+SPAN, in the environment, is the seconds within which they are killed: of their beginning, or of that of a publication's
+last step, the change of the index, with AT=index.
 """
 
 import json
@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 from ling3export.artifacts.catalog.layout import OciLayout
@@ -131,11 +131,10 @@ def kill_publishers(toy: Path, root: str, count: int, rng: random.Random, span: 
         found[f"{'killed' if was else 'ended'}, {'whole' if there else 'no version'}"] += 1
         assert publish(toy, store, "toy", "1.0.0", Words()).new is not there
         assert seen(store)
-        if root.startswith("oci:"):  # elsewhere nobody knows who else is publishing
-            store.gc()
-            left = [path.name for path in (store.folder / "blobs/sha256").iterdir() if path.name.startswith(".")]
-            assert not left and seen(store)
-            shutil.rmtree(store.folder)
+        store.gc()
+        left = [path.name for path in (store.folder / "blobs/sha256").iterdir() if path.name.startswith(".")]
+        assert not left and seen(store)
+        shutil.rmtree(store.folder)
     return found
 
 
@@ -156,17 +155,14 @@ def kill_pulls(toy: Path, root: str, count: int, rng: random.Random, span: float
     return found
 
 
-def main(artifact: str, count: str, seed: str = "0", kind: str = "oci") -> None:
+def main(artifact: str, count: str, seed: str = "0") -> None:
     """Prints counts of what was found."""
     rng, span = random.Random(int(seed)), float(os.environ.get("SPAN", "0.3"))
     with tempfile.TemporaryDirectory() as folder:
         toy = Path(shutil.copytree(artifact, Path(folder, "x.ling3")))
-        with s3_bucket() if kind == "s3" else nullcontext(f"oci:{folder}") as root:
-            for what in (kill_publishers, kill_pulls):
-                print(json.dumps({what.__name__: what(toy, root, int(count), rng, span)}), flush=True)
+        for what in (kill_publishers, kill_pulls):
+            print(json.dumps({what.__name__: what(toy, f"oci:{folder}", int(count), rng, span)}), flush=True)
 
 
 if __name__ == "__main__":
-    from tests.support.s3_server import s3_bucket
-
     main(*sys.argv[1:])

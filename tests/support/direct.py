@@ -16,7 +16,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Form, Geometry
 from ling3export.model.inputs import packed_size
 from ling3export.model.parameters import Argument, arguments, parameters
-from ling3export.model.program import Step, build_step, put, state_tree
+from ling3export.model.program import StepProgram, build_step, put, state_tree
 from ling3export.runners.engine.inputs import Span, decode_fields, prefill_fields
 
 
@@ -83,7 +83,7 @@ class Direct:
             form=form,
         )
         self.mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
-        self.steps: dict[tuple[str, int], tuple[Step, Any]] = {}
+        self.steps: dict[tuple[str, int], tuple[StepProgram, Any]] = {}
         specs = self.step("decode", 1)[0].specs[0]
         self.params = self._put(assemble(config, read, dtype, self.geometry), specs)
         self.reset()
@@ -96,7 +96,7 @@ class Direct:
         values, specs = state_tree(self.config, self.geometry)
         self.state = self._put(jax.tree.map(lambda v: np.ones(v.shape, v.dtype), values), specs)
 
-    def step(self, phase: str, padding: int) -> tuple[Step, Any]:
+    def step(self, phase: str, padding: int) -> tuple[StepProgram, Any]:
         if (phase, padding) not in self.steps:
             step = build_step(self.config, self.geometry, phase, padding, self.mesh)
             self.steps[phase, padding] = step, jax.jit(step.call, donate_argnums=(1,))

@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 
-from ling3export.artifacts.schema import MOVING, Program
+from ling3export.artifacts.program_records import Program
+from ling3export.artifacts.schema import MOVING
 from ling3export.cache.cells import opened
 from ling3export.cache.use import CacheUse
 from ling3export.checkpoint.synth import config_fields

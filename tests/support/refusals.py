@@ -1,4 +1,4 @@
-"""A command that refuses: in a clear way, or the test fails."""
+"""Commands of both command lines, run in this process: what they say where they succeed, and where they refuse."""
 
 import click
 from click.testing import CliRunner
@@ -11,3 +11,10 @@ def refusal(command: click.Command, *arguments: object, code: int = 1) -> str:
     assert (done.exit_code, done.stdout) == (code, ""), done.stderr
     assert "Traceback" not in done.stderr
     return done.stderr
+
+
+def said(command: click.Command, *arguments: object) -> str:
+    """What ``command`` says on stdout as it succeeds."""
+    done = CliRunner().invoke(command, [str(argument) for argument in arguments])
+    assert done.exit_code == 0, done.output
+    return done.stdout

@@ -35,7 +35,7 @@ SLOTS, PAGES, PAGE, CONTEXT = 3, 10, 16, 64
 TARGET = "cpu-tp2"
 GEOMETRY = Geometry(TP, "float32", SLOTS, PAGES, PAGE, CONTEXT // PAGE, 1)
 CELLS = {"prefill@16": ("prefill", 16), "decode@2": ("decode", 2), "decode@4": ("decode", 4)}
-CELLS |= {f"{phase}@{rows}": (phase, rows) for phase in ("sample", "adjust") for rows in (1, 2, 4)}
+CELLS |= {f"{phase}@{rows}": (phase, rows) for phase in ("sample", "logits_processor") for rows in (1, 2, 4)}
 STATE = tuple(StateArray(name, (SLOTS + 1,), "int32", ("slots",), None) for name in ("last_token", "seen"))
 P = PartitionSpec
 PROMPTS = [[1, 2, 3], [5] * 20, [7] * 40, [300], [100, 200, 4]]
@@ -66,9 +66,9 @@ def check_tokens(engine: Engine) -> None:
         assert (completion.logits == logits).all()
 
 
-def build_step(config: Any, geometry: Geometry, phase: str, padding: int, mesh: Any) -> steps.Step:
+def build_step(config: Any, geometry: Geometry, phase: str, padding: int, mesh: Any) -> steps.StepProgram:
     """The toy's program of one cell, in place of the model's."""
-    if phase in ("sample", "adjust"):
+    if phase in ("sample", "logits_processor"):
         return steps.build_step(config, geometry, phase, padding, mesh)
     fields = batch_fields(phase, padding, geometry.max_pages)
     packed = jax.ShapeDtypeStruct((packed_size(fields),), jnp.int32)
@@ -95,7 +95,7 @@ def build_step(config: Any, geometry: Geometry, phase: str, padding: int, mesh: 
     )
     specs = ({"toy": {"table": P("tp")}}, {"last_token": P(), "seen": P()}, {"packed": P()})
     out_specs = (specs[1], {"logits": P(None, "tp")})
-    return steps.Step(steps.sharded(body, mesh, specs, out_specs), values, specs, out_specs, fields)
+    return steps.StepProgram(steps.sharded(body, mesh, specs, out_specs), values, specs, out_specs, fields)
 
 
 def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifest:
@@ -122,7 +122,7 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
     with StoreWriter(folder, {file: [TensorSpec("toy.table", shape, "F32", TP)]}) as writer:
         for slab, part in enumerate(np.split(table(seed), TP, axis=1)):
             writer.write("toy.table", part, slab=slab)
-        weights = schema.Weights({file: 0}, writer.finish())
+        weights = schema.WeightsRecord({file: 0}, writer.finish())
     weights.files[file] = (folder / file).stat().st_size
     (folder / "vectors").mkdir()
     (token, _), logits = answer([1, 2], 2, seed)
@@ -130,8 +130,8 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
     vectors = schema.Vectors(
         "the table",
         0,
-        schema.Margins(),
-        (schema.Sequence((1, 2, token), 2, (1, 2), "logits.0"),),
+        schema.MarginsRecord(),
+        (schema.SequenceRecord((1, 2, token), 2, (1, 2), "logits.0"),),
         file_record(folder, "vectors/expected.safetensors"),
     )
     records: tuple[schema.FileRecord, ...] = ()
@@ -143,9 +143,9 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
     assert needs is not None
     manifest = Manifest(
         producer={"ling3export": "0"},
-        source=schema.Source("toy", {}),
+        source=schema.SourceRecord("toy", {}),
         config={"vocab_size": VOCAB, "eos_token_id": (EOS,)},
-        plan=schema.Plan((16,), (2, 4), SLOTS, PAGE, CONTEXT, "float32", 0.6, 1 << 30),
+        plan=schema.PlanRecord((16,), (2, 4), SLOTS, PAGE, CONTEXT, "float32", 0.6, 1 << 30),
         targets={TARGET: _target(cells, needs, state_program)},
         weights=weights,
         vectors=vectors,
@@ -162,7 +162,7 @@ def shared() -> Path:
 
 
 def _target(cells: dict[str, schema.Cell], needs: schema.Executable, state_program: schema.FileRecord) -> schema.Target:
-    arrays = tuple(schema.StateArray(row.name, row.shape, row.dtype, row.spec, row.axes) for row in STATE)
+    arrays = tuple(schema.StateArrayRecord(row.name, row.shape, row.dtype, row.spec, row.axes) for row in STATE)
     return schema.Target(
         platform="cpu",
         mesh=needs.mesh,
@@ -171,7 +171,7 @@ def _target(cells: dict[str, schema.Cell], needs: schema.Executable, state_progr
         fingerprint="0" * 64,
         state_abi="0" * 64,
         geometry=asdict(GEOMETRY),
-        parameters=(schema.Parameter("toy.table", "toy.table", (TP, VOCAB, VOCAB // TP), "float32", ("tp",)),),
+        parameters=(schema.ParameterRecord("toy.table", "toy.table", (TP, VOCAB, VOCAB // TP), "float32", ("tp",)),),
         state=schema.State("replicated", SLOTS, PAGES, PAGE, CONTEXT // PAGE, CHUNK, arrays),
         cells=cells,
         state_program=state_program,

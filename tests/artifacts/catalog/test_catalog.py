@@ -22,7 +22,7 @@ from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.artifacts.schema import Manifest, Vectors
-from ling3export.artifacts.schema import Weights as Stored
+from ling3export.artifacts.schema import WeightsRecord as Stored
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import make_key, public_path, sign
 from ling3export.cli import main as cli
@@ -36,23 +36,12 @@ from ling3export.runners.load.weights import Weights
 from tests.support import toy_artifact
 from tests.support.catalog_kills import contents, kill_publishers, kill_pulls, started
 from tests.support.manifests import parted
-from tests.support.refusals import refusal
-
-
-@pytest.fixture
-def toy(tmp_path) -> Path:
-    return Path(shutil.copytree(toy_artifact.shared(), tmp_path / "x.ling3"))
+from tests.support.refusals import refusal, said
 
 
 @pytest.fixture
 def store(tmp_path) -> OciLayout:
     return OciLayout(tmp_path / "store")
-
-
-def said(main, *words: object) -> str:
-    done = CliRunner().invoke(main, [str(word) for word in words])
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 def pulled(store: OciLayout, to: Path, version: str | None = None, **options) -> pulling.Moved:
@@ -300,8 +289,8 @@ def test_a_pull_that_breaks_off_goes_on_from_there(toy, store, tmp_path, monkeyp
     assert len(pulling.resolve(store, "toy", None)[0].layers["weights/toy.safetensors"]) > 5
     rng, stream, left = random.Random(0), OciLayout.stream, [0]
 
-    def breaking(self, blob, start=0):
-        for data in stream(self, blob, start):
+    def breaking(self, blob, start=0, stop=None):
+        for data in stream(self, blob, start, stop):
             for at in range(0, len(data), 1000):
                 left[0] -= 1000
                 if left[0] < 0:
@@ -423,9 +412,10 @@ def test_versions_that_depend_on_each_other_without_end_are_refused(toy, store, 
 
 
 def test_a_machine_without_the_devices_is_refused_before_a_byte_is_pulled(toy, store, tmp_path, monkeypatch):
-    real = find(store, _published(toy, store))[1]
+    found = find(store, _published(toy, store))
+    real = found.record
     needs = replace(real.requirements, targets=("tpu:v6e:4x4",), devices=16)
-    monkeypatch.setattr(pulling, "find", lambda *arguments, **options: ({}, replace(real, requirements=needs)))
+    monkeypatch.setattr(pulling, "find", lambda *_, **options: replace(found, record=replace(real, requirements=needs)))
     out = tmp_path / "out"
     assert refusal(runner_cli.main, "pull", f"{store}/toy", "--to", out) == (
         "error: machine: expected 16 devices of tpu:v6e:4x4 for toy@1.0.0, found cpu\n"
@@ -433,7 +423,7 @@ def test_a_machine_without_the_devices_is_refused_before_a_byte_is_pulled(toy, s
     )
     assert not list(tmp_path.glob("*out*"))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 9, 1))
-    monkeypatch.setattr(pulling, "find", lambda *arguments, **options: ({}, real))
+    monkeypatch.setattr(pulling, "find", lambda *_, **options: found)
     assert "error: disk: expected " in refusal(runner_cli.main, "pull", f"{store}/toy", "--to", out)
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import click
 import pytest
-from click.testing import CliRunner
 
 from ling3export.artifacts.catalog.layout import OciLayout
 from ling3export.artifacts.catalog.publish import Words, publish
@@ -22,15 +21,9 @@ from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.cli.options import FOLDER
 from ling3export.runners.cli.references import Artifact
 from ling3export.runners.load.references import pulled
-from tests.support import toy_artifact
 from tests.support.catalog_kills import contents
 from tests.support.manifests import parted
-from tests.support.refusals import refusal
-
-
-@pytest.fixture
-def toy(tmp_path) -> Path:
-    return Path(shutil.copytree(toy_artifact.shared(), tmp_path / "x.ling3"))
+from tests.support.refusals import refusal, said
 
 
 @pytest.fixture
@@ -45,12 +38,6 @@ def reference(toy, tmp_path) -> str:
 def kept(tmp_path, monkeypatch) -> Path:
     monkeypatch.setenv("LING3_STORE", str(tmp_path / "kept"))
     return tmp_path / "kept/artifacts"
-
-
-def said(main: click.Command, *words: object) -> str:
-    done = CliRunner().invoke(main, [str(word) for word in words])
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 def commands(group: click.Group, *above: str) -> Iterator[tuple[str, click.Command]]:
@@ -126,7 +113,7 @@ def test_verify_publish_and_attach_pull_what_they_read(toy, reference, kept, tmp
 
 
 def test_a_cell_of_a_reference_is_built_again(toy, reference, kept, monkeypatch):
-    def replayed(artifact, cell, cache):
+    def replayed(artifact, cell, *build):
         assert (contents(artifact), cell) == (contents(toy), "decode@2")
         return ["built"], True
 

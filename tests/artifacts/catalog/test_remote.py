@@ -2,36 +2,37 @@
 
 import base64
 import json
-import shutil
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 import pytest
 import requests
-from click.testing import CliRunner
-from fsspec.implementations.memory import MemoryFileSystem
-from fsspec.registry import _registry
+from s3fs import S3FileSystem
 
-from ling3export.artifacts.catalog import credentials, oci
+from ling3export.artifacts.catalog import credentials, oci, remote
 from ling3export.artifacts.catalog import pull as pulling
 from ling3export.artifacts.catalog import registry as registries
-from ling3export.artifacts.catalog.layout import INDEX, OciLayout
+from ling3export.artifacts.catalog.layout import OciLayout, named
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.registry import TOKEN, Registry
 from ling3export.artifacts.catalog.remote import RemoteLayout
 from ling3export.artifacts.catalog.stores import choose, open_store, parse_reference
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
+from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import AuthDenied, AuthRequired, CatalogError, VersionExists
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from tests.support import toy_artifact
-from tests.support.refusals import refusal
+from tests.support.catalog_kills import contents
+from tests.support.manifests import parted
+from tests.support.refusals import refusal, said
 from tests.support.registries import HTPASSWD, docker_registry, web_server
+from tests.support.s3_server import s3_bucket
 from tests.support.token_server import USER, Answer, TokenServer, answering
 
 
@@ -40,21 +41,6 @@ def registry(tmp_path_factory) -> Iterator[str]:
     """``HOST:PORT`` of a registry that takes anybody."""
     with docker_registry(tmp_path_factory.mktemp("registry")) as host:
         yield host
-
-
-@pytest.fixture
-def toy(tmp_path) -> Path:
-    return Path(shutil.copytree(toy_artifact.shared(), tmp_path / "x.ling3"))
-
-
-def said(main, *words: object) -> str:
-    done = CliRunner().invoke(main, [str(word) for word in words])
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def pulled(store, id: str, to: Path) -> pulling.Moved:
@@ -79,7 +65,7 @@ def test_published_into_a_registry_found_pulled_and_run(toy, registry, tmp_path)
     ).json()
     assert image["artifactType"] == oci.ARTIFACT and image["config"]["mediaType"] == oci.RECORD
     assert {each["annotations"][oci.TITLE] for each in image["layers"]} == set(contents(toy))
-    assert "expected oci:FOLDER, found a registry" in refusal(cli.main, "catalog", "gc", where)
+    assert "expected oci:FOLDER, found another" in refusal(cli.main, "catalog", "gc", where)
 
 
 def test_a_registry_has_weights_once_and_no_version_changes(toy, registry, tmp_path):
@@ -259,102 +245,45 @@ def test_a_registry_that_redirects_takes_no_token_with_it_and_no_endless_answer(
     assert seen and set(seen) == {None}
 
 
-class Google(MemoryFileSystem):
-    """Memory with the generations of Google's objects, and the upload on a condition as gcsfs passes it on."""
-
-    protocol, store, pseudo_dirs, base = ("gs", "gcs"), {}, [""], "http://x/storage/v1/"
-
-    @classmethod
-    def _strip_protocol(cls, path: str) -> str:
-        return "/" + path.removeprefix("gs://").strip("/")
-
-    def split_path(self, path: str) -> tuple[str, str, None]:
-        _, bucket, name = path.split("/", 2)
-        return bucket, name, None
-
-    def info(self, path: str, **options: Any) -> dict[str, Any]:
-        found = super().info(path, **options)
-        modified = getattr(self.store.get(self._strip_protocol(path)), "modified", None)
-        return found | {"generation": modified and str(modified.timestamp())}
-
-    def call(self, method: str, url: str, *, uploadType: str, name: str, data: bytes, ifGenerationMatch: str) -> None:
-        assert (method, url, uploadType) == ("POST", "http://x/upload/storage/v1/b/bucket/o", "media")
-        path = f"/bucket/{name}"
-        if ifGenerationMatch != (self.info(path)["generation"] if self.exists(path) else "0"):
-            raise PreconditionFailed
-        self.pipe_file(path, data)
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    with s3_bucket() as url:
+        yield url
 
 
-class PreconditionFailed(FileExistsError):
-    """As gcsfs says that a condition does not hold."""
-
-
-@pytest.fixture
-def where(monkeypatch) -> str:
-    """A store of Google's, empty."""
-    monkeypatch.setitem(_registry, "gs", Google)
-    monkeypatch.setattr(Google, "store", {})
-    return "gs://bucket/catalogue"
-
-
-def test_a_layout_that_fsspec_writes_is_published_into_and_pulled_from(toy, where, tmp_path):
-    words = ("catalog", "publish", toy, where, "--id", "toy", "--no-run", "--version")
-    digest = said(cli.main, *words, "1.0.0")
-    assert said(cli.main, *words, "1.0.0") == digest
-    first = RemoteLayout(where).entries()
-    write_manifest(toy, replace(read_manifest(toy), notes=("other programs",)))
-    with pytest.raises(VersionExists):
-        publish(toy, RemoteLayout(where), "toy", "1.0.0", Words())
-    assert publish(toy, RemoteLayout(where), "toy", "1.1.0", Words()).moved == (toy / MANIFEST).stat().st_size
-    assert RemoteLayout(where).entries()[:1] == first
-    assert json.loads(said(cli.main, "catalog", "search", where, "toy", "--json"))[0]["version"] == "1.1.0"
-    said(runner_cli.main, "pull", f"{where}/toy", "--to", tmp_path / "out.ling3")
-    assert contents(tmp_path / "out.ling3") == contents(toy)
-    assert "where nobody knows who else is publishing" in refusal(cli.main, "catalog", "gc", where)
-    elsewhere = ("memory://x", "--id", "toy", "--version", "1.0.0", "--no-run")
-    assert "found one that is read alone" in refusal(cli.main, "catalog", "publish", toy, *elsewhere)
-
-
-def test_a_publication_through_fsspec_that_breaks_leaves_no_version(toy, where, monkeypatch):
-    breaking = iter([None, None, KeyboardInterrupt])
-    real = Google._open
-
-    def opened(self, path, mode="rb", **options):
-        if "w" in mode and (error := next(breaking, None)) is not None:
-            raise error
-        return real(self, path, mode, **options)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Google, "_open", opened)
-        with pytest.raises(KeyboardInterrupt):
-            publish(toy, RemoteLayout(where), "toy", "1.0.0", Words())
-    assert RemoteLayout(where).entries() == []
-    publish(toy, RemoteLayout(where), "toy", "1.0.0", Words())
-    assert pulling.verify(RemoteLayout(where), pulling.resolve(RemoteLayout(where), "toy", None)[0]) > 0
-
-
-def test_a_store_of_googles_writes_the_index_over_the_generation_that_was_read(toy, where, tmp_path, monkeypatch):
-    call = Google.call
-    others = [lambda: publish(toy, RemoteLayout(where), "other", "1.0.0", Words())]
-
-    def called(self, method, url, **what):
-        if what["name"].endswith(INDEX) and others:
-            others.pop()()
-        return call(self, method, url, **what)
-
-    monkeypatch.setattr(Google, "call", called)
-    for version in ("1.0.0", "1.1.0"):
-        publish(toy, RemoteLayout(where), "toy", version, Words())
-        others.append(lambda version=version: publish(toy, RemoteLayout(where), "other", f"2{version}", Words()))
-    found = [(entry.id, entry.version) for entry in RemoteLayout(where).entries()]
-    assert found == [("other", "1.0.0"), ("other", "21.0.0"), ("toy", "1.0.0"), ("toy", "1.1.0")]
-    pulled(RemoteLayout(where), "toy", tmp_path / "out")
+def test_a_layout_in_an_s3_store_is_found_verified_pulled_and_shared(toy, bucket, tmp_path):
+    parted(toy)
+    publish(toy, OciLayout(tmp_path / "store"), "toy", "1.0.0", Words())
+    S3FileSystem().put(f"{tmp_path}/store/", f"{bucket}/", recursive=True)
+    assert json.loads(said(cli.main, "catalog", "search", bucket, "toy", "--json"))[0]["version"] == "1.0.0"
+    assert "bytes agree" in said(cli.main, "catalog", "verify", f"{bucket}/toy")
+    said(runner_cli.main, "pull", f"{bucket}/toy", "--to", tmp_path / "out")
     assert contents(tmp_path / "out") == contents(toy)
-    monkeypatch.setattr(
-        Google, "call", lambda self, method, url, name, data, **_: self.pipe_file(f"/bucket/{name}", data)
-    )
-    with pytest.raises(CatalogError, match="found one that writes in any case"):
-        publish(toy, RemoteLayout(where), "toy", "3.0.0", Words())
+    said(runner_cli.main, "pull", f"{bucket}/toy", "--to", tmp_path / "share", "--target", "cpu-tp2", "--host-id", 1)
+    check_share(tmp_path / "share", "cpu-tp2", 1)
+    for words in (("gc", bucket), ("publish", toy, bucket, "--id", "toy", "--version", "2.0.0", "--no-run")):
+        assert "expected oci:FOLDER" in refusal(cli.main, "catalog", *words)
+
+
+def test_a_range_of_an_s3_object_is_what_is_asked_for_and_no_more(bucket, monkeypatch):
+    """File objects of s3fs read 50 MB ahead, which of a host's share would be nearly all."""
+    monkeypatch.setattr(remote, "RANGE", 100)
+    store, data, asked = RemoteLayout(bucket), bytes(range(250)), []
+    real = store.files.cat_file
+    blob = oci.Descriptor(mediaType=oci.LAYER, digest=f"sha256:{sha256(data).hexdigest()}", size=len(data))
+    none = oci.Descriptor(mediaType=oci.LAYER, digest=f"sha256:{sha256(b'').hexdigest()}", size=0)
+    for each, content in ((blob, data), (none, b"")):
+        S3FileSystem().pipe_file(f"{bucket}/{named(each.digest)}", content)
+
+    def cat_file(path, start=0, end=0):
+        asked.append(end - start)
+        return real(path, start=start or None, end=end or None)
+
+    monkeypatch.setattr(store.files, "cat_file", cat_file)
+    for start, stop in ((0, 250), (0, None), (40, 60), (249, None)):
+        assert b"".join(store.stream(blob, start, stop)) == data[start:stop]
+    assert asked == [100, 150, 100, 151, 20, 2]
+    assert b"".join(store.stream(none)) == b""
 
 
 # What a registry may answer to a question for tags, and what is said of it.

@@ -3,7 +3,6 @@
 Two copies of the source tree in different folders build as different users. What they do runs once, side by side.
 """
 
-import json
 import os
 import re
 import shutil
@@ -27,7 +26,7 @@ pytestmark = pytest.mark.build
 
 ROOT = Path(__file__).parents[3]
 TARGET = "cpu-tp1"
-CELLS = ["adjust@1", "decode@1", "prefill@16", "sample@1"]
+CELLS = ["decode@1", "logits_processor@1", "prefill@16", "sample@1"]
 
 
 CACHED = SMALLEST[2:]  # without `--cache off`
@@ -229,16 +228,6 @@ def test_a_broken_executable_is_named_and_made_again(built, checkpoint, tmp_path
     assert f"cache entry programs/{made}: expected a whole one, found " in said
     assert said.count(f", in {cache}; discarded, it is made again\n") == 2
     assert f"{TARGET} sample@1: not in the cache: its entry was lost or broken\n" in said
-    done = subprocess.run(
-        [sys.executable, "-m", "ling3export.cli", "cache", "lookup", artifact, "--json", "--cache-dir", cache],
-        capture_output=True,
-        text=True,
-        env=built.one.variables,
-    )
-    assert done.returncode == 0
-    assert [(row["cell"], row["found"], row["program_found"]) for row in json.loads(done.stdout)] == [
-        (cell, True, True) for cell in CELLS
-    ]
 
 
 def test_a_build_that_is_killed_leaves_what_it_had_to_the_one_beside_it_and_the_next(built, checkpoint, tmp_path):

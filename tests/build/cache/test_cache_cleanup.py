@@ -1,12 +1,8 @@
-"""``ling3export cache status | lookup | cleanup``: what goes by age, size and all, and what a running build keeps."""
+"""``ling3export cache status | cleanup``: what goes by age, size and all."""
 
 import json
 import os
-import signal
-import subprocess
-import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,25 +12,15 @@ from ling3export.artifacts.records import sha256_of
 from ling3export.cache.cells import Cells
 from ling3export.cache.cleanup import Cleaned, clean_up, status, total_bytes
 from ling3export.cache.cleanup import found_entries as found
-from ling3export.cache.explain import Looked, lookup
 from ling3export.cache.store import Cache
-from ling3export.cache.use import CacheUse, lease
+from ling3export.cache.use import CacheUse
 from ling3export.cli import main as cli
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from tests.support.builds import environment
 from tests.support.tiny import tiny_fields
 
 TARGET = {"platform": "cpu", "kind": None, "topology": None, "tp": 2, "processes": 1, "machine": "m"}
-HOLDER = """
-import sys
-from pathlib import Path
-from ling3export.cache.use import lease
-with lease(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.read()
-"""
 
 
 def fields(padding: int) -> dict[str, object]:
@@ -85,7 +71,7 @@ def blobs(folder: Path) -> list[int]:
 def test_age_removes_what_was_not_used_for_longer(folder):
     assert clean_up(folder, older_than=3.5 * 86400).removed == 0
     done = clean_up(folder, older_than=1.5 * 86400)
-    assert (done.removed, done.kept, done.in_use) == (4, 2, 0)
+    assert (done.removed, done.kept) == (4, 2)
     assert left(folder) == [3]
     assert blobs(folder) == [4, 3000]
 
@@ -108,45 +94,12 @@ def test_all_leaves_nothing_and_a_missing_folder_is_empty(folder, tmp_path):
     assert not (tmp_path / "none").exists()
 
 
-def test_what_a_running_build_has_used_or_written_stays(folder):
-    cache = Cache(CacheUse("on", folder), pytest.fail)
-    with lease(folder):
-        assert cache.read("cells", sha256_of(fields(1))) is not None
-        (folder / "blobs" / ("f" * 64)).write_bytes(b"written, not named yet")
-        partial = folder / "blobs" / f".{'e' * 64}.partial-1-00000000"
-        partial.write_bytes(b"being written")
-        done = clean_up(folder, everything=True)
-        assert (done.removed, done.kept, done.in_use) == (4, 2, 2)
-        assert left(folder) == [1]
-        assert blobs(folder) == [4, 13, 22, 1000]
+def test_what_no_entry_names_and_what_killed_writers_left_goes_with_the_entries(folder):
+    (folder / "blobs" / ("f" * 64)).write_bytes(b"written, not named")
+    (folder / "blobs" / f".{'e' * 64}.partial-1-00000000").write_bytes(b"being written")
     done = clean_up(folder, everything=True)
-    assert (done.removed, done.in_use) == (2, 0)
+    assert (done.removed, done.kept) == (6, 0)
     assert list((folder / "blobs").iterdir()) == []
-
-
-def test_a_killed_build_protects_nothing(folder):
-    command = [sys.executable, "-c", HOLDER, str(folder)]
-    with subprocess.Popen(command, stdin=-1, stdout=-1, text=True, env=environment({})) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        assert Cache(CacheUse("on", folder), pytest.fail).read("cells", sha256_of(fields(2))) is not None
-        assert clean_up(folder, everything=True).in_use == 2
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert len(list((folder / "builds").iterdir())) == 1
-    assert clean_up(folder, everything=True).in_use == 0
-    assert list((folder / "builds").iterdir()) == []
-    assert left(folder) == []
-
-
-def test_lookup_by_key_says_what_is_whole(folder):
-    key, made = sha256_of(fields(2)), sha256_of(program(2))
-    looked = Looked("cpu-tp2", "decode@2", key, True, made, True)
-    assert lookup(folder, key) == lookup(folder, key[:8]) == [looked]
-    assert lookup(folder, made) == [replace(looked, cell=None, key=None, found=False)]
-    next(path for path in (folder / "blobs").iterdir() if path.stat().st_size == 2000).write_bytes(b"broken")
-    assert lookup(folder, key) == [replace(looked, found=False, program_found=False)]
-    assert cache_command("lookup", "0123456789", "--cache-dir", str(folder)).stdout == "0123456789 not found\n"
 
 
 def cache_command(*arguments: str) -> Result:
@@ -162,11 +115,8 @@ def test_the_commands_print_data_on_stdout(folder, tmp_path):
     found = json.loads(cache_command("status", "--json", *where).stdout)
     assert found["targets"] == {"cpu-tp2": {"cells": 3, "bytes": 6004}}
     assert (found["cells"], found["programs"], found["broken"]) == (3, 3, 0)
-    done = cache_command("lookup", sha256_of(fields(1)), *where)
-    key, made = sha256_of(fields(1))[:12], sha256_of(program(1))[:12]
-    assert (done.exit_code, done.stdout) == (0, f"cpu-tp2 decode@1: {key} found, program {made} found\n")
     done = cache_command("cleanup", "--older-than", "36h", "--json", *where)
-    assert {"removed": 4, "kept": 2, "in_use": 0}.items() <= json.loads(done.stdout).items()
+    assert {"removed": 4, "kept": 2}.items() <= json.loads(done.stdout).items()
     done = cache_command("cleanup", "--all", *where)
     assert done.stdout == "removed 2 entries (0.0 MB); 0 entries (0.0 MB) are left\n"
 
@@ -213,7 +163,6 @@ def test_a_default_folder_that_is_empty_or_absent_holds_no_entries(tmp_path, mon
         (["cleanup"], 2, "Error: expected --older-than, --max-size or --all.\n"),
         (["cleanup", "--older-than", "3"], 1, "error: --older-than: expected an age, found `3`\nhint: write 30d, "),
         (["cleanup", "--max-size", "x"], 1, "error: --max-size: expected a size, found `x`\n"),
-        (["lookup", "no-such"], 1, "error: cache lookup `no-such`: expected an artifact or a key, found neither\n"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(arguments, code, message):
@@ -229,7 +178,7 @@ def crafted(folder: Path, value: object, kind: str = "cells") -> None:
     (folder / kind / f"{sha256_of(value)}.json").write_text(text)
 
 
-def test_entries_that_no_build_wrote_stop_neither_status_nor_lookup_nor_cleanup(folder):
+def test_entries_that_no_build_wrote_stop_neither_status_nor_cleanup(folder):
     """Deep JSON in one entry ended all of them with a traceback, and builds, too."""
     whole = status(folder)
     (folder / "cells" / f"{'a' * 64}.json").write_bytes(b"[" * 10**6)
@@ -243,8 +192,6 @@ def test_entries_that_no_build_wrote_stop_neither_status_nor_lookup_nor_cleanup(
     found = status(folder)
     assert (found.cells, found.targets["unknown"].cells) == (whole.cells + 4, 4)
     assert found.broken == 3 + 2 * 4
-    for value in strange:
-        lookup(folder, sha256_of(value))
     said: list[str] = []
     cells = Cells(CacheUse("readonly", folder, explain=True), said.append)
     config = Config.from_dict(tiny_fields())

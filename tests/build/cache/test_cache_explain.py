@@ -3,7 +3,7 @@
 from typing import Any
 
 from ling3export.cache.explain import differences, explain
-from ling3export.cache.store import Entry
+from ling3export.cache.store import CacheEntry
 
 
 def fields(padding: int = 16, **changes: Any) -> dict[str, Any]:
@@ -19,8 +19,8 @@ def fields(padding: int = 16, **changes: Any) -> dict[str, Any]:
     return whole | {name: whole[name] | change for name, change in changes.items()}
 
 
-def entry(fields: dict[str, Any]) -> Entry:
-    return Entry("cells", "0" * 64, fields, {}, {})
+def entry(fields: dict[str, Any]) -> CacheEntry:
+    return CacheEntry("cells", "0" * 64, fields, {}, {})
 
 
 def why(before: dict[str, Any], now: dict[str, Any]) -> str:

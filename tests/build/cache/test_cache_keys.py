@@ -13,25 +13,26 @@ from unittest.mock import Mock
 
 import pytest
 
+from ling3export.artifacts.program_records import Memory, Origin, Program
 from ling3export.artifacts.records import sha256_of, to_json
-from ling3export.artifacts.schema import Memory, Mesh, Origin, Program, Requirements
+from ling3export.artifacts.schema import Mesh, Requirements
 from ling3export.cache import keys
 from ling3export.cache.cells import Built, Cells, opened
 from ling3export.cache.keys import cell_fields, program_fields
 from ling3export.cache.store import Cache
 from ling3export.cache.use import CacheUse
 from ling3export.compile import build
-from ling3export.compile.pool import Compilers, Outcome
+from ling3export.compile.pool import BuildOutcome, Compilers
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.processes import Failure
 from ling3export.machine import environment
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
-from ling3export.plan.plan import Cell, Plan, make_plan
+from ling3export.plan.plan import Plan, PlannedCell, make_plan
 from tests.support.package_copy import copied
 from tests.support.tiny import tiny_fields
 
-CELL = Cell("decode", 16)
+CELL = PlannedCell("decode", 16)
 MEMORY = Memory(1, 2, 3, 4, 5)
 MADE = Origin("compiler", "f" * 64, 5, 1)
 CONFIG = Config.from_dict(tiny_fields())
@@ -42,7 +43,7 @@ def plan(target: str = "cpu", **options: Any) -> Plan:
     return make_plan(CONFIG, Options(**{"paddings": (16,), "tp": 2, "context": 128, **options}), target)
 
 
-def key_of(config: Config = CONFIG, planned: Plan | None = None, cell: Cell = CELL) -> str:
+def key_of(config: Config = CONFIG, planned: Plan | None = None, cell: PlannedCell = CELL) -> str:
     return sha256_of(cell_fields(config, plan() if planned is None else planned, cell))
 
 
@@ -111,7 +112,7 @@ def test_what_decides_a_cell_changes_its_key_and_nothing_else_does(monkeypatch):
     assert key_of(planned=plan(paddings=(16, 32), decode_paddings=(16,))) == first  # another cell beside it
     assert key_of(planned=plan(jobs=3)) == first
     changed = [
-        key_of(cell=Cell("decode", 32)),
+        key_of(cell=PlannedCell("decode", 32)),
         key_of(Config.from_dict(tiny_fields(rope_theta=20000))),
         key_of(planned=plan(pages=7)),
         key_of(planned=plan(dtype="float32")),
@@ -243,17 +244,16 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
     said: list[str] = []
     (tmp_path / "file").touch()
     folder = folder_with(tmp_path, "programs", b"1")
-    with opened(CacheUse("on", tmp_path / "file" / "cache"), said.append) as cells:
-        assert cells.fetch(CONFIG, plan(), CELL, folder) is None
-        cells.keep(CONFIG, plan(), CELL, folder, built())
-        assert cells.use == CacheUse("readonly", tmp_path / "file" / "cache")
-        assert (cells.use.reads, cells.use.writes) == (True, False)
+    cells = opened(CacheUse("on", tmp_path / "file" / "cache"), said.append)
+    assert cells.fetch(CONFIG, plan(), CELL, folder) is None
+    cells.keep(CONFIG, plan(), CELL, folder, built())
+    assert cells.use == CacheUse("readonly", tmp_path / "file" / "cache")
+    assert (cells.use.reads, cells.use.writes) == (True, False)
     told = "not cached: cache `cache`: expected a folder that can be written, found "
     assert said.pop() == f"{told}Not a directory, in {tmp_path / 'file'}"
 
     use = CacheUse("on", tmp_path / "cache")
-    with opened(use, said.append) as cells:
-        cells.keep(CONFIG, plan(), CELL, folder, built())
+    opened(use, said.append).keep(CONFIG, plan(), CELL, folder, built())
     before = sorted(use.where.rglob("*"))
     make = os.open
 
@@ -265,9 +265,9 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
 
     monkeypatch.setattr(os, "open", refuse)
     for policy, there in (("on", True), ("redo", False)):
-        with opened(replace(use, policy=policy), said.append) as cells:
-            found = cells.fetch(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"2"))
-            assert (found is not None, cells.use.writes) == (there, False)
+        cells = opened(replace(use, policy=policy), said.append)
+        found = cells.fetch(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"2"))
+        assert (found is not None, cells.use.writes) == (there, False)
         assert said.pop() == f"{told}Permission denied, in {tmp_path}"
     assert said == []
     assert sorted(use.where.rglob("*")) == before
@@ -368,7 +368,7 @@ def test_what_receipts_refuse_does_not_stay_in_the_cache(tmp_path, monkeypatch):
     origin = replace(MADE, program=sha256_of(fields))
     Cache(cells.use, pytest.fail).write("programs", fields, {}, {"exec": b"wrong"})
     whole = cells.keep(CONFIG, plan(), CELL, folder_with(tmp_path, "built", b"1"), built(origin))
-    outcome = Outcome(plan(), {CELL.name: whole}, {})
+    outcome = BuildOutcome(plan(), {CELL.name: whole}, {})
     monkeypatch.setattr(build, "config_of", lambda manifest: CONFIG)
     monkeypatch.setattr(build, "target_record", lambda *arguments: None)
     monkeypatch.setattr(build, "measure_apart", refusing)

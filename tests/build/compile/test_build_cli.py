@@ -170,17 +170,20 @@ def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_p
         "error: programs: expected 4 cells to build, 1 did not: "
         "prefill@16: the compiling process was killed by SIGKILL: nothing was printed\n"
         "hint: if the memory was full: compile fewer at a time with --jobs; the 3 others are in the cache: the same "
-        "build again takes them; to build one alone and see all that its compiler says: --replay prefill@16\n"
+        "build again takes them; to build one alone and see all that its compiler says: the same command with "
+        "--replay prefill@16\n"
     ) in err
     assert "Traceback" not in err
     table = [line.split() for line in err[err.index("cpu-tp1:\n") :].splitlines()[2:6]]
     assert table[0][:2] == ["prefill@16", "failed"]
-    assert [row[:2] for row in table[1:]] == [[f"{phase}@1", "compiled"] for phase in ("decode", "sample", "adjust")]
+    assert [row[:2] for row in table[1:]] == [
+        [f"{phase}@1", "compiled"] for phase in ("decode", "sample", "logits_processor")
+    ]
     assert marked(artifact) == []
-    assert names(tmp_path) == [".x.ling3.failed.json", "cache"]
+    assert names(tmp_path) == ["cache"]
 
-    replay = ["build", str(artifact), "--replay", "prefill@16", "--cache-dir", str(tmp_path / "cache")]
-    done = CliRunner().invoke(cli.main, replay)
+    replay = ["build", checkpoint, artifact, *SMALLEST, "--replay", "prefill@16", "--cache-dir", tmp_path / "cache"]
+    done = CliRunner().invoke(cli.main, [str(word) for word in replay])
     assert done.exit_code == 0, done.stderr
     assert re.fullmatch(
         r"cpu-tp1 prefill@16: built in .* s \(lowered in .*, compiled in .*\)\n"

@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts.schema import Memory, Mesh, Origin, Program, Requirements
+from ling3export.artifacts.program_records import Memory, Origin, Program
+from ling3export.artifacts.schema import Mesh, Requirements
 from ling3export.cache.cells import Built, Cells
 from ling3export.cache.use import CacheUse
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli.main import main
 from ling3export.cli.progress import Console
 from ling3export.compile import fleet
-from ling3export.compile.pool import Compilers, Outcome
-from ling3export.compile.replay import failed_path
+from ling3export.compile.pool import BuildOutcome, Compilers
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.processes import Failure
 from ling3export.plan.options import Options
@@ -25,12 +25,12 @@ from ling3export.plan.pricing import config_of
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)
-CELLS = ["adjust@1", "decode@1", "prefill@16", "sample@1"]
+CELLS = ["decode@1", "logits_processor@1", "prefill@16", "sample@1"]
 
 
-def stub(self: Compilers, cells, done) -> Outcome:
+def stub(self: Compilers, cells, done) -> BuildOutcome:
     """In place of ``Compilers.run``: two small files a cell."""
-    outcome = Outcome(self.plan, {}, {})
+    outcome = BuildOutcome(self.plan, {}, {})
     for cell in cells:
         for suffix in ("stablehlo", "exec"):
             (self.job.folder / f"{cell.name}.{suffix}").write_text(f"{suffix} of {cell.name}")
@@ -72,7 +72,7 @@ class Asked:
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         fields = tiny_fields()
         self.checkpoint = write_tiny(folder / "tiny", fields, tiny_weights(fields))
-        self.artifact, self.use = folder / "a.ling3", CacheUse("on", folder / "cache")
+        self.use = CacheUse("on", folder / "cache")
         self.pools = 0
         monkeypatch.setattr(Compilers, "run", stub)
 
@@ -82,9 +82,7 @@ class Asked:
 
     def run(self, use: CacheUse | None = None) -> None:
         with Console() as console:
-            fleet.build_on(
-                self.pool, self.checkpoint / "config.json", self.artifact, OPTIONS, console, cache=use or self.use
-            )
+            fleet.build_on(self.pool, self.checkpoint / "config.json", OPTIONS, console, cache=use or self.use)
 
     def kept(self, folder: Path) -> dict[str, Built | None]:
         """What the build itself finds in the cache, its files in ``folder``."""
@@ -117,13 +115,12 @@ def test_a_cell_that_fails_loses_none_of_the_others(asked, tmp_path, monkeypatch
         (cell,) = cells
         if cell.phase != "decode":
             return stub(self, cells, done)
-        return Outcome(self.plan, {}, {cell.name: Failure("too large")})
+        return BuildOutcome(self.plan, {}, {cell.name: Failure("too large")})
 
     monkeypatch.setattr(Compilers, "run", failing)
     with pytest.raises(PlanError, match="expected 4 cells to build, 1 did not: decode@1: too large") as caught:
         asked.run()
     assert "the 3 others are in the cache" in str(caught.value)
-    assert failed_path(asked.artifact).exists()
     assert [name for name, built in asked.kept(tmp_path).items() if built is None] == ["decode@1"]
 
 

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 from ling3export.artifacts.manifest import read_manifest, recorded_files
 from ling3export.artifacts.schema import PortableReceipts, Receipts, Tolerance
 from ling3export.checkpoint.convert import store_files
-from ling3export.checkpoint.dummy import DummyWeights
 from ling3export.checkpoint.load_plan import load_plan
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import config_fields
+from ling3export.checkpoint.synth_weights import DummyWeights
 from ling3export.cli import main as cli
 from ling3export.compile import pool
 from ling3export.compile.attach import still_measured

@@ -47,7 +47,7 @@ def test_a_tpu_target_is_compiled_into_an_artifact_for_the_cpu(artifact, tmp_pat
     assert files(whole / "weights") == weights  # the very same files
     assert manifest.targets["cpu-tp2"] == before.targets["cpu-tp2"]
     cells = manifest.targets["tpu-v6e-2x2-tp4"].cells
-    assert sorted(cells) == ["adjust@8", "decode@8", "prefill@128", "sample@8"]
+    assert sorted(cells) == ["decode@8", "logits_processor@8", "prefill@128", "sample@8"]
     assert {cell.status for cell in cells.values()} == {"compiled, not executed"}
     assert [note.partition(": ")[0] for note in manifest.notes] == TARGETS
     tensors = {row.tensor for target in manifest.targets.values() for row in target.parameters}

@@ -43,7 +43,7 @@ def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
         "prefill": {"columns", "rows", "route"} | experts,
         "decode": {"columns", "rows", "experts", "route", "token", "attention"},
         "sample": {"best"},
-        "adjust": set(),
+        "logits_processor": set(),
     }
     for cell in target.cells.values():
         names = {name.removeprefix("ling3_") for name in cell.call.custom_calls if name.startswith("ling3_")}

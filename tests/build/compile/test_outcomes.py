@@ -6,17 +6,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from ling3export.artifacts.schema import Memory, Origin, Program, Receipt, Receipts, Tolerance
+from ling3export.artifacts.program_records import Memory, Origin, Program
+from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
 from ling3export.cli.progress import Console
-from ling3export.compile import build, pool, replay
-from ling3export.compile.pool import Outcome
+from ling3export.compile import build, pool
+from ling3export.compile.pool import BuildOutcome
 from ling3export.cost.chips import CHIPS
 from ling3export.foundation.errors import ArtifactError, PlanError
 from ling3export.foundation.processes import Failure
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.plan.targets import Target
+from ling3export.plan.targets import TargetSpec
 from tests.support.tiny import tiny_fields
 
 CONFIG = Config.from_dict(tiny_fields())
@@ -39,7 +40,7 @@ FAILED = Failure("too large", "lower it", "PlanError")
 
 def outcome(failures=("prefill@16",), plan=PLAN, why=FAILED):
     built = [cell.name for cell in plan.cells if cell.name not in failures]
-    return Outcome(plan, dict.fromkeys(built, BUILT), dict.fromkeys(failures, why))
+    return BuildOutcome(plan, dict.fromkeys(built, BUILT), dict.fromkeys(failures, why))
 
 
 def printed(capsys) -> list[str]:
@@ -50,15 +51,15 @@ def printed(capsys) -> list[str]:
 
 
 def test_a_failed_build_says_what_became_of_every_cell(capsys):
-    began = Outcome(PLAN, {"decode@1": BUILT}, {"prefill@16": FAILED})
+    began = BuildOutcome(PLAN, {"decode@1": BUILT}, {"prefill@16": FAILED})
     Console().failed([began])
     assert printed(capsys) == [
         "cpu-tp1:",
-        "  cell             status  seconds  peak MB",
-        "  prefill@16       failed        -        -",
-        "  decode@1       compiled      1.8      1.5",
-        "  sample@1    not started        -        -",
-        "  adjust@1    not started        -        -",
+        "  cell                     status  seconds  peak MB",
+        "  prefill@16               failed        -        -",
+        "  decode@1               compiled      1.8      1.5",
+        "  sample@1            not started        -        -",
+        "  logits_processor@1  not started        -        -",
     ]
 
 
@@ -114,50 +115,37 @@ def test_the_summary_has_bf16_s_errors_beside_their_tolerance_and_kind_in_80_col
 def test_every_failed_cell_is_named_with_its_target():
     other = replace(PLAN, target=replace(PLAN.target, tp=2))
     outcomes = [outcome(), outcome(("decode@1", "sample@1"), other)]
-    noted = []
     with pytest.raises(PlanError) as caught:
-        pool.check(CONFIG, outcomes, True, lambda: noted.append(1))
-    assert noted == [1]
+        pool.check(CONFIG, outcomes, True)
     assert caught.value.message == (
         "programs: expected 8 cells to build, 3 did not: cpu-tp1 prefill@16: too large; cpu-tp2 decode@1: too large; "
         "cpu-tp2 sample@1: too large"
     )
     assert caught.value.hint == (
         "lower it; the 5 others are in the cache: the same build again takes them; to build one alone and see all that "
-        "its compiler says: --replay cpu-tp1/prefill@16"
+        "its compiler says: the same command with --replay cpu-tp1/prefill@16"
     )
     with pytest.raises(PlanError) as caught:
-        pool.check(CONFIG, [outcome()], False, lambda: None)
+        pool.check(CONFIG, [outcome()], False)
     assert caught.value.hint == (
         "lower it; the 3 others are lost without --cache on; to build one alone and see all that its compiler says: "
-        "--replay prefill@16"
+        "the same command with --replay prefill@16"
     )
 
 
-def test_nothing_is_noted_of_a_build_without_room_on_the_disk():
+def test_a_build_without_room_on_the_disk_names_it_alone():
     full = Failure("write: no room", "free some", "ArtifactError")
     with pytest.raises(ArtifactError) as caught:
-        pool.check(CONFIG, [outcome(why=full)], True, lambda: pytest.fail("noted"))
+        pool.check(CONFIG, [outcome(why=full)], True)
     assert caught.value.hint == "free some"
 
 
 def test_whole_targets_are_checked_against_the_memory(monkeypatch):
-    pool.check(CONFIG, [outcome(())], True, lambda: pytest.fail("noted"))
-    monkeypatch.setattr(Target, "chip", replace(CHIPS["tpu", "v6e"], memory=10**6))
+    pool.check(CONFIG, [outcome(())], True)
+    monkeypatch.setattr(TargetSpec, "chip", replace(CHIPS["tpu", "v6e"], memory=10**6))
     plan = replace(PLAN, target=replace(PLAN.target))  # the old one remembers that it has no chip
     with pytest.raises(PlanError, match=r"memory of `cpu`: expected room for weights .*, found 976.56 KiB"):
-        pool.check(CONFIG, [outcome((), plan)], True, lambda: pytest.fail("noted"))
-
-
-def test_what_a_failed_build_was_asked_for_is_noted_until_one_succeeds(tmp_path):
-    artifact = tmp_path / "x.ling3"
-    assert replay.read_failure(artifact) is None
-    replay.note_failure(artifact, CONFIG, OPTIONS, [outcome()])
-    assert [path.name for path in tmp_path.iterdir()] == [".x.ling3.failed.json"]
-    assert replay.read_failure(artifact) == replay.Failed(CONFIG, OPTIONS, {"cpu-tp1": ("prefill@16",)})
-    replay.forget_failure(artifact)
-    replay.forget_failure(artifact)
-    assert list(tmp_path.iterdir()) == []
+        pool.check(CONFIG, [outcome((), plan)], True)
 
 
 def test_a_refused_build_names_the_cell_that_failed(monkeypatch, tmp_path):

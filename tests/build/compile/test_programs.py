@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax import export
 
-from ling3export.artifacts.schema import Collective
+from ling3export.artifacts.program_records import Collective
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.lower import Lowered, compile_cell, device_mesh, lower_cell
 from ling3export.model.config import Config

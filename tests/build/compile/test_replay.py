@@ -1,7 +1,5 @@
 """``build --replay CELL``: a cell of an artifact again, compared with what is recorded."""
 
-import json
-import os
 import re
 import shutil
 from dataclasses import replace
@@ -9,16 +7,11 @@ from dataclasses import replace
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts.records import to_json
 from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling
-from ling3export.compile import replay
-from ling3export.model.config import Config
-from ling3export.plan.options import Options
 from tests.support.builds import copying
 from tests.support.manifests import changed_targets
 from tests.support.refusals import refusal
-from tests.support.tiny import tiny_fields
 
 
 @pytest.fixture
@@ -41,17 +34,9 @@ def test_a_cell_is_built_again_and_is_what_was_recorded(artifact):
         r"cpu-tp2 sample@8: built in [0-9.]+ s \(lowered in [0-9.]+, compiled in [0-9.]+\)\n"
         r"  stablehlo    the recorded [0-9,]+ bytes\n"
         r"  executable   .*\n"
-        r"  temporaries  .*, recorded .*\n"
-        r"  receipts     passed: largest relative error 0.00e\+00, recorded 0.00e\+00\n",
+        r"  temporaries  .*, recorded .*\n",
         text,
     )
-
-
-def test_receipts_of_a_decode_cell_start_from_a_prefill(artifact, compiled):
-    code, text = run(artifact("micro-tp2"), "--replay", "decode@8")
-    assert code == 0, text
-    error = artifact.manifest("micro-tp2").receipt("cpu-tp2", "decode@8").relative
-    assert f"  receipts     passed: largest relative error {error:.2e}, recorded {error:.2e}\n" in text
 
 
 @pytest.mark.parametrize(
@@ -68,7 +53,7 @@ def test_receipts_of_a_decode_cell_start_from_a_prefill(artifact, compiled):
         (lambda target: target, "neither sources nor toolchain changed since: report this"),
     ],
 )
-def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tmp_path, monkeypatch, change, why):
+def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tmp_path, change, why):
     copied = shutil.copytree(artifact("micro-tp2"), tmp_path / "x.ling3")
 
     def other(target):
@@ -76,8 +61,7 @@ def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tm
         cell = replace(cell, stablehlo=replace(cell.stablehlo, sha256="0" * 64))
         return change(replace(target, cells=target.cells | {"sample@8": cell}))
 
-    manifest = changed_targets(copied, other)
-    monkeypatch.setattr(replay, "measure_apart", lambda *arguments: manifest.vectors.receipts["cpu-tp2"])
+    changed_targets(copied, other)
     code, text = run(copied, "--replay", "sample@8")
     assert code == 1
     lines = text.splitlines()
@@ -88,47 +72,14 @@ def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tm
 def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
     whole = artifact("micro-tp2")
     assert refusal(cli.main, "build", whole, "--replay", "decode@9") == (
-        "error: --replay: expected a cell of cpu-tp2: prefill@128, decode@8, sample@8, adjust@8; found `decode@9`\n"
+        "error: --replay: expected a cell of cpu-tp2: prefill@128, decode@8, sample@8, logits_processor@8; "
+        "found `decode@9`\n"
     )
     assert "error: target `cpu@4`: expected one of cpu-tp2, found none of that name" in refusal(
         cli.main, "build", whole, "--replay", "cpu@4/decode@8"
     )
-    assert "error: artifact `no.ling3`: expected a folder, found nothing" in refusal(
-        cli.main, "build", tmp_path / "no", tmp_path / "no.ling3", "--replay", "decode@8"
+    assert "expected a file, found none\nhint: a checkpoint is a folder that holds one" in refusal(
+        cli.main, "build", tmp_path, tmp_path / "no.ling3", "--replay", "decode@8"
     )
     said = refusal(cli.main, "build", "--into", "x.ling3", "--replay", "decode@8", code=2)
     assert said.endswith("Error: --into: expected no --replay beside it, found one.\n")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "[" * 10**6,
-        "[]",
-        "3",
-        "null",
-        '{"config": 3, "options": [], "cells": {}}',
-        "\ud800",
-        '{"config": {}, "options": {}, "cells": {"a": 3}}',
-    ],
-)
-def test_a_description_of_a_failure_that_no_build_wrote_is_none(tmp_path, text):
-    """Other types in it were a raw traceback."""
-    replay.failed_path(tmp_path / "x.ling3").write_text(text, errors="replace")
-    assert replay.read_failure(tmp_path / "x.ling3") is None
-    said = refusal(cli.main, "build", tmp_path / "x.ling3", "--replay", "decode@8")
-    assert "Traceback" not in said
-
-
-@pytest.mark.parametrize("change", [{"hidden_size": 0}, {"num_experts": 10**9}, {"router_dtype": "x"}])
-def test_a_description_with_a_configuration_of_nothing_is_none(tmp_path, change):
-    fields = Config.from_dict(tiny_fields())
-    failed = {"config": to_json(fields), "options": to_json(Options()), "cells": {"cpu-tp1": ["decode@1"]}}
-    path = replay.failed_path(tmp_path / "x.ling3")
-    path.write_text(json.dumps(failed))
-    assert replay.read_failure(tmp_path / "x.ling3") is not None
-    path.write_text(json.dumps(failed | {"config": to_json(fields) | change}))
-    assert replay.read_failure(tmp_path / "x.ling3") is None
-    path.unlink()
-    os.mkfifo(path)
-    assert replay.read_failure(tmp_path / "x.ling3") is None

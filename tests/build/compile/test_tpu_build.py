@@ -10,7 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest, write_manifest
-from ling3export.artifacts.schema import Lowering, Mesh, PortableReceipts, Receipt, Tolerance
+from ling3export.artifacts.program_records import Lowering
+from ling3export.artifacts.schema import Mesh, PortableReceipts, Receipt, Tolerance
 from ling3export.checkpoint.synth import synthesize
 from ling3export.cli import main as cli
 
@@ -33,7 +34,7 @@ def test_the_manifest_names_chips_hosts_and_device_order(tpu_artifact):
 def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(tpu_artifact):
     manifest = read_manifest(tpu_artifact)
     target = manifest.targets[TARGET]
-    on_logits = [f"{phase}@{rows}" for phase in ("adjust", "sample") for rows in (1, 16)]
+    on_logits = [f"{phase}@{rows}" for phase in ("logits_processor", "sample") for rows in (1, 16)]
     assert sorted(target.cells) == sorted(["decode@16", "prefill@16", "score@16", *on_logits])
     for cell in target.cells.values():
         assert cell.status == "compiled, not executed"
@@ -71,7 +72,7 @@ def test_inspect_shows_estimates_and_that_nothing_was_executed(tpu_artifact):
     assert "compiled, not executed" in shown
     assert "tokens a sequence, without collectives: nothing was executed" in shown
     assert "bound ms" in shown
-    tables = [line for line in shown.splitlines() if re.match(r"  (cell|estimates|state|[a-z]+@\d+)  ", line)]
+    tables = [line for line in shown.splitlines() if re.match(r"  (cell|estimates|state|[a-z_]+@\d+)  ", line)]
     assert len(tables) == 3 + 2 * 7
     assert max(map(len, tables)) <= 80
     wide = CliRunner().invoke(cli.main, ["inspect", str(tpu_artifact), "--wide"]).output

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from ling3export.artifacts.schema import Collective, Experts, Loop
+from ling3export.artifacts.program_records import Collective, Experts, LoopRecord
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import estimate
@@ -123,7 +123,7 @@ def test_a_bound_that_the_batch_decides_takes_the_stated_workload():
     dynamic = module("%a.1")
     found, _ = estimate(dynamic, CHIP, {"pages": 10, "cached": 0}, 512)
     assert found.by_opcode["fusion"] == pytest.approx(6 * 10 * 100e-9)  # and the branch is not taken
-    assert found.loops[1] == Loop("b/pages/while", 10, "the workload's `pages`", 6.0)
+    assert found.loops[1] == LoopRecord("b/pages/while", 10, "the workload's `pages`", 6.0)
 
 
 def test_a_bound_that_nobody_states_is_counted_once_and_said_so():

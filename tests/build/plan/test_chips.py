@@ -17,7 +17,7 @@ from ling3export.model.config import Config
 from ling3export.plan import targets
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.plan.targets import Target, check_toolchain, compiler_environment, parse_target
+from ling3export.plan.targets import TargetSpec, check_toolchain, compiler_environment, parse_target
 
 FULL = Config.from_dict(config_fields("full", {}))
 
@@ -115,7 +115,7 @@ def test_another_card_or_none_is_refused(monkeypatch, tmp_path, target, card, me
 def test_an_autotuned_program_is_compiled_on_the_device_that_is_here(monkeypatch):
     """A virtual CPU device stands in for the card: all but the card's own compiler."""
     device = jax.devices("cpu")[0]
-    target = Target("cuda", "h200", "here", 1)
+    target = TargetSpec("cuda", "h200", "here", 1)
     monkeypatch.setattr(accelerators.jax, "devices", lambda platform: [device])
     with pytest.raises(PlanError) as caught:
         accelerators.topology_mesh(target)

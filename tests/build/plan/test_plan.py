@@ -10,7 +10,7 @@ import pytest
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.plan.options import Options, parse_bytes, parse_paddings
-from ling3export.plan.plan import Cell, derive_decode_paddings, make_plan
+from ling3export.plan.plan import PlannedCell, derive_decode_paddings, make_plan
 from ling3export.savedmodel.export import build_savedmodel
 from tests.support.tiny import tiny_fields
 
@@ -34,7 +34,7 @@ def test_cells_of_the_default_plan():
     assert [cell.name for cell in plan.cells] == [
         *(f"prefill@{padding}" for padding in (512, 128, 16)),
         *(f"decode@{padding}" for padding in (64, 16, 1)),
-        *(f"{phase}@{rows}" for phase in ("sample", "adjust") for rows in (64, 32, 16, 8, 1)),
+        *(f"{phase}@{rows}" for phase in ("sample", "logits_processor") for rows in (64, 32, 16, 8, 1)),
     ]
     assert (plan.context, plan.geometry.max_pages, plan.geometry.pages) == (512, 2, 128)
     assert plan.notes == (
@@ -46,7 +46,7 @@ def test_cells_of_the_default_plan():
 
 def test_a_split_model_has_experts_for_one_session_and_for_all():
     plan = make_plan(CONFIG, replace(SMALL, decode_paddings=(2, 8), afd=3), "cpu")
-    split = [cell.name for cell in plan.cells if cell.phase not in ("prefill", "decode", "sample", "adjust")]
+    split = [cell.name for cell in plan.cells if cell.phase not in ("prefill", "decode", "sample", "logits_processor")]
     assert split == [
         *(f"{phase}@{rows}" for phase in ("attend", "combine", "head") for rows in (8, 2)),
         *(f"{phase}@{pairs}" for phase in ("dispatch", "experts") for pairs in (96, 32, 24, 8)),
@@ -68,9 +68,12 @@ def test_a_split_model_has_experts_for_one_session_and_for_all():
 def test_segments_add_programs_and_change_none():
     small = replace(SMALL, snapshots=1)
     plan, whole = (make_plan(CONFIG, replace(small, segments=each), "cpu") for each in ("group", "none"))
-    more = ["slice", *(f"{phase}@{p}" for phase in ("embed", "group", "unembed") for p in reversed(plan.paddings))]
+    more = [
+        "offload_group",
+        *(f"{phase}@{p}" for phase in ("embed", "group", "unembed") for p in reversed(plan.paddings)),
+    ]
     added = [cell.name for cell in plan.cells if cell not in whole.cells]
-    assert [name.partition("@")[0] if name.startswith("slice") else name for name in added] == more
+    assert [name.partition("@")[0] if name.startswith("offload_group") else name for name in added] == more
     assert [cell for cell in plan.cells if cell.name not in added] == list(whole.cells)
     assert plan.notes == (*whole.notes, "prefill in 3 groups of 3 layers, beside that of one program")
     assert "segments" not in whole.record() and plan.record()["segments"] == "group"
@@ -100,7 +103,7 @@ def test_decode_takes_one_then_the_paddings_up_to_all_that_run(paddings, running
 def test_decode_paddings_are_built_to_the_letter():
     plan = make_plan(CONFIG, replace(SMALL, decode_paddings=(1, 3, 7)), "cpu")
     assert plan.decode_paddings == (1, 3, 7)
-    assert Cell("sample", 7) in plan.cells
+    assert PlannedCell("sample", 7) in plan.cells
 
 
 @pytest.mark.parametrize(("fields", "tp"), [({}, 4), ({"num_attention_heads": 2, "num_key_value_heads": 2}, 2)])

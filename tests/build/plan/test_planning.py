@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts.schema import Memory
+from ling3export.artifacts.program_records import Memory
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
 from ling3export.cost.chips import CHIPS
@@ -136,7 +136,7 @@ def test_temporaries_come_from_an_artifact_that_was_built_alike(artifact):
     for changed, difference in (
         ((checkpoint, *alike, "--max-running", 4), "slots 8, not 4, pages 128, not 64"),
         ((checkpoint, *alike, "--tp", 4), "no target cpu-tp4, but cpu-tp2"),
-        ((checkpoint, *alike, "--paddings", "64,128"), "no prefill@64, sample@4, adjust@4"),
+        ((checkpoint, *alike, "--paddings", "64,128"), "no prefill@64, sample@4, logits_processor@4"),
         ((artifact.checkpoint("micro-tp1-experts"), *alike), "another config (num_experts)"),
     ):
         assert f"  temporaries and programs: unknown: the artifact of --from has {difference}\n" in shown(

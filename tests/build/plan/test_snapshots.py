@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ling3export.checkpoint.synth import config_fields
-from ling3export.compile.build import state_abi
+from ling3export.compile.target_record import state_abi
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.state import snapshot_bytes, state_bytes
@@ -28,13 +28,13 @@ def test_a_snapshot_of_the_true_model_takes_19_537_920_bytes_over_all_devices(ta
 
 def test_without_snapshots_a_plan_has_the_cells_and_pools_that_it_always_had():
     plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
-    assert {cell.phase for cell in plan.cells} == {"prefill", "decode", "sample", "adjust"}
+    assert {cell.phase for cell in plan.cells} == {"prefill", "decode", "sample", "logits_processor"}
     assert plan.geometry.snapshots == 0
 
 
 @pytest.mark.parametrize(
     ("target", "cells"),
-    [("cpu@1", ["copy@8", "fetch@8", "store@8"]), ("tpu:v6e:4x4", ["copy@8", "fetch@16", "store@16"])],
+    [("cpu@1", ["copy@8", "offload@8", "onload@8"]), ("tpu:v6e:4x4", ["copy@8", "offload@16", "onload@16"])],
 )
 def test_pages_that_move_in_a_call_are_as_many_on_each_device(target, cells):
     plan = make_plan(FULL, Options(snapshots=1, state_memory=1 << 40), target)

@@ -9,7 +9,8 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import ON_LOGITS, Collective
+from ling3export.artifacts.program_records import Collective
+from ling3export.artifacts.schema import ON_LOGITS
 from ling3export.cli import main as cli
 from ling3export.report.figures import MEMORY, Bars, estimated, figures, memory_parts, si, times
 from ling3export.report.inspect import describe

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts.schema import Weights
+from ling3export.artifacts.schema import WeightsRecord
 from ling3export.checkpoint.convert import store_bytes
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
@@ -221,7 +221,9 @@ def test_a_missing_extra_is_named_before_any_work(monkeypatch, tmp_path):
 def test_a_process_that_fails_is_quoted(tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "command", lambda module: [sys.executable, "-c", "raise SystemExit('no room')"])
     config = Config.from_dict(tiny_fields())
-    job = savedmodel.Job(config, Geometry(1, "float32", 2, 8, 32, 4, 56), (), tmp_path, Weights({}, {}), tmp_path)
+    job = savedmodel.ExportJob(
+        config, Geometry(1, "float32", 2, 8, 32, 4, 56), (), tmp_path, WeightsRecord({}, {}), tmp_path
+    )
     with pytest.raises(Ling3Error) as caught:
         savedmodel.run_worker(job, None)  # type: ignore[arg-type]
     assert caught.value.message == (

@@ -13,7 +13,15 @@ from jax import export
 
 from ling3export.artifacts.manifest import file_record, read_checked, read_manifest, write_manifest
 from ling3export.artifacts.receipts import told
-from ling3export.artifacts.schema import Executable, PortableReceipts, Receipt, State, StateArray, Tolerance, Weights
+from ling3export.artifacts.schema import (
+    Executable,
+    PortableReceipts,
+    Receipt,
+    State,
+    StateArrayRecord,
+    Tolerance,
+    WeightsRecord,
+)
 from ling3export.cli import main as cli
 from ling3export.compile import build, lower
 from ling3export.foundation.errors import ArtifactError
@@ -115,8 +123,8 @@ def test_custom_calls_that_the_processor_lacks_are_named():
     ("where", "left"),
     [
         ("sample@8", {"sample@8"}),
-        ("decode@8", {"decode@8", "sample@8", "adjust@8"}),
-        ("prefill@128", {"prefill@128", "decode@8", "sample@8", "adjust@8"}),
+        ("decode@8", {"decode@8", "sample@8", "logits_processor@8"}),
+        ("prefill@128", {"prefill@128", "decode@8", "sample@8", "logits_processor@8"}),
     ],
 )
 def test_a_cell_that_needs_one_that_cannot_run_is_left_out_with_it(artifact, where, left):
@@ -138,10 +146,10 @@ def test_what_did_not_run_stands_below_the_table_with_the_operation(artifact):
 def test_large_models_and_pools_are_run_only_where_that_is_asked_for(artifact):
     manifest = read_manifest(artifact("micro-tp1"))
     assert too_large(manifest, "cpu-tp1") is None
-    heavy = replace(manifest, weights=Weights({"weights/dense.safetensors": 10**9 + 1}, {}))
+    heavy = replace(manifest, weights=WeightsRecord({"weights/dense.safetensors": 10**9 + 1}, {}))
     assert too_large(heavy, "cpu-tp1") == "1.0 GB of weights, more than 1 GB"
     state = manifest.targets["cpu-tp1"].state
-    large = StateArray("last_token", (2**32,), "int32", (), ("slots",))
+    large = StateArrayRecord("last_token", (2**32,), "int32", (), ("slots",))
     target = replace(manifest.targets["cpu-tp1"], state=State(**vars(state) | {"arrays": (large,)}))
     assert too_large(replace(manifest, targets={"cpu-tp1": target}), "cpu-tp1") == (
         "17.2 GB of state on all devices, more than --state-memory"

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.artifacts.records import to_json
-from ling3export.artifacts.schema import ON_LOGITS, Receipts, Sequence, Tolerance
+from ling3export.artifacts.schema import ON_LOGITS, Receipts, SequenceRecord, Tolerance
 from ling3export.cli import main as cli
 from ling3export.foundation import processes
 from ling3export.foundation.errors import ArtifactError, MisfitError
@@ -28,7 +28,7 @@ from tests.support.manifests import changed_targets
 
 VECTORS = "vectors/expected.safetensors"
 SEQUENCES = tuple(
-    Sequence(ids, prompt, (), "") for ids, prompt in ((tuple(range(20)), 17), ((7, 8, 9), 2), ((5,) * 40, 39))
+    SequenceRecord(ids, prompt, (), "") for ids, prompt in ((tuple(range(20)), 17), ((7, 8, 9), 2), ((5,) * 40, 39))
 )
 
 

@@ -22,8 +22,9 @@ from ling3export.artifacts.calibration import (
 )
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.paddings import Shapes
+from ling3export.artifacts.program_records import Collective, Estimate
 from ling3export.artifacts.receipts import table
-from ling3export.artifacts.schema import Collective, Estimate, Tolerance
+from ling3export.artifacts.schema import Tolerance
 from ling3export.cli.main import main as build_side
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.verdict import measuring

@@ -149,11 +149,11 @@ def test_hosts_are_sent_all_that_a_request_asks():
 
 def test_an_artifact_without_adjust_programs_serves_all_but_what_needs_them(engine, monkeypatch):
     """Artifacts that were built before there were any."""
-    cells = {name: cell for name, cell in engine._record.cells.items() if cell.phase != "adjust"}
+    cells = {name: cell for name, cell in engine._record.cells.items() if cell.phase != "logits_processor"}
     monkeypatch.setitem(vars(engine), "_record", type(engine._record)(**{**vars(engine._record), "cells": cells}))
     assert engine.complete([ask(5)])[0].token_ids == greedy(logits, PROMPT, 5)
     for fields in ({"logprobs": 0}, {"how": {"logit_bias": {1: 1.0}}}, {"how": {"presence_penalty": 1.0}}):
-        with pytest.raises(ArtifactError, match="expected adjust programs in target `cpu-tp2`"):
+        with pytest.raises(ArtifactError, match="expected logits_processor programs in target `cpu-tp2`"):
             engine.submit(ask(**fields))
 
 

@@ -41,7 +41,7 @@ def engine():
 
 
 def applied(choice: Choice, row: np.ndarray) -> np.ndarray:
-    """What ``adjust`` makes of a row of logits (FORMAT.md)."""
+    """What ``logits_processor`` makes of a row of logits (FORMAT.md)."""
     tokens, scales, addends = choice.edits
     assert len(set(tokens.tolist())) == len(tokens)
     out = row.astype(np.float64)

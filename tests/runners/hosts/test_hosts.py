@@ -17,7 +17,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, RequestError
 from ling3export.machine.targets import choose_target
 from ling3export.model.config import Config
-from ling3export.plan.targets import Target, parse_target
+from ling3export.plan.targets import TargetSpec, parse_target
 from ling3export.runners.engine import assembly
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
@@ -220,7 +220,7 @@ def test_an_artifact_for_another_number_of_hosts_is_refused_with_both():
 
 def test_a_cpu_target_of_several_hosts_is_parsed():
     config = Config.from_dict(tiny_fields())
-    assert parse_target("cpu:2x2", None, config) == Target("cpu", None, "2x2", 4, 2)
+    assert parse_target("cpu:2x2", None, config) == TargetSpec("cpu", None, "2x2", 4, 2)
     assert parse_target("cpu:2x2@4", None, config).name == "cpu-2x2-tp4"
     for text, tp, message in (
         ("cpu:2", None, "target `cpu:2`: expected HOSTSxDEVICES behind cpu, from two hosts on, found `2`"),

@@ -8,7 +8,8 @@ from importlib import metadata
 import pytest
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import Call, Executable, Mesh, Requirements
+from ling3export.artifacts.program_records import CallRecord
+from ling3export.artifacts.schema import Executable, Mesh, Requirements
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine import pjrt
 from ling3export.runners.engine.engine import Engine
@@ -167,7 +168,7 @@ def test_a_damaged_portable_program_is_never_compiled(artifact):
 def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
     monkeypatch.setenv("LING3_CACHE", str(tmp_path))
     cache_folder().write_text("in the way")
-    said, executable = [], Executable(Requirements("0", "cpu", "cpu"), Mesh("tp", (0,), (0,)), Call((), (), ()))
+    said, executable = [], Executable(Requirements("0", "cpu", "cpu"), Mesh("tp", (0,), (0,)), CallRecord((), (), ()))
     recompile.store_program(cache_folder(), "key", (b"program", executable), said.append)
     assert said == [f"not cached: write `recompiled`: expected a writable file, found File exists, in {tmp_path}"]
 

@@ -10,7 +10,7 @@ def shards(*shape, value):
 
 
 def test_what_later_calls_say_of_slot_0_counts_for_nothing():
-    """Each call of ``store`` behind the first writes slot 0: receipts of builds with three calls or more failed."""
+    """Each call of ``onload`` behind the first writes slot 0: receipts of builds with three calls or more failed."""
 
     def kept(slot_0, latent=1):
         first = {"kda_recurrent": shards(2, 3, value=1), "mla_latent": shards(1, 2, value=1)}

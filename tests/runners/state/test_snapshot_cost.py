@@ -25,7 +25,7 @@ def test_measured_seconds_come_first(target):
 
 def test_bytes_where_nobody_knows_the_device(target):
     """A state is read and written once; prefill moves what the compiler counts."""
-    (fetch,) = (cell for cell in target.cells.values() if cell.phase == "fetch")
+    (fetch,) = (cell for cell in target.cells.values() if cell.phase == "offload")
     own = [leaf for leaf in fetch.outputs if leaf.group == "out" and leaf.name in ("kda_recurrent", "kda_conv")]
     state = sum(leaf.nbytes for leaf in own)
     prefill = target.cells[f"prefill@{target.paddings('prefill')[-1]}"]

@@ -139,6 +139,6 @@ def test_what_can_never_be_transferred_is_refused(artifact):
     with pytest.raises(Ling3Error, match="--role: expected one of both, prefill, decode, found router"):
         Transfer("shm", "router")
     (target,) = artifact.manifest("micro-tp1-snapshots").targets.values()
-    without = replace(target, cells={name: cell for name, cell in target.cells.items() if cell.phase != "fetch"})
-    with pytest.raises(ArtifactError, match="transfer: expected the programs fetch and store, found none"):
+    without = replace(target, cells={name: cell for name, cell in target.cells.items() if cell.phase != "offload"})
+    with pytest.raises(ArtifactError, match="transfer: expected the programs offload and onload, found none"):
         layout_of(without)

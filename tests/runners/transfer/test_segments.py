@@ -49,23 +49,25 @@ def test_receipts_and_programs_beside_are_those_of_a_build_without(artifact):
     manifest, whole = artifact.manifest("micro-tp1-segments"), artifact.manifest("micro-tp1-snapshots")
     (target,), (other,) = manifest.targets.values(), whole.targets.values()
     assert (target.segments, other.segments) == ("group", "none")
-    assert target.cells.keys() - other.cells.keys() == {"slice@8", "embed@64", "group@64", "unembed@64"}
+    assert target.cells.keys() - other.cells.keys() == {"offload_group@8", "embed@64", "group@64", "unembed@64"}
     for name, cell in other.cells.items():
         assert target.cells[name].stablehlo.sha256 == cell.stablehlo.sha256, name
     assert target.state_abi == other.state_abi
     receipts = manifest.vectors.receipts["cpu-tp1"]
     assert receipts.passed and receipts.agreement["segments_against_prefill"] < FLOAT32
-    sizes = {leaf.name: np.prod(leaf.shape) for leaf in other.cells["fetch@8"].outputs if leaf.group == "out"}
-    assert receipts.cells["slice@8"].positions == sum(sizes.values()) + sizes["mla_latent"], "a slot and sixteen pages"
+    sizes = {leaf.name: np.prod(leaf.shape) for leaf in other.cells["offload@8"].outputs if leaf.group == "out"}
+    assert receipts.cells["offload_group@8"].positions == sum(sizes.values()) + sizes["mla_latent"], (
+        "a slot and sixteen pages"
+    )
 
 
 def test_groups_together_take_the_bytes_and_no_more_calls_than_each_needs(artifact):
     (target,) = artifact.manifest("micro-tp1-segments").targets.values()
     sizes = {
         name: sum(leaf.nbytes for leaf in target.cells[name].outputs if leaf.group == "out")
-        for name in ("fetch@8", "slice@8")
+        for name in ("offload@8", "offload_group@8")
     }
-    assert GROUPS * sizes["slice@8"] == sizes["fetch@8"]
+    assert GROUPS * sizes["offload_group@8"] == sizes["offload@8"]
     layers = [(range(n, n + 1), range(3 * n, 3 * n + 3)) for n in range(GROUPS)]
     assert groups_of(artifact.manifest("micro-tp1-segments"), target) == tuple(
         {"mla_latent": mla, "kda_recurrent": kda, "kda_conv": kda} for mla, kda in layers
@@ -143,7 +145,7 @@ def test_a_group_is_handed_on_before_the_next_is_called(artifact):
             return {"hidden": None, "logits": "logits"}
 
         def slicing(self, slot, pages, group):
-            said.append(("slice", group))
+            said.append(("offload_group", group))
             return (slot, pages, group)
 
     fields = {each.name: np.zeros(each.shape, each.dtype) for each in target.cells["prefill@64"].fields}
@@ -159,7 +161,9 @@ def test_a_group_is_handed_on_before_the_next_is_called(artifact):
             with pytest.raises(RuntimeError, match="a device is gone"):
                 runner.step("prefill", 64, fields)
         groups = [
-            [("group@64", n), ("slice", n), ("hand", [(2, [3], n)])] if failing is None or n == 0 else [("group@64", n)]
+            [("group@64", n), ("offload_group", n), ("hand", [(2, [3], n)])]
+            if failing is None or n == 0
+            else [("group@64", n)]
             for n in range(GROUPS)
         ]
         last = [("unembed@64", None)] if failing is None else []

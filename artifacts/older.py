@@ -1,10 +1,43 @@
-"""Manifests of format 1 as format 2 has them: the same facts, each stated once. Nothing else knows format 1."""
+"""Manifests that earlier versions wrote, as format 2 has them today: format 1, and phases under their earlier names.
+
+Nothing else knows either.
+"""
 
 import hashlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from ling3export.artifacts.records import CANONICAL, laid_out
+
+RENAMED = {"adjust": "logits_processor", "fetch": "offload", "store": "onload", "slice": "offload_group"}
+EARLIER = re.compile(rb'"phase": "(adjust|fetch|store|slice)"')
+
+
+def with_phases_of_today(raw: dict[str, Any]) -> dict[str, Any]:
+    """A manifest with today's names of phases, in its cells and in what was measured of them; files keep their names.
+
+    Args:
+        raw: Plain JSON, unchecked.
+    """
+    return {key: _with_today(value) if key in ("targets", "vectors") else value for key, value in raw.items()}
+
+
+def _with_today(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_with_today(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    found = {_name_of_today(key): _with_today(item) for key, item in value.items()}
+    if isinstance(phase := found.get("phase"), str):
+        found["phase"] = _name_of_today(phase)
+    return found
+
+
+def _name_of_today(name: str) -> str:
+    """A phase, or a cell, which is called by its phase and its padding: ``adjust@16`` is ``logits_processor@16``."""
+    phase, at, padding = name.partition("@")
+    return f"{RENAMED.get(phase, phase)}{at}{padding}"
 
 
 def check_bytes(raw: dict[str, Any], data: bytes) -> None:

@@ -1,4 +1,4 @@
-"""``adjust``: edits and masks of logits, and the most likely tokens, against numpy, at any TP."""
+"""``logits_processor``: edits and masks of logits, and the most likely tokens, against numpy, at any TP."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Form, Geometry
 from ling3export.model.inputs import BIASES
 from ling3export.model.program import build_step
-from ling3export.model.sampling.adjust import TOP
+from ling3export.model.sampling.logits_processor import TOP
 from ling3export.runners.engine import request
 from tests.support.direct import pack
 
@@ -24,13 +24,13 @@ KERNEL = 1e-5
 
 
 class Adjuster:
-    """``adjust@3`` at one tensor parallelism and in one form."""
+    """``logits_processor@3`` at one tensor parallelism and in one form."""
 
     def __init__(self, tp: int, form: Form) -> None:
         sizes = {"slots": 8, "pages": 1, "page_size": 16, "max_pages": 1, "latent_row": 1}
         geometry = Geometry(tp=tp, dtype="float32", form=form, **sizes)
         mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
-        self.step = build_step(CONFIG, geometry, "adjust", ROWS, mesh)
+        self.step = build_step(CONFIG, geometry, "logits_processor", ROWS, mesh)
         self.call = jax.jit(self.step.call)
         self.shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.step.specs)
 

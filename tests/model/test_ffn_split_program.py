@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ling3export.foundation.dtypes import MASK
-from ling3export.model.ffn.halves import combine_rows, dispatch, experts, quantized
+from ling3export.model.ffn.split_program import combine_rows, dispatch, experts, quantized
 from ling3export.model.geometry import Form
 from ling3export.model.moe import MixtureOfExperts, route
 from ling3export.model.program import bind

@@ -1,4 +1,4 @@
-"""The phase ``adjust``: changed logits before a token is drawn, and the most likely tokens, for calls that ask.
+"""The phase ``logits_processor``: logits changed before a token is drawn, and the most likely tokens, where asked for.
 
 It is a program of its own, so that ``sample`` is the same for all other calls: docs/decisions/0007-adjust.md.
 
@@ -60,13 +60,13 @@ def adjusted(
 
 
 def ranked(
-    values: Float32[Array, "R N"], tokens: Int32[Array, "R N"], count: jax.Array, straight: bool = False
+    values: Float32[Array, "R N"], tokens: Int32[Array, "R N"], count: jax.Array, unrolled: bool = False
 ) -> tuple[Float32[Array, "R 20"], Int32[Array, "R 20"]]:
     """The ``count`` largest values of each row and their tokens; among equals the lowest token comes first.
 
     One look at all values a place, without a sort: machines with matrix units sort slowly, and what is asked for is
     often one or five. Places that are not asked for, or that a row has no value for, have -inf and token -1. With
-    ``straight`` all places are looked at, without a loop.
+    ``unrolled`` all places are looked at, without a loop.
     """
 
     def look(place: Index, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -79,7 +79,7 @@ def ranked(
     rows = len(values)
     empty = jnp.full((rows, TOP), -jnp.inf), jnp.full((rows, TOP), -1, jnp.int32)
     start = jnp.full((rows,), jnp.inf), jnp.full((rows,), -1, jnp.int32)
-    if straight:
+    if unrolled:
         found: tuple[jax.Array, ...] = (*empty, *start)
         for place in range(TOP):
             found = look(place, found)
@@ -90,13 +90,13 @@ def ranked(
         return lax.fori_loop(0, count, look, (*empty, *start))[:2]
 
 
-def adjust(
+def process_logits(
     logits: Float32[Array, "R v"],
     fields: dict[str, jax.Array],
     edits: Int32[Array, "3 R K"],
     mask: Int32[Array, "R W"],
     token: Int32[Array, "R"],
-    straight: bool = False,
+    unrolled: bool = False,
 ) -> dict[str, jax.Array]:
     """Before ``sample``, the logits that it is to take; after it, how likely the tokens are.
 
@@ -107,7 +107,7 @@ def adjust(
         edits: See :func:`adjusted`.
         mask: See :func:`adjusted`.
         token: What was sampled, where ``top`` is above 0.
-        straight: For one device: see :func:`ranked`.
+        unrolled: For one device: see :func:`ranked`.
 
     Returns:
         ``logits``: this device's part, as :func:`adjusted` gives them. ``logprob [R]``: of ``token``. ``top_token`` and
@@ -120,8 +120,8 @@ def adjust(
         log_sum = greedy(logits)[2]
         ids = lax.axis_index(AXIS) * logits.shape[1] + lax.broadcasted_iota(jnp.int32, logits.shape, 1)
         logit = lax.psum(jnp.sum(jnp.where(ids == token[:, None], logits, 0.0), axis=1), AXIS)
-        values, best = ranked(logits, ids, count, straight)
-        if not straight:
+        values, best = ranked(logits, ids, count, unrolled)
+        if not unrolled:
             values, best = (lax.all_gather(each, AXIS, axis=1, tiled=True) for each in (values, best))
             values, best = ranked(values, jnp.where(best < 0, NONE, best), count)
         return logit - log_sum, best, values - log_sum[:, None]

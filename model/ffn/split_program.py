@@ -41,7 +41,7 @@ HEAD = ("embeddings.norm", "embeddings.lm_head")
 
 
 @dataclass(frozen=True)
-class Half:
+class SplitProgram:
     """One of the programs that a step is cut into.
 
     Attributes:
@@ -59,8 +59,8 @@ class Half:
     call: Callable[[Any, State, Tree, Tree], tuple[State, Tree]]
 
 
-def half(config: Config, geometry: Geometry, phase: str, padding: int) -> Half | None:
-    """The half that is called ``phase``, for ``padding`` tokens or pairs; None where the phase is another one."""
+def split_program(config: Config, geometry: Geometry, phase: str, padding: int) -> SplitProgram | None:
+    """The program that is called ``phase``, for ``padding`` tokens or pairs; None where the phase is another one."""
     dtype, dim, chosen = jnp.dtype(geometry.dtype), config.hidden_size, config.num_experts_per_tok
     shape = jax.ShapeDtypeStruct
     hidden = shape((padding, dim), jnp.float32)
@@ -69,13 +69,13 @@ def half(config: Config, geometry: Geometry, phase: str, padding: int) -> Half |
     numbers = len(config.layers("moe")) * config.num_experts
     if phase == "attend":
         names: tuple[str, ...] = ("residual", "tokens", "expert_ids", "weights")
-        return Half(
+        return SplitProgram(
             lambda name: name not in (*ROUTED, *HEAD), True, {"hidden": hidden}, dict.fromkeys(names, P()), attend
         )
     if phase == "dispatch":
         names = ("y", "group_list", "gather_idx", "actual_token_num", "dropped", *["dynamic_scale"] * int8)
         sent = shape((padding, dim + SCALE_BYTES), jnp.uint8) if int8 else rows
-        return Half(
+        return SplitProgram(
             lambda name: False,
             False,
             {"token_data": sent},
@@ -86,7 +86,7 @@ def half(config: Config, geometry: Geometry, phase: str, padding: int) -> Half |
         batch = {"y": rows, "group_list": shape((numbers, 2), jnp.int32)}
         if int8:
             batch |= {"y": shape(rows.shape, jnp.int8), "dynamic_scale": shape((padding,), jnp.float32)}
-        return Half(
+        return SplitProgram(
             lambda name: name in ROUTED,
             False,
             batch,
@@ -95,7 +95,7 @@ def half(config: Config, geometry: Geometry, phase: str, padding: int) -> Half |
         )
     if phase == "combine":
         batch = {"residual": hidden, "results": shape((padding, chosen, dim), dtype), **routing}
-        return Half(
+        return SplitProgram(
             lambda name: False,
             False,
             batch,
@@ -103,7 +103,7 @@ def half(config: Config, geometry: Geometry, phase: str, padding: int) -> Half |
             lambda _, state, __, batch: (state, {"hidden": combine_rows(**batch)}),
         )
     if phase == "head":
-        return Half(
+        return SplitProgram(
             lambda name: name in HEAD,
             False,
             {"hidden": hidden},

@@ -1,0 +1,112 @@
+"""What a manifest says of one target that was built: its programs, parameters, state, and what a machine must have."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+
+from ling3export.artifacts import schema
+from ling3export.artifacts.manifest import file_record
+from ling3export.artifacts.records import sha256_of
+from ling3export.artifacts.schema import Cell, Manifest, Mesh, Requirements
+from ling3export.cache.cells import SUFFIXES, Built
+from ling3export.cache.keys import fingerprint, toolchain
+from ling3export.foundation.errors import PlanError
+from ling3export.model.config import Config
+from ling3export.model.geometry import CHUNK
+from ling3export.model.parameters import arguments
+from ling3export.model.state import state_arrays
+from ling3export.plan.kernels import level_of
+from ling3export.plan.plan import Plan
+from ling3export.plan.recorded import config_of
+
+
+def target_record(
+    folder: Path, manifest: Manifest, plan: Plan, built: Mapping[str, Built], programs: str
+) -> schema.Target:
+    """What ``manifest`` is to say of one target, whose programs lie in ``programs`` of the artifact's folder."""
+    geometry, target, config = plan.geometry, plan.target, config_of(manifest)
+    named = {}
+    for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
+        files = {suffix: file_record(folder, f"{programs}/{cell.name}.{suffix}") for suffix in SUFFIXES}
+        status = "compiled" if target.runs_here else "compiled, not executed"
+        named[cell.name] = Cell(**vars(built[cell.name].program) | files | {"status": status})
+    parameters = tuple(
+        schema.ParameterRecord(
+            ".".join(argument.path),
+            row.name,
+            row.shape,
+            row.stored_dtype(geometry.dtype),
+            tuple(argument.spec),
+            argument.layer,
+            None if argument.layer is None else argument.parameter.stack_axis,
+        )
+        for argument in arguments(config, geometry)
+        for row in (argument.parameter,)
+    )
+    arrays = tuple(
+        schema.StateArrayRecord(row.name, row.shape, row.dtype, tuple(row.spec), row.axes)
+        for row in state_arrays(config, geometry)
+    )
+    requires, mesh = _needs([built[name] for name in named])
+    kernels = file_record(folder, f"{programs}/{schema.KERNELS}") if geometry.kernels else None
+    if kernels is not None:
+        features = {*(requires.cpu_features or ()), *level_of(geometry.kernels).features}
+        requires = replace(requires, cpu_features=tuple(sorted(features)))
+    return schema.Target(
+        platform=target.platform,
+        kind=target.kind,
+        topology=target.topology,
+        mesh=mesh,
+        requires=requires,
+        toolchain=toolchain(target),
+        fingerprint=fingerprint(config, plan),
+        state_abi=state_abi(config, geometry.dtype),
+        geometry=asdict(geometry),
+        parameters=parameters,
+        state=schema.State(
+            geometry.placement,
+            geometry.slots,
+            geometry.pages,
+            geometry.page_size,
+            geometry.max_pages,
+            CHUNK,
+            arrays,
+            geometry.snapshots or None,
+        ),
+        cells=named,
+        kernels=kernels,
+        state_program=file_record(folder, f"{programs}/{schema.STATE}") if target.platform == "cpu" else None,
+    )
+
+
+def state_abi(config: Config, dtype: str) -> str:
+    """The sha256 of what one sequence's state is, whatever the weights (`Manifest.state_of` adds them).
+
+    The model, the dtypes and the order of the arrays count; pools, paddings, sharding and TP do not.
+    """
+    return sha256_of(
+        {
+            "format": 2,
+            "config": config.semantic(),
+            "mla.latent": {"dtype": dtype, "axes": ["layers", "tokens", "latent then roped key"]},
+            "kda.recurrent": {"dtype": "float32", "axes": ["layers", "heads", "key", "value"]},
+            "kda.conv": {"dtype": dtype, "axes": ["layers", "q k v", "heads", "channels", "taps, oldest first"]},
+        }
+    )
+
+
+def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:
+    """What all of a target's executables need: one kind of machine and the same devices, every feature that one uses.
+
+    Raises:
+        PlanError: They were compiled for different machines.
+    """
+    features = {feature for each in built for feature in each.requires.cpu_features or ()}
+    needs = {(str(replace(each.requires, cpu_features=None)), each.mesh): each.requires for each in built}
+    if len(needs) != 1:
+        raise PlanError(
+            f"programs: expected all compiled for the same machine and devices, found {len(needs)} kinds",
+            "build again without what the cache has: --cache redo",
+        )
+    ((_, mesh), requires), *_ = needs.items()
+    return replace(requires, cpu_features=tuple(sorted(features)) or None), mesh
