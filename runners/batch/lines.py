@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ling3export.foundation.strict_json import parse_json
-from ling3export.runners.engine.request import SEEDS, Completion
+from ling3export.runners.engine.request import Completion
+from ling3export.runners.engine.validation import SEEDS
 from ling3export.runners.serve import calls
 from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.items_answer import answer_to

@@ -14,7 +14,8 @@ from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import PATH, engine_options, sampling_option, stop_option, temperature_option
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
-from ling3export.runners.engine.request import Completion, token_ids
+from ling3export.runners.engine.request import Completion
+from ling3export.runners.engine.validation import token_ids
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.text.chat import check_messages
 

@@ -18,7 +18,8 @@ from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.machine.verdict import CHECKS, POLICIES
 from ling3export.runners.cli.command import Decorator, Once, require, section
 from ling3export.runners.engine.config import EVICTIONS, EngineConfig
-from ling3export.runners.engine.request import BOUNDS, Sampling
+from ling3export.runners.engine.request import Sampling
+from ling3export.runners.engine.validation import BOUNDS
 from ling3export.runners.hosts.hosts import read_secret
 from ling3export.runners.load.references import REFERENCE
 from ling3export.runners.transfer.options import CARRIERS, ROLES, PrefixFolder, Transfer
@@ -60,7 +61,7 @@ class Setting(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """The number, or a usage error."""
         number: float = self._type.convert(value, param, ctx)
-        if not self._bounds.hold(number):
+        if number not in self._bounds:
             self.fail(f"expected {self._bounds}, found {number}.", param, ctx)
         return number
 

@@ -102,10 +102,9 @@ def _assembled(
     # numpy comes with these.
     from ling3export.artifacts.paddings import Shapes
     from ling3export.runners.engine.block_manager import BlockManager
-    from ling3export.runners.engine.choice import Choice
     from ling3export.runners.engine.core import EngineCore, SharedCore
     from ling3export.runners.engine.counters import Counters
-    from ling3export.runners.engine.scheduler import Scheduler
+    from ling3export.runners.engine.logits_processor import LogitsProcessorState
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.load.loader import calls_measured
     from ling3export.runners.load.segments import SegmentedRunner
@@ -177,27 +176,24 @@ def _assembled(
         if 0 < request.sampling.temperature < COLDEST and not takes_any_temperature():
             request = replace(request, sampling=replace(request.sampling, temperature=0.0))
         stream = tokenizer.stream(request.stop) if tokenizer else None
-        choice = None
+        processor = None
         if request.adjusts:
-            choice = Choice(
+            processor = LogitsProcessorState(
                 request, files.grammars(limits.vocab_size).matcher(request.grammar) if request.grammar else None
             )
-        return Sequence(request, number, limits.answer(request), eos, stream, at, choice, carried, saved)
+        return Sequence(request, number, limits.answer(request), eos, stream, at, processor, carried, saved)
 
     def core() -> EngineCore:
-        scheduler = Scheduler(
-            runner,
-            shapes,
-            blocks,
-            limits.vocab_size,
-            ahead=1 if config.overlap else 0,
-            counters=counters,
-            cache=shared,
-            supports_state_copy=copies,
-            store=store or follows,
-            save_async=segmented.save_async if segmented and not channel else None,
-        )
-        return SharedCore(scheduler, sequence, channel) if channel else EngineCore(scheduler, sequence)
+        parts = (runner, shapes, blocks, limits.vocab_size, sequence)
+        options: dict[str, Any] = {
+            "ahead": 1 if config.overlap else 0,
+            "counters": counters,
+            "cache": shared,
+            "supports_state_copy": copies,
+            "store": store or follows,
+            "save_async": segmented.save_async if segmented and not channel else None,
+        }
+        return SharedCore(channel, *parts, **options) if channel else EngineCore(*parts, **options)
 
     def renew() -> EngineCore:
         blocks.reset()

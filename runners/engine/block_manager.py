@@ -115,26 +115,26 @@ class BlockManager:
         for each in order if home is None else [home]:
             table = BlockTable(self._slots[-1], each, list(shared))
             if self.grow(table, tokens):
-                self.hold(shared)
+                self.incref(shared)
                 self.page_table[table.slot, : len(shared)] = shared
                 self._held.add(self._slots.pop())
                 self._living[each] += 1
                 return table
         return None
 
-    def hold(self, pages: Sequence[int]) -> None:
+    def incref(self, pages: Sequence[int]) -> None:
         """Adds a user to each of ``pages``, which have users already."""
         for page in pages:
             self._holders[page] += 1
 
-    def drop(self, pages: Sequence[int]) -> None:
+    def decref(self, pages: Sequence[int]) -> None:
         """Removes a user from each of ``pages``; pages without users become free, the last one of a sequence first."""
         for page in reversed(pages):
             self._holders[page] -= 1
             if not self._holders[page]:
                 self._pools[self._place(page)].append(page)
 
-    def alone(self, page: int) -> bool:
+    def is_unshared(self, page: int) -> bool:
         """Whether a page has a single user."""
         return self._holders[page] == 1
 
@@ -176,7 +176,7 @@ class BlockManager:
         self._held.remove(table.slot)
         self._living[table.home] -= 1
         self._slots.append(table.slot)
-        self.drop(table.pages)
+        self.decref(table.pages)
         table.pages.clear()
         self.page_table[table.slot] = 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from ling3export.foundation.errors import RequestError
 from ling3export.machine.verdict import CHECKS, POLICIES
-from ling3export.runners.engine.request import Bounds
+from ling3export.runners.engine.validation import NumberRange
 from ling3export.runners.ffn import FFN_ALONE, WAIT
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
@@ -14,10 +14,10 @@ from ling3export.runners.transfer.options import PrefixFolder, Transfer
 EVICTIONS = ("lru", "flops")
 CHOICES = {"programs": POLICIES, "check": CHECKS, "evict": EVICTIONS}
 NUMBERS = {
-    "max_requests": Bounds(0, (1 << 31) - 1, whole=True),
-    "step_timeout": Bounds(0, threading.TIMEOUT_MAX, above=True),
-    "ffn_timeout": Bounds(0, threading.TIMEOUT_MAX, above=True),
-    "linger": Bounds(0, threading.TIMEOUT_MAX),
+    "max_requests": NumberRange(0, (1 << 31) - 1, whole=True),
+    "step_timeout": NumberRange(0, threading.TIMEOUT_MAX, above=True),
+    "ffn_timeout": NumberRange(0, threading.TIMEOUT_MAX, above=True),
+    "linger": NumberRange(0, threading.TIMEOUT_MAX),
 }
 
 

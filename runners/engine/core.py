@@ -7,20 +7,35 @@ ends, before it would make other calls, which none of the hosts would ever come 
 """
 
 import hashlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ling3export.artifacts.paddings import Shapes
 from ling3export.foundation.errors import RankDivergence
+from ling3export.runners.engine.block_manager import BlockManager
+from ling3export.runners.engine.coordinator import PrefixCacheCoordinator
+from ling3export.runners.engine.counters import Counters
+from ling3export.runners.engine.executor import Executor
 from ling3export.runners.engine.handle import broken
+from ling3export.runners.engine.logits_processor import LogitsEdits
+from ling3export.runners.engine.output_processor import OutputProcessor
+from ling3export.runners.engine.outputs import Emitted, InFlightSample, InFlightScore, SchedulerOutput
 from ling3export.runners.engine.request import Request, request_of
-from ling3export.runners.engine.scheduler import Emitted, Scheduler
-from ling3export.runners.engine.sequence import Sequence
+from ling3export.runners.engine.scheduler import Scheduler
+from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
 from ling3export.runners.load.arrays import packed, unpacked
+from ling3export.runners.load.segments import PendingSave
+from ling3export.runners.state.prefix_cache import PrefixCache
 from ling3export.runners.state.sequence_state import SequenceState, Token, TransferredState
+
+if TYPE_CHECKING:
+    from ling3export.runners.load.model_runner import ModelRunner
+    from ling3export.runners.transfer.prefix_store import FollowingStore, PrefixStore
 
 SHORT = 8  # bytes of a digest that travel with every step
 
@@ -74,57 +89,148 @@ class StepOutputs(NamedTuple):
 
 
 class EngineCore:
-    """The scheduler, driven by the inputs of each step alone.
+    """The scheduler, the executor and the bookkeeping, driven by the inputs of each step alone.
+
+    The next call is dispatched before the last one's tokens are read: decode takes its token from the devices.
 
     Args:
-        scheduler: Runs the sequences.
+        backend: Runs the programs.
+        shapes: The paddings of the programs.
+        blocks: Slots and pages.
+        vocab_size: Token ids are below it; a sequence that samples another fails.
         sequence: Makes a sequence of an arrival.
+        ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
+        counters: Those of an earlier core, to go on with.
+        cache: Keeps beginnings of sequences for others; None shares nothing.
+        supports_state_copy: Whether the artifact has the programs that move states.
+        store: Keeps what the cache knows in a folder; None where nothing does.
+        save_async: Starts to save a sequence's state in the prefill call that ends its prompt, and says whether it did;
+            None where states are saved afterwards.
+
+    Attributes:
+        backend: What was given.
+        counters: What was done.
+        live: The sequences that have not ended, by the number of their arrival.
+        doing: The cell whose call a step dispatches or waits for, and since when; None between steps.
     """
 
-    def __init__(self, scheduler: Scheduler, sequence: Callable[[Arrival], Sequence]) -> None:
-        self.scheduler = scheduler
-        self._sequence = sequence
-        self._live: dict[int, Sequence] = {}
+    def __init__(
+        self,
+        backend: "ModelRunner",
+        shapes: Shapes,
+        blocks: BlockManager,
+        vocab_size: int,
+        sequence: Callable[[Arrival], Sequence],
+        *,
+        ahead: int = 1,
+        counters: Counters | None = None,
+        cache: PrefixCache | None = None,
+        supports_state_copy: bool = False,
+        store: "PrefixStore | FollowingStore | None" = None,
+        save_async: Callable[[PendingSave], bool] | None = None,
+    ) -> None:
+        self.backend = backend
+        self.counters = Counters() if counters is None else counters
+        self.doing: tuple[str, float] | None = None
+        coordinator = PrefixCacheCoordinator(
+            backend, blocks, self.counters, cache, supports_state_copy=supports_state_copy, store=store
+        )
+        self._scheduler = Scheduler(shapes, blocks, self.counters, coordinator)
+        self._executor = Executor(backend, shapes.chunk, blocks, vocab_size, self.counters, save_async)
+        self._processor = OutputProcessor(self._scheduler, coordinator, self.counters, vocab_size, shapes.chunk)
+        self._sequence, self._ahead = sequence, ahead
+        self.live: dict[int, Sequence] = {}
+        self._flight: deque[InFlightSample | InFlightScore] = deque()
 
     @property
     def busy(self) -> bool:
         """Whether a step without inputs would do anything."""
-        return self.scheduler.busy
+        return self._scheduler.busy or bool(self._flight)
 
     def step(self, inputs: StepInputs) -> StepOutputs:
-        """Takes the inputs, then has the scheduler dispatch a call and read what is due."""
+        """Takes the inputs, dispatches a call, and waits for the oldest ones where enough are in flight."""
         for arrival in inputs.arrivals:
             try:
                 sequence = self._sequence(arrival)
             except BaseException as error:
                 request = arrival.request
                 sequence = Sequence(request, arrival.number, request.max_tokens, frozenset(), arrived=arrival.at)
-                self._live[arrival.number] = sequence
-                self.scheduler.fail(sequence, broken(request, "it to be taken in", error))
+                self.live[arrival.number] = sequence
+                self._processor.fail(sequence, broken(request, "it to be taken in", error))
             else:
-                self._live[arrival.number] = sequence
-                self.scheduler.submit(sequence)
-        ended = []
-        for number in inputs.cancelled:
-            found = self._live.pop(number, None)
-            if found is not None:
-                self.scheduler.cancel(found)
-                ended.append(found)
+                self.submit(sequence)
+        cancelled = [found for number in inputs.cancelled if (found := self.cancel(number)) is not None]
         for number in inputs.saved:
-            if number in self._live:
-                self.scheduler.save(self._live[number])
-        emitted = self.scheduler.step()
-        over = self.scheduler.take_ended()
-        ended += [sequence for sequence in over if self._live.pop(sequence.number, None) is not None]
-        return StepOutputs(emitted, ended)
+            if number in self.live:
+                self._save(self.live[number])
+        output = self._scheduler.schedule(self._settle)
+        self._dispatch(output)
+        while len(self._flight) > (self._ahead if output.phase else 0):
+            self._collect()
+        self.doing = None
+        emitted, ended = self._processor.take()
+        ended = [sequence for sequence in ended if self.live.pop(sequence.number, None) is not None]
+        return StepOutputs(emitted, cancelled + ended)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queues a sequence; the tokens that it comes with may end it."""
+        self.live[sequence.number] = sequence
+        self._processor.accept_transferred(sequence)
+        if not sequence.over:
+            self._scheduler.submit(sequence)
+
+    def cancel(self, number: int) -> Sequence | None:
+        """Ends a sequence, wherever it is; what it holds is free at once. None for an unknown or ended one."""
+        sequence = self.live.pop(number, None)
+        if sequence is not None and not sequence.over:
+            sequence.stop_reason = "cancelled"
+            self._scheduler.remove(sequence)
+        return sequence
+
+    def _save(self, sequence: Sequence) -> None:
+        """Ends a sequence where it is, once what was dispatched for it is read; its state is exported."""
+        sequence.saved = True
+        self._settle()
+        if not sequence.over:
+            sequence.stop_reason = "saved"
+            self._processor.end(sequence)
+
+    def _dispatch(self, output: SchedulerOutput) -> None:
+        """Has a call run, and what it samples."""
+        if output.phase:
+            self.doing = output.cell, output.at
+        found = self._executor.execute_model(output)
+        if output.phase == "score":
+            self._flight.append(InFlightScore(output, found))
+        elif output.phase:
+            edits: dict[int, LogitsEdits] = {}
+            if output.processed:
+                processors = [row.sequence.logits_processor for row in output.processed]
+                if any(each is not None and each.needs_tokens for each in processors):
+                    # The mask depends on tokens that were not read: they are now, and it is filled while the call runs.
+                    self._settle()
+                    self.doing = output.cell, now()
+                edits = self._processor.logits_edits(output)
+            self._flight.append(self._executor.sample_tokens(output, found, edits))
+
+    def _settle(self) -> bool:
+        """Waits for all calls in flight; False if there are none."""
+        found = bool(self._flight)
+        while self._flight:
+            self._collect()
+        return found
+
+    def _collect(self) -> None:
+        """Waits for the oldest call in flight, and takes what it brought."""
+        call = self._flight.popleft()
+        self.doing = call.output.cell, now()
+        self._processor.update_from_output(call.output, self._executor.read(call))
 
     def cancel_all(self) -> None:
         """Ends everything, and waits for what the devices still do."""
-        for sequence in self._live.values():
-            self.scheduler.cancel(sequence)
-        self._live.clear()
-        while self.busy:
-            self.scheduler.step()
+        for number in list(self.live):
+            self.cancel(number)
+        self._settle()
 
     def fail(self, error: BaseException) -> None:
         """No step follows, because of ``error``: whoever waits for one is told."""
@@ -139,13 +245,13 @@ class SharedCore(EngineCore):
     it is an error of this machine, which ends all hosts.
 
     Args:
-        scheduler: Runs the sequences.
-        sequence: Makes a sequence of an arrival.
         channel: Between the hosts.
+        core: The arguments of ``EngineCore``.
+        options: More of them.
     """
 
-    def __init__(self, scheduler: Scheduler, sequence: Callable[[Arrival], Sequence], channel: Channel) -> None:
-        super().__init__(scheduler, sequence)
+    def __init__(self, channel: Channel, *core: Any, **options: Any) -> None:
+        super().__init__(*core, **options)
         self._channel = channel
         self._read = hashlib.sha256()
 

@@ -13,8 +13,9 @@ from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.handle import EngineStopped, Piece, RequestHandle
-from ling3export.runners.engine.request import Completion, Limits, Request, Sampling, shown, stop_strings, token_ids
+from ling3export.runners.engine.request import Completion, Limits, Request, Sampling
 from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, scored
+from ling3export.runners.engine.validation import shown, stop_strings, token_ids
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message

@@ -6,7 +6,8 @@ from collections.abc import AsyncGenerator, Callable, Iterable
 from dataclasses import dataclass
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.engine.request import Completion, Likely, Request
+from ling3export.runners.engine.request import Completion, Logprobs, Request
+from ling3export.runners.engine.sequence import SequenceOutput
 
 
 class RequestFailed(Ling3Error):
@@ -55,7 +56,7 @@ class Piece:
     text: str
     token_ids: list[int]
     completion: Completion | None = None
-    likely: tuple[Likely, ...] = ()
+    likely: tuple[Logprobs, ...] = ()
 
 
 class RequestHandle:
@@ -78,9 +79,8 @@ class RequestHandle:
         self.cancelled = False
         self._cancel = cancel
         self._lock = threading.Lock()
-        self._text: list[str] = []
-        self._tokens: list[int] = []
-        self._likely: list[Likely] = []
+        self._output = SequenceOutput()
+        self._there = self._taken = 0, 0, 0  # tokens, characters and logprobs of it that may be, and were, taken
         self._completion: Completion | None = None
         self._error: Exception | None = None
         self._over = threading.Event()
@@ -151,12 +151,11 @@ class RequestHandle:
 
     # What the engine's thread calls; ``wake`` afterwards.
 
-    def push(self, token: int, text: str, likely: Likely | None = None) -> None:
-        """A token of the answer was read."""
+    def update(self, output: SequenceOutput) -> None:
+        """Tokens of the answer were read: what ``output`` has now may be taken."""
         with self._lock:
-            self._tokens.append(token)
-            self._likely += () if likely is None else (likely,)
-            self._text.append(text)
+            self._output = output
+            self._there = len(output.token_ids), len(output.text or ""), len(output.logprobs)
 
     def finish(self, outcome: Completion | Exception) -> None:
         """The request ended, or failed."""
@@ -176,19 +175,21 @@ class RequestHandle:
         event = asyncio.Event()
         self._listener = (asyncio.get_running_loop(), event, every_token)
         # What came before there was a listener woke nobody.
-        if self.done or (every_token and self._tokens):
+        if self.done or (every_token and self._there != self._taken):
             event.set()
         return event
 
     def _take(self) -> Piece | None:
         with self._lock:
-            text, tokens = "".join(self._text), self._tokens
-            likely = tuple(self._likely)
-            self._text, self._tokens, self._likely = [], [], []
-            completion = self._completion
+            output, completion = self._output, self._completion
+            tokens, text, logprobs = map(slice, self._taken, self._there)
+            self._taken = self._there
         if self._error is not None:
             raise self._error
-        return Piece(text, tokens, completion, likely) if tokens or completion is not None else None
+        if tokens.start == tokens.stop and completion is None:
+            return None
+        said = tuple(output.logprobs[logprobs])
+        return Piece((output.text or "")[text], output.token_ids[tokens], completion, said)
 
     def _outcome(self) -> Completion:
         if self._error is not None:

@@ -39,8 +39,11 @@ class Loop:
         max_requests: At most this many at once, waiting ones too; None for any number.
         renew: Makes another core, over fresh state, once the thread of the one before has ended; None if none can be.
         step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
-        transfers: Carries states to other engines and from them; None where none do_remote_decode or do_remote_prefill.
+        transfers: Carries states to other engines and from them; None where none leaves or comes.
         store: Has beginnings of prompts in a folder; None where there is none.
+
+    Attributes:
+        core: What takes the steps; None once the loop has ended.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class Loop:
         self._start(core)
 
     def _start(self, core: EngineCore) -> None:
-        self._core: EngineCore | None = core
+        self.core: EngineCore | None = core
         self._arrivals: list[Arrival] = []
         self._cancelled: list[int] = []
         self._saved: list[int] = []
@@ -128,11 +131,11 @@ class Loop:
 
         Args:
             requests: Checked.
-            transferred: What the one request do_remote_prefill with, where it was begun elsewhere.
+            transferred: What the one request comes with, where it was begun elsewhere.
             saved: Gets the sequence of the one request once it ended, with its state.
 
         Raises:
-            QueueFull: They would be more than max_requests; none was exported_state.
+            QueueFull: They would be more than max_requests; none was taken.
             EngineStopped: The loop has ended.
         """
         with self._changed:
@@ -154,8 +157,14 @@ class Loop:
     def _await(self, arrival: Arrival) -> None:
         """Has a request arrive with its state, once that is here, or without it."""
         number, request = arrival.number, arrival.request
-        fresh = arrival.transferred is None and request.score_from is None
-        stored = self._store if fresh and not request.do_remote_prefill else None
+        source: KVTransferManager | PrefixStore | None = None
+        if request.do_remote_prefill:
+            source = self._transfers  # there is one: the engine checks requests
+        elif arrival.transferred is None and request.score_from is None:
+            source = self._store
+        if source is None:
+            self._arrivals.append(arrival)
+            return
 
         def arrive(transferred: "TransferredState | None") -> None:
             with self._changed:
@@ -163,15 +172,8 @@ class Loop:
                     self._arrivals.append(arrival._replace(transferred=transferred))
                     self._changed.notify()
 
-        if request.do_remote_prefill or stored is not None:
-            self._awaited[number] = arrival
-        if request.do_remote_prefill:
-            assert self._transfers is not None, "the engine checks requests"
-            self._transfers.load(number, request, arrive)
-        elif stored is not None:
-            stored.load(number, request, arrive)
-        else:
-            self._arrivals.append(arrival)
+        self._awaited[number] = arrival
+        source.load(number, request, arrive)
 
     def check_room(self, count: int) -> None:
         """Passes if ``count`` requests could be handed over now; nothing is reserved for them.
@@ -262,7 +264,7 @@ class Loop:
             self._thread.join()
 
     def _run(self) -> None:
-        core = self._core
+        core = self.core
         assert core is not None
         started: float | None = None
         try:
@@ -280,7 +282,7 @@ class Loop:
             self._failure = self._failure or error
             core.fail(error)
         finally:
-            self._core = None  # programs, weights and state go with it, unless it may be restarted
+            self.core = None  # programs, weights and state go with it, unless it may be restarted
             del core
             self._ended.set()
             self._fail_all()
@@ -289,7 +291,7 @@ class Loop:
         """Stops the loop once the devices have worked on one call for so many seconds."""
         left = seconds
         while not ended.wait(left):
-            doing = core.scheduler.doing
+            doing = core.doing
             left = seconds if doing is None else doing[1] + seconds - now()
             if doing is not None and left <= 0:
                 with self._changed:
@@ -317,10 +319,10 @@ class Loop:
     def _deliver(self, outputs: StepOutputs) -> None:
         """Fills the handles, and wakes who waits for them."""
         touched: dict[int, RequestHandle] = {}
-        for sequence, token, text, likely in outputs.emitted:
+        for sequence, _ in outputs.emitted:
             handle = self._handles.get(sequence.number)
             if handle is not None:
-                handle.push(token, text, likely)
+                handle.update(sequence.output)
                 touched[handle.number] = handle
         for sequence in outputs.ended:
             if sequence.request.do_remote_decode and self._transfers is not None:

@@ -1,92 +1,33 @@
-"""What a user asks for, and what do_remote_prefill back. A request that can never be served is refused at once.
+"""What a user asks for, and what comes back. A request that can never be served is refused at once.
 
 ``Sampling`` and ``Request`` check and convert what they are made of, so that the same is refused wherever it enters:
 Python, the command line, prompt files, HTTP, evaluations, other hosts. What an engine is given has exact types.
 """
 
 import itertools
-import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ling3export.foundation.errors import RequestError
+from ling3export.runners.engine.validation import (
+    BOUNDS,
+    MAX_TOKENS,
+    NONE,
+    PLACE,
+    TOP_LOGPROBS,
+    biases,
+    shown,
+    stop_strings,
+    token_ids,
+)
 from ling3export.runners.text.grammar import Grammar, grammar_of
 
 if TYPE_CHECKING:
     import numpy as np
 
-SEEDS = 1 << 32
 SHORTEN = "shorten the prompt, or build the artifact with a larger --context"
-SHOWN = 60  # characters of a wrong value that a message repeats
-
-
-def shown(value: object) -> str:
-    """A wrong value in a message: how Python writes it, cut; its type where Python cannot write it."""
-    try:
-        text = repr(value)
-    except Exception:  # whatever the value's own class raises; a whole number of too many digits does, too
-        text = type(value).__name__
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """What a setting may be: a number from ``low`` to ``high``, both included.
-
-    Attributes:
-        low: Least.
-        high: Most.
-        above: ``low`` itself is left out.
-        whole: Whole numbers only.
-    """
-
-    low: float
-    high: float
-    above: bool = False
-    whole: bool = False
-
-    def hold(self, value: object) -> bool:
-        """Whether ``value`` is a number within the bounds."""
-        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
-            return False
-        number: Any = value
-        return bool((self.low < number if self.above else self.low <= number) and number <= self.high)  # NaN: neither
-
-    def number(self, value: object, what: str) -> Any:
-        """``value`` as Python's own int or float; numpy's numbers are numbers, too.
-
-        Raises:
-            RequestError: ``value`` is no number within the bounds; ``what`` says whose it is.
-        """
-        if not self.hold(value):
-            raise RequestError(f"{what}: expected {self}, found {shown(value)}")
-        return int(value) if self.whole else float(value)  # type: ignore[call-overload, arg-type]
-
-    def __str__(self) -> str:
-        if self.above:
-            return f"a number above {self.low:g}, at most {self.high:g}"
-        if self.whole:
-            return f"a whole number from {self.low} to {self.high}"
-        return f"a number from {self.low:g} to {self.high:g}"
-
-
-# For the command line, Python and HTTP alike. The hottest temperature is that of OpenAI's API.
-BOUNDS = {
-    "temperature": Bounds(0, 2),
-    "top_k": Bounds(0, (1 << 31) - 1, whole=True),
-    "top_p": Bounds(0, 1, above=True),
-    "seed": Bounds(0, SEEDS - 1, whole=True),
-    "presence_penalty": Bounds(-2, 2),
-    "frequency_penalty": Bounds(-2, 2),
-    "repetition_penalty": Bounds(0, 10, above=True),
-}
-LIKELY = Bounds(0, 20, whole=True)
-BIASES, BIAS = 1024, Bounds(-100, 100)  # tokens that a request may name, and what is added to their logits
-MAX_TOKENS = Bounds(1, (1 << 31) - 1, whole=True)
-PLACE, NONE = Bounds(0, (1 << 31) - 1, whole=True), Bounds(0, 0, whole=True)
 
 
 @dataclass(frozen=True)
@@ -101,7 +42,7 @@ class Sampling:
         presence_penalty: Subtracted from the logit of a token that was generated before.
         frequency_penalty: Subtracted as often as it was generated before.
         repetition_penalty: Divides the logit of a token of the prompt or the answer where that is positive, and
-            multiplies it where it is not; 1 changes nothing. This do_remote_prefill before the other two.
+            multiplies it where it is not; 1 changes nothing. This comes before the other two.
         logit_bias: Added to logits: token ids and addends, or a mapping of them.
 
     Raises:
@@ -181,7 +122,7 @@ class Request:
             if not isinstance(getattr(self, flag), bool):
                 raise RequestError(f"{name}: expected {flag} to be True or False, found {shown(getattr(self, flag))}")
         if self.logprobs is not None:
-            put("logprobs", LIKELY.number(self.logprobs, f"{name}: logprobs"))
+            put("logprobs", TOP_LOGPROBS.number(self.logprobs, f"{name}: logprobs"))
         if self.grammar is not None:
             put("grammar", grammar_of(self.grammar, name))
         if self.kv_transfer_params is not None:
@@ -241,7 +182,7 @@ def request_of(fields: Mapping[str, Any]) -> Request:
     return Request(**{**fields, "sampling": Sampling(**fields["sampling"])})
 
 
-class Step(NamedTuple):
+class EngineStep(NamedTuple):
     """An engine step whose call a request took part in.
 
     Attributes:
@@ -257,7 +198,7 @@ class Step(NamedTuple):
     tokens: int
 
 
-class Likely(NamedTuple):
+class Logprobs(NamedTuple):
     """How likely a token was, under the plain softmax of the model's logits, whatever changed them before sampling.
 
     Attributes:
@@ -303,12 +244,12 @@ class Completion:
     logits: "np.ndarray | None" = None
     queue_ms: float = 0.0
     token_ms: list[float] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[EngineStep] = field(default_factory=list)
     logprobs: list[float] | None = None
     best_ids: list[int] | None = None
     cached_tokens: int = 0
     best_logprobs: list[float] | None = None
-    likely: list[Likely] | None = None
+    likely: list[Logprobs] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property
@@ -408,69 +349,3 @@ class Limits:
                 f"= {needed} pages",
                 "ask for fewer tokens, or build the artifact with more --pages",
             )
-
-
-def token_ids(values: object, name: str = "request") -> tuple[int, ...]:
-    """``values``, a sequence or an array of one axis, as token ids.
-
-    Raises:
-        RequestError: They are no sequence, or one of them is not a whole number.
-    """
-    listed = values.tolist() if hasattr(values, "tolist") else values  # an array's own types become Python's
-    if not isinstance(listed, Sequence) or isinstance(listed, (str, bytes, bytearray)):
-        raise RequestError(f"{name}: expected token ids, found {shown(values)}")
-    if set(map(type, listed)) <= {int}:
-        return tuple(listed)
-    ids = []
-    for place, value in enumerate(listed):
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            ids.append(int(operator.index(value)))
-        except TypeError:
-            raise RequestError(f"{name}: expected token ids, found {shown(value)} at place {place}") from None
-    return tuple(ids)
-
-
-def biases(values: object) -> tuple[tuple[int, float], ...]:
-    """``values``, token ids and what is added to their logits, as pairs without zeros.
-
-    Raises:
-        RequestError: They are no such pairs, too many, or one of them names a token twice or is out of its bounds.
-    """
-    try:
-        pairs = [(token, add) for token, add in (values.items() if isinstance(values, Mapping) else values)]  # type: ignore[attr-defined]
-    except (TypeError, ValueError):
-        raise RequestError(f"sampling `logit_bias`: expected token ids with numbers, found {shown(values)}") from None
-    if len(pairs) > BIASES:
-        raise RequestError(f"sampling `logit_bias`: expected at most {BIASES} tokens, found {len(pairs)}")
-    what = "sampling `logit_bias`"
-    checked = [(PLACE.number(token, f"{what}, a token"), BIAS.number(add, what)) for token, add in pairs]
-    if len(dict(checked)) < len(checked):
-        raise RequestError(f"{what}: expected each token once, found one twice")
-    return tuple((token, add) for token, add in checked if add)
-
-
-def stop_strings(values: object, name: str = "request") -> tuple[str, ...]:
-    """``values``, a text or several, as stop strings.
-
-    Raises:
-        RequestError: One of them is no text, is empty, or has half a character.
-    """
-    if isinstance(values, str):
-        values = (values,)
-    try:
-        texts: tuple[object, ...] = tuple(values)  # type: ignore[arg-type]
-    except TypeError:
-        raise RequestError(f"{name}: expected stop strings, found {shown(values)}") from None
-    for text in texts:
-        if not isinstance(text, str):
-            raise RequestError(f"{name}: expected stop strings, found {shown(text)} among them")
-        if not text:
-            raise RequestError(f"{name}: expected stop strings of at least one character, found an empty one")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            found = f"half a character in {shown(text)}"
-            raise RequestError(f"{name}: expected stop strings in Unicode, found {found}") from None
-    return tuple(map(str, texts))

@@ -83,10 +83,10 @@ def resumed(manifest: Manifest, target: Target, path: Path, max_tokens: int | No
 
 def _saved(sequence: Sequence, description: Mapping[str, object]) -> SequenceState:
     """What of a sequence goes on. An answer that ended by itself may be stored beyond its end, and needs no state."""
-    said = sequence.likely if len(sequence.likely) == sequence.known - sequence.length else [None] * sequence.known
-    tokens = tuple(zip(sequence.generated, said, strict=False))
+    ids, said = sequence.generated, sequence.output.logprobs
+    tokens = tuple(zip(ids, said if len(said) == len(ids) else [None] * len(ids), strict=True))
     fields = asdict(replace(sequence.request, kv_transfer_params=None))
     descriptor = {"state": description, "request": fields, "generated": tokens}
-    if sequence.exported_state is None or not 0 < sequence.stored < sequence.known:
+    if sequence.exported_state is None or not 0 < sequence.num_computed_tokens < sequence.num_tokens:
         return SequenceState(descriptor, np.empty(0, np.int32), {})
-    return SequenceState.of(sequence.exported_state(), descriptor, sequence.tokens(0, sequence.stored))
+    return SequenceState.of(sequence.exported_state(), descriptor, sequence.tokens(0, sequence.num_computed_tokens))

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from ling3export.artifacts.schema import Target
 from ling3export.foundation.errors import ArtifactError, Ling3Error, RequestError
-from ling3export.runners.engine.request import Completion, Request, token_ids
+from ling3export.runners.engine.request import Completion, Request
+from ling3export.runners.engine.validation import token_ids
 
 Text = str | Many[int]
 

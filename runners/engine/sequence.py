@@ -1,24 +1,24 @@
 """A request on its way through the scheduler."""
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter as now
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ling3export.runners.engine.request import Completion, Likely, Request, Step
+from ling3export.runners.engine.request import Completion, EngineStep, Logprobs, Request
 
 if TYPE_CHECKING:
     import numpy as np
 
     from ling3export.runners.engine.block_manager import BlockTable
-    from ling3export.runners.engine.choice import Choice
+    from ling3export.runners.engine.logits_processor import LogitsProcessorState
     from ling3export.runners.load.sharded import ShardedState
-    from ling3export.runners.state.prefix_cache import Node
     from ling3export.runners.state.sequence_state import SequenceState, TransferredState
     from ling3export.runners.text.detokenize import TextStream
 
 
-class Call(NamedTuple):
-    """A call that a sequence takes part in: ``request.Step``, but ``at`` is when it was dispatched, by ``now()``."""
+class DispatchedCall(NamedTuple):
+    """A call that a sequence takes part in: ``request.EngineStep``, but ``at`` is on the clock of ``now``."""
 
     at: float
     kind: str
@@ -26,95 +26,90 @@ class Call(NamedTuple):
     tokens: int
 
 
+@dataclass(slots=True, eq=False)
+class SequenceOutput:
+    """What a sequence has generated so far. The engine's thread appends to it; others read what they were told of.
+
+    Attributes:
+        token_ids: Tokens known on the host.
+        text: What became certain of their text; None without a tokenizer.
+        logprobs: How likely each token was, if the request asks for it.
+    """
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str | None = None
+    logprobs: list[Logprobs] = field(default_factory=list)
+
+
 class Sequence:
-    """One request: its tokens, what of them lies in the pools, and how it ended.
+    """One request: its tokens, how many of them lie in the pools, and how it ended.
 
     Args:
         request: Already checked.
         number: Its place in the order of arrival.
-        limit: How many tokens may be generated.
+        max_new_tokens: How many tokens may be generated.
         eos: Ids that end it.
         stream: Turns tokens into text and watches for stop strings; None without a tokenizer.
         arrived: When it was submitted; None for now.
-        choice: What it asks of its rows beyond a token; None where that is nothing.
+        logits_processor: What changes its logits before a token is sampled; None where nothing does.
+        transferred: What it comes with, where it was begun elsewhere.
+        saved: Whether its state is exported when it ends.
 
     Attributes:
-        generated: Tokens known on the host.
-        sampled: Tokens whose sampling was dispatched: those, and at most a few in flight.
-        stored: Positions whose state was dispatched. The last sampled token is not among them.
+        output: What it has generated.
+        generated: The token ids of ``output``.
+        num_sampled: Tokens whose sampling was dispatched: those of ``generated``, and at most a few in flight.
+        num_computed_tokens: Positions whose state was dispatched. The last sampled token is not among them.
+        num_prefilled: How many tokens of the prompt were ever dispatched.
+        num_cached_tokens: Tokens of the prompt that the prefix cache had.
         table: Its slot and pages, while it has them.
-        prefilled: How many tokens of the prompt were ever dispatched.
+        next_token: The token to decode next where the devices do not have it, else -1.
         stop_reason: ``eos``, ``stop``, ``length``, ``scored``, ``saved``, ``cancelled`` or ``failed`` once it ended.
         error: Why it failed.
         started: When its first call was dispatched.
         times: When each token was read.
         calls: Those that it took part in, in order.
-        cached: Tokens of the prompt that the prefix cache had.
-        start: The prefix cache's name for the place before the first block.
-        names: Of the blocks whose tokens are known, as far as they were needed.
-        stops: Where prefill calls end, so that the state there can be kept.
-        permanent_checkpoints: Those of the places that others may begin from, too; the rest is this turn's end so far.
-        turn: The node with the state at this turn's end so far.
-        pending: A position whose state was copied, before its tokens were read, and the snapshot's slot.
-        kept: While it waits with its state in host memory: its home, None for any, and the state.
-        fed: The token to decode next where the devices do not have it, else -1.
-        exported_state: Waits for its state of ``stored`` positions, where that leaves the engine.
-        transferred: What it came with, where it was begun elsewhere.
+        rows: The logits that each token was taken from, if the request asks for them.
+        exported_state: Waits for its state of the computed positions, where that leaves the engine.
         saved_early: Whether its state left already, with the call that ended its prompt.
-        saved: Whether its state is exported_state along when it ends.
     """
 
     def __init__(
         self,
         request: Request,
         number: int,
-        limit: int,
+        max_new_tokens: int,
         eos: frozenset[int],
         stream: "TextStream | None" = None,
         arrived: float | None = None,
-        choice: "Choice | None" = None,
+        logits_processor: "LogitsProcessorState | None" = None,
         transferred: "TransferredState | None" = None,
         saved: bool = False,
     ) -> None:
         self.request = request
         self.number = number
-        self.limit = limit
+        self.max_new_tokens = max_new_tokens
         self.eos = frozenset() if request.ignore_eos else eos
         self.stream = stream
-        self.choice = choice
-        self.likely: list[Likely] = []
-        self.generated: list[int] = []
-        self.rows: list[np.ndarray] = []
-        self.sampled = 0
-        self.stored = 0
-        self.prefilled = 0
+        self.logits_processor = logits_processor
+        self.transferred = transferred
+        self.saved = saved
+        self.output = SequenceOutput(text=None if stream is None else "")
+        self.generated = self.output.token_ids
+        self.num_sampled = 0
+        self.num_computed_tokens = 0 if transferred is None else transferred.stored
+        self.num_prefilled = self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
         self.table: BlockTable | None = None
+        self.next_token = -1
         self.stop_reason: str | None = None
         self.error: Exception | None = None
-        self.text: str | None = None if stream is None else ""
         self.arrived = now() if arrived is None else arrived
         self.started: float | None = None
         self.times: list[float] = []
-        self.calls: list[Call] = []
-        self.cached = 0
-        self.start = b""
-        self.names: list[bytes] = []
-        self.stops: list[int] = []
-        self.permanent_checkpoints: set[int] = set()
-        self.turn: Node | None = None
-        self.pending: tuple[int, int] | None = None
-        self.kept: tuple[int | None, Any] | None = None
-        self.fed = -1
+        self.calls: list[DispatchedCall] = []
+        self.rows: list[np.ndarray] = []
         self.exported_state: Callable[[], ShardedState | SequenceState] | None = None
         self.saved_early = False
-        self.saved = saved
-        self.transferred = (
-            None if transferred is None else transferred._replace(state=None)
-        )  # which is ``kept`` until it is stored
-        if transferred is not None:
-            self.stored = transferred.stored
-            self.prefilled = self.cached = min(self.stored, self.length)
-            self.kept = None if transferred.state is None else (None, transferred.state)
         # By position: log-probabilities of the next token and of the best one there, and the latter's id.
         self._scores: dict[int, tuple[float, float | None, int]] = {}
 
@@ -134,35 +129,35 @@ class Sequence:
         assert self.table is not None
         return self.table.slot
 
-    def stored_pages(self, page_size: int) -> list[int]:
-        """The pages of the positions that are stored."""
+    def computed_pages(self, page_size: int) -> list[int]:
+        """The pages of the positions that are computed."""
         assert self.table is not None
-        return self.table.pages[: -(-self.stored // page_size)]
+        return self.table.pages[: -(-self.num_computed_tokens // page_size)]
 
     @property
-    def length(self) -> int:
+    def num_prompt_tokens(self) -> int:
         """Tokens of the prompt."""
         return len(self.request.prompt_ids)
 
     @property
-    def known(self) -> int:
-        """Tokens whose ids the host knows: the prompt and what was generated."""
-        return self.length + len(self.generated)
+    def num_tokens(self) -> int:
+        """Tokens known on the host: prompt and answer."""
+        return len(self.request.prompt_ids) + len(self.generated)
 
     @property
-    def unstored(self) -> int:
-        """Known tokens that prefill has yet to store. The last token that is scored need not be."""
-        return (self.stored_in_the_end if self.scoring else self.known) - self.stored
+    def num_tokens_to_prefill(self) -> int:
+        """Known tokens that prefill has yet to compute. The last token that is scored need not be."""
+        return (self.num_tokens_in_the_end if self.scoring else self.num_tokens) - self.num_computed_tokens
 
     @property
-    def stored_in_the_end(self) -> int:
-        """Positions that it will have stored if nothing ends it early: the last token is never fed back."""
-        return self.length + self.limit - 1
+    def num_tokens_in_the_end(self) -> int:
+        """Positions that it will have computed if nothing ends it early: the last token is never fed back."""
+        return self.num_prompt_tokens + self.max_new_tokens - 1
 
     def tokens(self, start: int, stop: int) -> list[int]:
         """Known tokens at positions ``start`` to ``stop``."""
-        prompt = self.request.prompt_ids[start:stop]
-        return [*prompt, *self.generated[max(start - self.length, 0) : max(stop - self.length, 0)]]
+        prompt, length = self.request.prompt_ids, self.num_prompt_tokens
+        return [*prompt[start:stop], *self.generated[max(start - length, 0) : max(stop - length, 0)]]
 
     def next_tokens(self, start: int, stop: int) -> list[int]:
         """For scoring: the token to score behind each of the positions ``start`` to ``stop``, or -1 for none."""
@@ -171,36 +166,29 @@ class Sequence:
         prompt = self.request.prompt_ids
         return [prompt[position + 1] if position + 1 >= first else -1 for position in range(start, stop)]
 
-    def accept(self, token: int, at: float, row: "np.ndarray | None" = None, likely: Likely | None = None) -> str:
-        """Takes the next token, read at ``at``; sets ``stop_reason`` if it ends the sequence.
-
-        Returns:
-            The text that became certain with it.
-        """
+    def accept(self, token: int, at: float, row: "np.ndarray | None" = None, logprobs: Logprobs | None = None) -> None:
+        """Takes the next token, read at ``at``; sets ``stop_reason`` if it ends the sequence."""
         self.times.append(at)
         self.generated.append(token)
         if row is not None:
             self.rows.append(row)
-        if likely is not None:
-            self.likely.append(likely)
-        if self.choice is not None:
-            self.choice.accept(token)
-        piece = ""
+        if logprobs is not None:
+            self.output.logprobs.append(logprobs)
+        processor, stream, piece = self.logits_processor, self.stream, ""
+        if processor is not None:
+            processor.accept(token)
         if token in self.eos:
             self.stop_reason = "eos"
-        elif self.stream is not None:
-            piece = self.stream.push(token)
-            if self.stream.stopped:
+        elif stream is not None:
+            piece = stream.push(token)
+            if stream.stopped:
                 self.stop_reason = "stop"
-        if self.stop_reason is None and self.choice is not None and self.choice.over:
+        if self.stop_reason is None and processor is not None and processor.over:
             self.stop_reason = "stop"
-        if self.stop_reason is None and len(self.generated) == self.limit:
+        if self.stop_reason is None and len(self.generated) == self.max_new_tokens:
             self.stop_reason = "length"
-        if self.stop_reason is not None and self.stream is not None:
-            piece += self.stream.finish()
-        if self.text is not None:
-            self.text += piece
-        return piece
+        if stream is not None:
+            self.output.text = f"{self.output.text}{piece}{stream.finish() if self.over else ''}"
 
     def accept_scores(
         self, start: int, logprobs: list[float], best: list[int], best_logprobs: list[float] | None = None
@@ -208,7 +196,7 @@ class Sequence:
         """Takes what a call said behind the positions from ``start`` on; ends with the last one, and then is True."""
         those = [None] * len(best) if best_logprobs is None else best_logprobs
         self._scores.update(enumerate(zip(logprobs, those, best, strict=True), start))
-        if start + len(logprobs) == self.stored_in_the_end:
+        if start + len(logprobs) == self.num_tokens_in_the_end:
             self.stop_reason = "scored"
         return self.over
 
@@ -228,33 +216,35 @@ class Sequence:
         token_ms = [self._ms(at) for at in self.times]
         first, logprobs, best, best_logprobs = self.request.score_from, None, None, None
         if first is not None and self.stop_reason == "scored":
-            scores = [self._scores[at - 1] for at in range(first, self.length)]
+            scores = [self._scores[at - 1] for at in range(first, self.num_prompt_tokens)]
             logprobs, best_logprobs, best = map(list, zip(*scores, strict=True))
             best_logprobs = None if best_logprobs[0] is None else best_logprobs
         return Completion(
-            list(self.request.prompt_ids),
-            list(self.generated),
-            self.text,
-            self.stop_reason,
-            token_ms[0] if token_ms else 0.0,
-            token_ms[-1] if token_ms else 0.0,
-            logits,
-            0.0 if self.started is None else self._ms(self.started),
-            token_ms,
-            [Step(self._ms(call.at), call.kind, call.padding, call.tokens) for call in self.calls],
-            logprobs,
-            best,
-            self.cached,
-            best_logprobs,
-            None if self.request.logprobs is None else list(self.likely),
-            None if self.transferred is None or self.transferred.phases is None else self._phases(self.transferred),
+            prompt_ids=list(self.request.prompt_ids),
+            token_ids=list(self.generated),
+            text=self.output.text,
+            stop_reason=self.stop_reason,
+            ttft_ms=token_ms[0] if token_ms else 0.0,
+            e2e_ms=token_ms[-1] if token_ms else 0.0,
+            logits=logits,
+            queue_ms=0.0 if self.started is None else self._ms(self.started),
+            token_ms=token_ms,
+            steps=[EngineStep(self._ms(at), kind, padding, tokens) for at, kind, padding, tokens in self.calls],
+            logprobs=logprobs,
+            best_ids=best,
+            cached_tokens=self.num_cached_tokens,
+            best_logprobs=best_logprobs,
+            likely=None if self.request.logprobs is None else list(self.output.logprobs),
+            kv_transfer_params=self._transfer_times(),
         )
 
-    def _phases(self, transferred: "TransferredState") -> dict[str, Any]:
+    def _transfer_times(self) -> dict[str, Any] | None:
         """Milliseconds of each phase up to the first token, elsewhere and here, and the bytes that came."""
-        phases = transferred.phases or {}
+        if self.transferred is None or self.transferred.phases is None:
+            return None
+        phases = self.transferred.phases
         rest = (self._ms(self.times[0]) if self.times else 0.0) - phases.get("transfer", 0.0)
-        return {"phases_ms": {**phases, "decode": rest}, "transfer_bytes": transferred.nbytes}
+        return {"phases_ms": {**phases, "decode": rest}, "transfer_bytes": self.transferred.nbytes}
 
     def _ms(self, at: float) -> float:
         return 1e3 * (at - self.arrived)

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ling3export.foundation.errors import ArtifactError, RequestError
-from ling3export.runners.engine.request import SEEDS, Request, Sampling
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.validation import SEEDS
 from ling3export.runners.serve import structure
 from ling3export.runners.serve.items import ResponsesBody
 from ling3export.runners.serve.schema import (

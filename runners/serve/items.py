@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from ling3export.runners.engine.request import LIKELY
+from ling3export.runners.engine.validation import TOP_LOGPROBS
 from ling3export.runners.serve.schema import (
     CHOICES,
     ITEMS,
@@ -140,7 +140,7 @@ class ResponsesBody(Sampled):
         list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
         Field(default_factory=list, description=f'a list of "{LOGPROBS}" and "{ENCRYPTED}" at most'),
     ]
-    top_logprobs: Annotated[int, Field(ge=0, le=LIKELY.high, description=str(LIKELY))] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS.high, description=str(TOP_LOGPROBS))] = 0
     metadata: Annotated[dict[str, Any], Field(default_factory=dict, description="an object")]
 
     @classmethod

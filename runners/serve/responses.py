@@ -24,7 +24,7 @@ from ling3export.runners.engine.handle import (
     RequestFailed,
     RequestHandle,
 )
-from ling3export.runners.engine.request import Completion, Likely
+from ling3export.runners.engine.request import Completion, Logprobs
 from ling3export.runners.serve.calls import Call
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.schema import ApiError
@@ -218,12 +218,12 @@ class Answer:
 
     def _scored(self, ids: Sequence[int], score: Completion | None) -> dict[str, Any]:
         """The log-probabilities of a prompt's tokens, in the form of /v1/completions; the first one has none."""
-        rest: list[Likely] = []
+        rest: list[Logprobs] = []
         if score is not None:
             logprobs, best = score.logprobs or [], score.best_ids or []
             tops = score.best_logprobs or logprobs
             rest = [
-                Likely(own, ((id, top),)[: self._call.top]) for own, id, top in zip(logprobs, best, tops, strict=True)
+                Logprobs(own, ((id, top),)[: self._call.top]) for own, id, top in zip(logprobs, best, tops, strict=True)
             ]
         said = self._listed(0, ids[1:], rest)
         first = self._spelled(ids[0])[0]
@@ -235,7 +235,7 @@ class Answer:
             "text_offset": offsets,
         }
 
-    def _likely(self, index: int, ids: Sequence[int], likely: Sequence[Likely]) -> dict[str, Any] | None:
+    def _likely(self, index: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any] | None:
         """The log-probabilities of generated tokens, in the form of the endpoint."""
         if self._call.top is None:
             return None
@@ -250,7 +250,7 @@ class Answer:
             ]
         }
 
-    def _listed(self, offset: int, ids: Sequence[int], likely: Sequence[Likely]) -> dict[str, Any]:
+    def _listed(self, offset: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any]:
         tokens = [self._spelled(id)[0] for id in ids]
         offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset) if tokens else ()
         tops = [{self._spelled(id)[0]: logprob for id, logprob in reversed(each.top)} for each in likely]

@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from ling3export.foundation.strict_json import DoubledKeyError, parse_json
-from ling3export.runners.engine.request import BIAS, BIASES, BOUNDS, LIKELY
+from ling3export.runners.engine.validation import BIAS, BIASES, BOUNDS, TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Prompt
@@ -311,7 +311,7 @@ class CompletionsBody(Body):
     echo: Flag = False
     logprobs: Annotated[
         int | None,
-        Field(ge=0, le=LIKELY.high, description=str(LIKELY)),
+        Field(ge=0, le=TOP_LOGPROBS.high, description=str(TOP_LOGPROBS)),
         BeforeValidator(lambda value: None if value is False else value),
     ] = None
     prompt: Annotated[
@@ -345,7 +345,7 @@ class ChatBody(Body):
     """The body of /v1/chat/completions."""
 
     logprobs: Flag = False
-    top_logprobs: Annotated[int, Field(ge=0, le=LIKELY.high, description=str(LIKELY))] = 0
+    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS.high, description=str(TOP_LOGPROBS))] = 0
     tools: Annotated[
         list[dict[str, Any]], Field(max_length=CHOICES, description=f"a list of at most {CHOICES} functions")
     ] = []

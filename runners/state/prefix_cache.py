@@ -62,13 +62,13 @@ Event = Stored | Removed | Cleared
 class Pools(Protocol):
     """What the cache needs of a block manager."""
 
-    def hold(self, pages: Sequence[int]) -> None:
+    def incref(self, pages: Sequence[int]) -> None:
         """Notes one more who holds pages."""
 
-    def drop(self, pages: Sequence[int]) -> None:
+    def decref(self, pages: Sequence[int]) -> None:
         """Notes one less who holds pages."""
 
-    def alone(self, page: int) -> bool:
+    def is_unshared(self, page: int) -> bool:
         """Whether a single one holds a page."""
 
     def take_snapshot(self) -> int | None:
@@ -275,7 +275,7 @@ class PrefixCache:
             parent, node = node, self._nodes.get(name)
             if node is None:
                 node = self._nodes[name] = Node(name, parent, page, depth)
-                self._pools.hold([page])
+                self._pools.incref([page])
                 if parent is not None:
                     parent.children += 1
         assert node is not None
@@ -344,7 +344,7 @@ class PrefixCache:
 
     def evict(self) -> bool:
         """Gives up one page that no sequence holds, and whatever snapshot it has; False if there is none."""
-        leaves = (node for node in self._nodes.values() if not node.children and self._pools.alone(node.page))
+        leaves = (node for node in self._nodes.values() if not node.children and self._pools.is_unshared(node.page))
         node = next(leaves, None) if self._evict == "lru" else self._least(list(leaves))
         if node is None:
             return False
@@ -354,7 +354,7 @@ class PrefixCache:
         self._remember(node.name)
         if node.parent is not None:
             node.parent.children -= 1
-        self._pools.drop([node.page])
+        self._pools.decref([node.page])
         self.evicted_pages += 1
         return True
 

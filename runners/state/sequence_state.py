@@ -46,7 +46,7 @@ ALIGNED = 64
 MOST_LIKELY = 20  # tokens beside the one that was sampled
 
 Arrays = Mapping[str, np.ndarray]
-Token = tuple[int, tuple[float, tuple[tuple[int, float], ...]] | None]  # and what request.Likely says of it
+Token = tuple[int, tuple[float, tuple[tuple[int, float], ...]] | None]  # and what request.Logprobs says of it
 
 
 class StateFileError(Ling3Error):
@@ -111,7 +111,7 @@ class TransferredState(NamedTuple):
     """A sequence that was begun elsewhere: its tokens, and the state behind them where there is one.
 
     Attributes:
-        tokens: Those that were generated elsewhere, each with what ``request.Likely`` says of it, or None.
+        tokens: Those that were generated elsewhere, each with what ``request.Logprobs`` says of it, or None.
         state: What this engine goes on from; None where it computes all of it again.
         phases: Milliseconds that the sequence spent elsewhere, by what was done; None where nobody measured them.
         nbytes: Bytes of the state, once that is handed on, too.

@@ -1,22 +1,19 @@
 """The engine's loop on the fake model, which can be held where it waits for the devices."""
 
 import threading
+import time
 
 import tokenizers
 
-from ling3export.artifacts.paddings import Shapes
-from ling3export.runners.engine.block_manager import BlockManager
-from ling3export.runners.engine.core import EngineCore
-from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.loop import Loop
-from ling3export.runners.engine.request import Limits, Request
-from ling3export.runners.engine.scheduler import Scheduler
+from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.load.loader import Timings
 from ling3export.runners.text.detokenize import TextStream
 from tests.support.fake_backend import VOCAB, FakeBackend, answer
+from tests.support.scheduler_rig import Rig as CoreRig
 
-SLOTS, PAGES, PAGE, CHUNK, CONTEXT = 4, 24, 4, 4, 64
+SLOTS, PAGES, PAGE, CONTEXT = 4, 24, 4, 64
 LETTERS = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(65 + i): i for i in range(VOCAB)}, "A"))
 LETTERS.decoder = tokenizers.decoders.Fuse()
 WAIT = 30  # seconds, for what takes milliseconds
@@ -25,8 +22,8 @@ WAIT = 30  # seconds, for what takes milliseconds
 class GatedBackend(FakeBackend):
     """Can be held where it waits for the devices; and fails where a test says so."""
 
-    def __init__(self):
-        super().__init__(SLOTS, PAGES, PAGE, CHUNK)
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
         self.failure: Exception | None = None
         self._changed = threading.Condition()
         self._shut = self._standing = False
@@ -72,34 +69,34 @@ class GatedBackend(FakeBackend):
         self._pass()
 
 
-class Rig:
+class Rig(CoreRig):
     """A loop on a fake backend; text of a token is a letter."""
 
-    def __init__(self, ahead=1, max_requests=None, step_timeout=None):
-        self.backend = GatedBackend()
-        self.blocks = BlockManager(SLOTS, PAGES, PAGE, CONTEXT // PAGE)
-        self.limits = Limits(CONTEXT, VOCAB, PAGES, PAGE)
-        self.timings, self.counters, self._ahead = Timings(), Counters(), ahead
-        self.loop = Loop(self._core(), self.timings, max_requests, renew=self._renew, step_timeout=step_timeout)
-
-    def _core(self):
-        self.scheduler = Scheduler(
-            self.backend, Shapes((4, 16), (2, 4), CHUNK), self.blocks, VOCAB, ahead=self._ahead, counters=self.counters
-        )
-        return EngineCore(self.scheduler, self._sequence)
+    def __init__(self, ahead=1, max_requests=None, step_timeout=None, renew=True):
+        super().__init__(SLOTS, PAGES, PAGE, context=CONTEXT, ahead=ahead, backend=GatedBackend)
+        self.timings, again = Timings(), self._renew if renew else None
+        self.loop = Loop(self.core, self.timings, max_requests, renew=again, step_timeout=step_timeout)
 
     def _renew(self):
         self.blocks.reset()
         self.backend.reset()
-        return self._core()
+        self.core = self.make_core()
+        return self.core
 
-    def _sequence(self, arrival):
+    def sequence(self, arrival):
         request = arrival.request
         stream = TextStream(LETTERS, request.stop)
         return Sequence(request, arrival.number, self.limits.answer(request), frozenset(), stream, arrival.at)
 
     def submit(self, *requests):
         return self.loop.submit(requests)
+
+    def until_ended(self):
+        """Waits for the end of the loop's thread."""
+        end = time.monotonic() + WAIT
+        while any(thread.name == "ling3-engine" for thread in threading.enumerate()):
+            assert time.monotonic() < end
+            time.sleep(0.001)
 
     def free(self):
         return self.blocks.free_slots, self.blocks.free_pages

@@ -1,9 +1,10 @@
-"""The scheduler on the fake model, whose answers an oracle knows."""
+"""The engine's core on the fake model, whose answers an oracle knows."""
 
 from ling3export.artifacts.paddings import Shapes
 from ling3export.runners.engine.block_manager import BlockManager
+from ling3export.runners.engine.core import EngineCore, SharedCore, StepInputs
+from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.request import Limits, Request, Sampling
-from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.state.prefix_cache import PrefixCache
 from tests.support.fake_backend import VOCAB, FakeBackend, answer
@@ -12,7 +13,7 @@ CHUNK = 4
 
 
 class Rig:
-    """A scheduler on a fake backend."""
+    """A core on a fake backend. ``ended`` are the sequences that ended by themselves, in order."""
 
     def __init__(
         self,
@@ -30,32 +31,60 @@ class Rig:
         evict="lru",
         cost=None,
         tell=None,
+        score=(),
+        chunk=CHUNK,
+        backend=FakeBackend,
+        store=None,
+        channel=None,
     ):
-        self.backend = FakeBackend(slots, pages, page_size, CHUNK, snapshots)
+        self.backend = backend(slots, pages, page_size, chunk, snapshots)
         self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes, snapshots)
         shared = snapshots and cache
         self.cache = PrefixCache(self.blocks, page_size, "root", every, evict, cost, tell) if shared else None
         self.limits = Limits(context, VOCAB, pages, page_size)
-        shapes = Shapes(prefill, decode, CHUNK)
-        self.scheduler = Scheduler(
-            self.backend, shapes, self.blocks, VOCAB, ahead=ahead, cache=self.cache, supports_state_copy=snapshots > 0
-        )
+        self.counters, self._channel = Counters(), channel
+        self._parts = self.backend, Shapes(prefill, decode, chunk, score=score), self.blocks, VOCAB, self.sequence
+        copies = snapshots > 0
+        self._options = {"ahead": ahead, "cache": self.cache, "supports_state_copy": copies, "store": store}
+        self.core = self.make_core()
         self.sequences: list[Sequence] = []
+        self.ended: list[Sequence] = []
         self.size = slots, pages
         self.snapshots = snapshots
 
-    def submit(self, prompt, max_tokens, eos=frozenset(), logits=False, salt="", **sampling):
-        request = Request(tuple(prompt), max_tokens, Sampling(**sampling), logits=logits, cache_salt=salt)
+    def make_core(self):
+        options = {"counters": self.counters, **self._options}
+        return (
+            SharedCore(self._channel, *self._parts, **options) if self._channel else EngineCore(*self._parts, **options)
+        )
+
+    def sequence(self, arrival):
+        """What the core makes of an arrival; tests that hand over sequences use ``add``."""
+        request = arrival.request
+        return Sequence(request, arrival.number, self.limits.answer(request), frozenset())
+
+    def submit(self, prompt, max_tokens, eos=frozenset(), sampling=None, **options):
+        request = Request(tuple(prompt), max_tokens, sampling or Sampling(), **options)
         self.limits.check(request)
-        sequence = Sequence(request, len(self.sequences), self.limits.answer(request), eos)
+        return self.add(Sequence(request, len(self.sequences), self.limits.answer(request), eos))
+
+    def add(self, sequence):
         self.sequences.append(sequence)
-        self.scheduler.submit(sequence)
+        self.core.submit(sequence)
         return sequence
+
+    def step(self):
+        outputs = self.core.step(StepInputs())
+        self.ended += outputs.ended
+        return outputs.emitted
+
+    def cancel(self, sequence):
+        self.core.cancel(sequence.number)
 
     def run(self, steps=100_000):
         emitted = []
-        while self.scheduler.busy and steps:
-            emitted += self.scheduler.step()
+        while self.core.busy and steps:
+            emitted += self.step()
             steps -= 1
         return emitted
 
@@ -63,7 +92,7 @@ class Rig:
         """Every answer is the oracle's, and everything came back."""
         for sequence in self.sequences:
             prompt, how = list(sequence.request.prompt_ids), sequence.request.sampling
-            expected = answer(prompt, sequence.limit, sequence.eos, how.seed, how.temperature)
+            expected = answer(prompt, sequence.max_new_tokens, sequence.eos, how.seed, how.temperature)
             if sequence.stop_reason == "cancelled":
                 expected = expected[: len(sequence.generated)]
             assert sequence.generated == expected

@@ -20,11 +20,7 @@ from ling3export.plan.paddings import (
     read_lengths,
     split_by_context,
 )
-from ling3export.runners.engine.block_manager import BlockManager
-from ling3export.runners.engine.request import Request, Sampling
-from ling3export.runners.engine.scheduler import Scheduler
-from ling3export.runners.engine.sequence import Sequence
-from tests.support.fake_backend import VOCAB, FakeBackend
+from tests.support.scheduler_rig import Rig
 
 FIELDS = ("calls", "padded", "wasted")
 PADDINGS, DECODE = (16, 48, 128), (4, 8)
@@ -34,14 +30,12 @@ HISTOGRAM = [Length(1, 1, 2), Length(16, 3, 1), Length(17, 9, 3), Length(129, 2,
 def scheduled(groups):
     """Counters of the runner's scheduler over groups of requests, each group waiting at once."""
     slots = max(map(len, groups))
-    blocks = BlockManager(slots, slots * 32, 16)
-    scheduler = Scheduler(FakeBackend(slots, slots * 32, 16, 16), Shapes(PADDINGS, DECODE, 16), blocks, VOCAB)
+    rig = Rig(slots, slots * 32, 16, PADDINGS, DECODE, context=slots * 512, chunk=16)
     for group in groups:
-        for index, (prompt, output) in enumerate(group):
-            scheduler.submit(Sequence(Request((1,) * prompt, output, Sampling()), index, output, frozenset()))
-        while scheduler.busy:
-            scheduler.step()
-    return scheduler.counters.cells
+        for prompt, output in group:
+            rig.submit((1,) * prompt, output)
+        rig.run()
+    return rig.counters.cells
 
 
 def requests():

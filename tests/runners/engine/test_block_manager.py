@@ -9,26 +9,15 @@ from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.engine.block_manager import BlockManager, BlockTable
 
 
-def test_admission_takes_a_slot_and_the_pages_of_its_tokens():
+def test_admission_and_growth_take_whole_pages_or_nothing():
     blocks = BlockManager(slots=2, pages=5, page_size=4)
     table = blocks.admit(9)
     assert table is not None
     assert (table.slot, table.pages) == (1, [1, 2, 3])
-    assert (blocks.free_slots, blocks.free_pages) == (1, 2)
-
-
-def test_admission_takes_nothing_when_pages_are_short():
-    blocks = BlockManager(slots=2, pages=2, page_size=4)
     assert blocks.admit(9) is None
-    assert (blocks.free_slots, blocks.free_pages) == (2, 2)
-
-
-def test_growing_takes_a_page_at_a_page_border_only():
-    blocks = BlockManager(slots=1, pages=2, page_size=4)
-    table = blocks.admit(1)
-    assert table is not None
-    assert [blocks.grow(table, tokens) for tokens in (2, 4, 5, 8, 9)] == [True, True, True, True, False]
-    assert table.pages == [1, 2]
+    assert (blocks.free_slots, blocks.free_pages) == (1, 2)
+    assert [blocks.grow(table, tokens) for tokens in (10, 12, 13, 20, 21)] == [True, True, True, True, False]
+    assert table.pages == [1, 2, 3, 4, 5]
 
 
 def test_a_block_table_goes_back_once():

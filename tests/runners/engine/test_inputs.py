@@ -98,17 +98,7 @@ def test_rows_of_decode_and_sample_calls():
         "top_p": [1, 0.25],
         "seed": [0, -1],
     }
-    greedy = {
-        "slot": [0, 3],
-        "position": [0, 9],
-        "temperature": [0, 0],
-        "top_k": [0, 0],
-        "top_p": [1, 1],
-        "seed": [0, 0],
-    }
-    assert lists(sample_fields(2, [1], [3], [9])) == greedy
-    floats = {name for name, value in fields.items() if value.dtype == np.float32}
-    assert floats == {"temperature", "top_p"} and {value.dtype for value in fields.values()} <= {
-        np.dtype(np.int32),
-        np.dtype(np.float32),
-    }
+    greedy = {"temperature": [0, 0], "top_k": [0, 0], "top_p": [1, 1], "seed": [0, 0]}
+    assert lists(sample_fields(2, [1], [3], [9])) == lists(fields) | greedy
+    dtypes = {name: value.dtype.name for name, value in fields.items()}
+    assert dtypes == dict.fromkeys(fields, "int32") | {"temperature": "float32", "top_p": "float32"}

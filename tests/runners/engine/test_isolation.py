@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 from ling3export.foundation.errors import RankDivergence
-from ling3export.runners.engine.choice import Choice
-from ling3export.runners.engine.core import Arrival, SharedCore, StepInputs
+from ling3export.runners.engine.core import Arrival, StepInputs
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import RequestBroken, RequestHandle
+from ling3export.runners.engine.logits_processor import LogitsProcessorState
 from ling3export.runners.engine.request import Limits, Request, Sampling
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.state.sequence_state import TransferredState
@@ -40,9 +40,9 @@ def engine():
         yield engine
 
 
-def applied(choice: Choice, row: np.ndarray) -> np.ndarray:
+def applied(processor: LogitsProcessorState, row: np.ndarray) -> np.ndarray:
     """What ``logits_processor`` makes of a row of logits (FORMAT.md)."""
-    tokens, scales, addends = choice.edits
+    tokens, scales, addends = processor.edits
     assert len(set(tokens.tolist())) == len(tokens)
     out = row.astype(np.float64)
     for token, scale, addend in zip(tokens, scales.view(np.float32), addends.view(np.float32), strict=True):
@@ -60,13 +60,13 @@ def test_edits_of_any_number_of_tokens_are_what_numpy_says(of, size):
     prompt = names[size // 2 : size // 2 + size] if of in ("prompt", "both") else [names[0]]
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "repetition_penalty": 1.5}
     how = {} if of == "logit_bias" else penalties
-    choice = Choice(Request(tuple(prompt), 2000, Sampling(logit_bias=bias, **how)), None)
+    processor = LogitsProcessorState(Request(tuple(prompt), 2000, Sampling(logit_bias=bias, **how)), None)
     generated = names[-size:] + names[-size // 3 :] if of == "answer" else []
     for token in generated:
-        choice.accept(token)
+        processor.accept(token)
     asked = {"presence": 0.5, "frequency": 0.25, "repetition": 1.5} if how else {}
     expected = changed(row, prompt, generated, bias=bias, **asked)
-    np.testing.assert_allclose(applied(choice, row), expected, rtol=1e-6, atol=1e-6)
+    np.testing.assert_allclose(applied(processor, row), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -87,14 +87,14 @@ READ, TOGETHER = "expected its token to be taken", "expected its answer to be pu
 # The function of the engine's thread that raises, after how many calls, what is said, and what comes there.
 PLACES: list[tuple[type, str, int, str, dict[str, Any]]] = [
     (Limits, "answer", 0, TAKEN_IN, {}),
-    (Choice, "__init__", 0, TAKEN_IN, {"sampling": Sampling(logit_bias={3: 1.0})}),
+    (LogitsProcessorState, "__init__", 0, TAKEN_IN, {"sampling": Sampling(logit_bias={3: 1.0})}),
     (Grammars, "matcher", 0, TAKEN_IN, GRAMMAR),
     (TextStream, "__init__", 0, TAKEN_IN, {"stop": ("mine",)}),
-    (Choice, "edits", 0, RESTRICTED, PENALTY),
-    (Choice, "edits", 4, RESTRICTED, {"sampling": Sampling(logit_bias={3: 1.0})}),
+    (LogitsProcessorState, "edits", 0, RESTRICTED, PENALTY),
+    (LogitsProcessorState, "edits", 4, RESTRICTED, {"sampling": Sampling(logit_bias={3: 1.0})}),
     (Matcher, "fill", 0, RESTRICTED, GRAMMAR),
     (Matcher, "fill", 3, RESTRICTED, GRAMMAR),
-    (Choice, "accept", 2, READ, PENALTY),
+    (LogitsProcessorState, "accept", 2, READ, PENALTY),
     (Matcher, "accept", 3, READ, GRAMMAR),
     (Matcher, "over", 3, READ, GRAMMAR),
     (Matcher, "error", 0, READ, GRAMMAR),
@@ -107,7 +107,7 @@ PLACES: list[tuple[type, str, int, str, dict[str, Any]]] = [
 
 
 def break_for_mine(patch: pytest.MonkeyPatch, owner: type, name: str, after: int, error: BaseException) -> None:
-    """Has a function raise in the engine's thread, where the request `mine` comes there: no other one has a choice."""
+    """Has a function raise in the engine's thread where the request `mine` comes there; others change no logits."""
     before, calls = vars(owner)[name], iter(range(after))
 
     def is_mine(self: Any, args: tuple[Any, ...]) -> bool:
@@ -155,9 +155,8 @@ def test_tokens_that_a_request_comes_with_may_fail_it_alone(monkeypatch):
     transferred = TransferredState(((3, None), (4, None)), None)
     mine = Sequence(Request((1, 2), 9, name="mine"), 0, 9, frozenset(), transferred=transferred)
     monkeypatch.setattr(mine, "accept", Mock(side_effect=IndexError("mine")))
-    rig.scheduler.submit(mine)
-    rig.sequences.append(Sequence(Request((5,), 7), 1, 7, frozenset()))
-    rig.scheduler.submit(rig.sequences[0])
+    rig.core.submit(mine)
+    rig.add(Sequence(Request((5,), 7), 1, 7, frozenset()))
     rig.run()
     rig.check()
     assert isinstance(mine.error, RequestBroken) and mine.error.message.startswith("mine: expected its token")
@@ -181,24 +180,21 @@ class Wire:
         self.failed.append(text)
 
 
-class Host:
+class Host(Rig):
     """A host of several on the fake model; making a sequence raises what it is told to."""
 
-    def __init__(self, number: int) -> None:
-        self.rig, self.wire, self.error = Rig(), Wire(number), None
-        self.core = SharedCore(self.rig.scheduler, self.made, self.wire)
+    def __init__(self, number: int, error: Exception | None) -> None:
+        self.wire, self.error = Wire(number), error
+        super().__init__(channel=self.wire)
 
-    def made(self, arrival: Arrival) -> Sequence:
+    def sequence(self, arrival: Arrival) -> Sequence:
         if arrival.request.name == "mine" and self.error is not None:
             raise self.error
-        return Sequence(arrival.request, arrival.number, self.rig.limits.answer(arrival.request), frozenset())
+        return super().sequence(arrival)
 
 
 def hosts(*errors: Exception | None) -> list[Host]:
-    found = [Host(number) for number in range(len(errors))]
-    for host, error in zip(found, errors, strict=True):
-        host.error = error
-    return found
+    return [Host(number, error) for number, error in enumerate(errors)]
 
 
 ARRIVALS = (Arrival(0, Request((1, 2), 5, name="mine")), Arrival(1, Request((3, 4), 5, name="other")))
@@ -212,12 +208,8 @@ def test_hosts_that_fail_a_request_alike_go_on_together():
         ended += follower.core.received(lead.wire.sent[-1]).ended
         inputs = StepInputs()
     assert not follower.core.busy
-    assert [(each.number, each.stop_reason) for each in ended] == [
-        (0, "failed"),
-        (0, "failed"),
-        (1, "length"),
-        (1, "length"),
-    ]
+    found = [(each.number, each.stop_reason) for each in ended]
+    assert found == [(0, "failed")] * 2 + [(1, "length")] * 2
     assert ended[2].generated == ended[3].generated == answer([3, 4], 5)
 
 
@@ -227,10 +219,10 @@ def test_a_host_that_fails_a_request_alone_ends_all_before_its_next_call(errors)
     lead.core.step(StepInputs(ARRIVALS))
     follower.core.received(lead.wire.sent[-1])
     lead.core.step(StepInputs())
-    before = list(follower.rig.backend.calls)
+    before = list(follower.backend.calls)
     with pytest.raises(RankDivergence, match="expected those of host 0, found others on host 1"):
         follower.core.received(lead.wire.sent[-1])
-    assert follower.wire.failed and follower.rig.backend.calls == before
+    assert follower.wire.failed and follower.backend.calls == before
 
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), OSError("no file")])

@@ -17,6 +17,8 @@ from ling3export.runners.evals.run import transcript_of
 from tests.support.fake_backend import VOCAB, answer
 from tests.support.loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
 
+CLOSED = "expected it open, found it closed"
+
 
 def test_a_handle_gives_tokens_text_and_times():
     asked = request(range(20), 9)
@@ -100,7 +102,7 @@ def test_leaving_a_stream_cancels_the_request(leave):
             go.set()
             await task
             until = time.monotonic() + WAIT
-            while not rig.loop._cancelled and time.monotonic() < until:
+            while not handle.cancelled and time.monotonic() < until:
                 await asyncio.sleep(0.001)  # asyncio closes a generator that was left, soon
         rig.backend.let_go()
         return await asyncio.to_thread(handle.result, WAIT)
@@ -122,8 +124,8 @@ def test_cancelling_with_a_step_in_flight(moment, ahead):
         (handle,) = rig.submit(request(range(40), 20))
         for _ in range({"queued": 3, "prefilling": 3, "decoding": 12}[moment]):
             backend.let_one()
-        sequence = rig.loop._core._live[handle.number]
-        found = "queued" if sequence.table is None else "prefilling" if sequence.sampled == 0 else "decoding"
+        sequence = rig.core.live[handle.number]
+        found = "queued" if sequence.table is None else "prefilling" if sequence.num_sampled == 0 else "decoding"
         assert found == moment
         had = len(sequence.generated)
         handle.cancel()
@@ -206,31 +208,33 @@ def test_an_engine_whose_step_failed_starts_again(ahead):
         assert rig.counters.tokens_out >= 2 * 6 * 9
 
 
-def test_restarting_what_runs_fails_what_has_not_ended():
+@pytest.mark.parametrize(("end", "said"), [("restart", "expected it to go on, found it restarted"), ("close", CLOSED)])
+def test_what_has_not_ended_is_told_why(end, said):
+    """Where what runs is restarted, which counts those, or closed; both may be repeated."""
     with Rig() as rig:
-        (done,) = rig.submit(request([1], 2))
-        done.result(WAIT)
         rig.backend.hold()
         handles = rig.submit(*(request([n], 50) for n in range(7)))
         rig.backend.reach()
         threading.Timer(0.05, rig.backend.let_go).start()
-        assert rig.loop.restart() == 7
+        counts = [getattr(rig.loop, end)() for _ in range(2)]
         for handle in handles:
-            with pytest.raises(EngineStopped, match=r"^engine: expected it to go on, found it restarted"):
+            with pytest.raises(EngineStopped, match=f"^engine: {said}"):
                 handle.result(WAIT)
-        (again,) = rig.submit(request([5], 4))
-        assert again.result(WAIT).token_ids == answer([5], 4)
-        assert rig.loop.restart() == 0
+        if end == "close":
+            with pytest.raises(EngineStopped, match=CLOSED):
+                rig.submit(request([1], 1))
+        else:
+            assert counts == [7, 0]
+            (again,) = rig.submit(request([5], 4))
+            assert again.result(WAIT).token_ids == answer([5], 4)
 
 
 def test_what_cannot_be_restarted_says_so():
-    with Rig() as rig:
-        rig.loop._renew, renew = None, rig.loop._renew
+    with Rig(renew=False) as rig:
         with pytest.raises(EngineStopped, match="expected one host where it is to be restarted, found several"):
             rig.loop.restart()
-        rig.loop._renew = renew
         rig.loop.close()
-        with pytest.raises(EngineStopped, match="expected it open, found it closed"):
+        with pytest.raises(EngineStopped, match=CLOSED):
             rig.loop.restart()
 
 
@@ -250,7 +254,7 @@ def test_a_call_that_does_not_return_stops_the_engine_by_name():
             with pytest.raises(EngineStalled, match=said):
                 refused()
         rig.backend.let_go()
-        rig.loop._thread.join(WAIT)
+        rig.until_ended()
         assert rig.loop.restart() == 2
         (again,) = rig.submit(request([5], 4))
         assert again.result(WAIT).token_ids == answer([5], 4)
@@ -265,21 +269,6 @@ def test_steps_that_return_in_time_are_let_be():
         assert handle.result(WAIT).token_ids == answer([1, 2, 3], 40)
         time.sleep(0.4)
         assert rig.loop.stopped is None
-
-
-def test_closing_ends_what_runs_and_may_be_repeated():
-    with Rig() as rig:
-        rig.backend.hold()
-        handles = rig.submit(*(request([n], 50) for n in range(7)))
-        rig.backend.reach()
-        threading.Timer(0.05, rig.backend.let_go).start()
-        rig.loop.close()
-        for handle in handles:
-            with pytest.raises(EngineStopped, match=r"^engine: expected it open, found it closed$"):
-                handle.result(WAIT)
-        rig.loop.close()
-        with pytest.raises(EngineStopped, match="found it closed"):
-            rig.submit(request([1], 1))
 
 
 def test_a_full_engine_takes_none_of_what_is_too_much():
@@ -306,14 +295,19 @@ def test_a_timeout_leaves_the_request_running():
 
 def test_an_event_loop_that_closed_is_no_reader():
     """A client that vanished with its event loop: its request is cancelled, the engine goes on."""
+
+    async def read(handle):
+        return [piece async for piece in handle.pieces()]
+
     with Rig() as rig:
         rig.backend.hold()
         (handle,) = rig.submit(request([1], 50))
         gone = asyncio.new_event_loop()
-        handle._listener = (gone, asyncio.Event(), True)
+        reader = gone.create_task(read(handle))
+        gone.run_until_complete(asyncio.sleep(0))
         gone.close()
         rig.backend.let_go()
-        assert handle.result(WAIT).stop_reason == "cancelled"
+        assert handle.result(WAIT).stop_reason == "cancelled" and not reader.done()
         (other,) = rig.submit(request([5], 4))
         assert other.result(WAIT).token_ids == answer([5], 4)
 
@@ -371,6 +365,6 @@ def test_two_thousand_requests_leave_nothing_behind():
             tracemalloc.stop()
         assert rig.loop.live == 0
         assert (rig.free(), set(threading.enumerate()) - threads) == (free, set())
-        assert not rig.scheduler.busy and not rig.loop._core._live
+        assert not rig.core.busy and not rig.core.live
         assert held[1] - held[0] < 200_000, held  # a handle that stays with each of 1500 would be ten times that
-        assert 1000 < rig.scheduler.counters.started <= 2000  # those cancelled in the queue never started
+        assert 1000 < rig.counters.started <= 2000  # those cancelled in the queue never started

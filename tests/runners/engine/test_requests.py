@@ -26,29 +26,32 @@ def built():
     return toy_artifact.shared()
 
 
+@pytest.fixture(scope="module")
+def engine(built):
+    with Engine(built, report=lambda text: None) as engine:
+        yield engine
+
+
 @pytest.fixture
 def artifact(built, tmp_path):
     """A copy that a test may change."""
     return shutil.copytree(built, tmp_path / "moved.ling3")
 
 
-def test_text_in_and_out(built):
-    with Engine(built) as engine:
-        completion = engine.generate(["the time"], max_tokens=12, ignore_eos=True)[0]
-        tokens, _ = toy_artifact.answer(completion.prompt_ids, 12)
-        assert completion.token_ids == tokens
-        tokenizer = engine.files.tokenizer("test")
-        assert completion.text == tokenizer.decode(tokens)
-        assert tokenizer.decode(completion.prompt_ids) == "the time"
+def test_text_in_and_out(engine):
+    completion = engine.generate(["the time"], max_tokens=12, ignore_eos=True)[0]
+    tokens, _ = toy_artifact.answer(completion.prompt_ids, 12)
+    assert completion.token_ids == tokens
+    tokenizer = engine.files.tokenizer("test")
+    assert completion.text == tokenizer.decode(tokens)
+    assert tokenizer.decode(completion.prompt_ids) == "the time"
 
 
-def test_a_stop_string_ends_the_text_before_it(built):
-    with Engine(built) as engine:
-        prompt = [1, 2, 3]
-        whole = engine.generate([prompt], max_tokens=12, ignore_eos=True)[0]
-        stop = whole.text[3:5]
-        assert whole.text.index(stop) == 3
-        short = engine.generate([prompt], max_tokens=12, ignore_eos=True, stop=stop)[0]
+def test_a_stop_string_ends_the_text_before_it(engine):
+    whole = engine.generate([[1, 2, 3]], max_tokens=12, ignore_eos=True)[0]
+    stop = whole.text[3:5]
+    assert whole.text.index(stop) == 3
+    short = engine.generate([[1, 2, 3]], max_tokens=12, ignore_eos=True, stop=stop)[0]
     assert (short.text, short.stop_reason) == (whole.text[:3], "stop")
     assert whole.token_ids[: len(short.token_ids)] == short.token_ids
     assert len(short.token_ids) < 12
@@ -63,22 +66,12 @@ def test_eos_ends_the_answer(artifact):
     assert (completion.token_ids, completion.stop_reason) == (tokens[: tokens.index(tokens[4]) + 1], "eos")
 
 
-def test_sampling_depends_on_seed_and_position_alone(built):
-    with Engine(built) as engine:
-        hot = {"max_tokens": 10, "temperature": 1.5, "ignore_eos": True}
-        alone = engine.generate([[1, 2, 3]], seed=3, **hot)[0]
-        crowd = engine.generate([*toy_artifact.PROMPTS[1:], [1, 2, 3]], seed=3, **hot)[-1]
-        other = engine.generate([[1, 2, 3]], seed=4, **hot)[0]
-    assert alone.token_ids == crowd.token_ids
-    assert alone.token_ids != other.token_ids
-
-
 def test_temperatures_next_to_0_are_sampled_where_programs_can(built):
     """They are taken as 0 only with artifacts whose sample programs are older (tests/artifacts)."""
     lines: list[str] = []
     with Engine(built, report=lines.append) as engine:
         cold = engine.generate([[1, 2, 3]], max_tokens=12, temperature=1e-9, top_p=0.9, ignore_eos=True)[0]
-        (runner,) = {engine._loop._core.scheduler._backend}
+        (runner,) = {engine._loop.core.backend}
         assert runner.marks_unusable()
     assert cold.token_ids == toy_artifact.answer([1, 2, 3], 12)[0]
     assert not [line for line in lines if "temperature" in line]
@@ -115,12 +108,12 @@ def test_temperatures_next_to_0_are_sampled_where_programs_can(built):
         ([np.array([[1, 2]])], {}, "prompt 0: expected token ids, found [1, 2] at place 0"),
     ],
 )
-def test_what_can_never_be_served_is_refused_at_once(built, prompts, options, message):
-    with Engine(built) as engine:
-        with pytest.raises(RequestError) as caught:
-            engine.generate(prompts, **({"max_tokens": 4} | options))
-        assert message in caught.value.message
-        assert engine.stats()["tokens_in"] == 0
+def test_what_can_never_be_served_is_refused_at_once(engine, prompts, options, message):
+    before = engine.stats()["tokens_in"]
+    with pytest.raises(RequestError) as caught:
+        engine.generate(prompts, **({"max_tokens": 4} | options))
+    assert message in caught.value.message
+    assert engine.stats()["tokens_in"] == before
 
 
 class Unprintable:
@@ -154,27 +147,26 @@ def built_of(field, value):
 
 
 @pytest.mark.parametrize("field", [*FIELDS, *SETTINGS])
-def test_whatever_a_request_is_made_of_the_engine_lives_on(built, field):
+def test_whatever_a_request_is_made_of_the_engine_lives_on(engine, field):
     """A list of a number among the stop strings once ended the engine, a max_tokens of NaN once held its slot for ever.
 
     And a seed of numpy's once ended several hosts: what is accepted travels, and is what it was.
     """
     taken = []
-    with Engine(built) as engine:
-        for value in WEIRD:
-            request = built_of(field, value)
-            if isinstance(request, RequestError):
-                assert len(request.message) < 200 and ": expected " in request.message
-                continue
-            taken.append(request)
-            travelled = decode(encode(StepInputs((Arrival(0, request),))))
-            assert travelled.arrivals[0].request == request
-            if request.score_from is None:
-                (completion,) = engine.complete([request])
-                assert 1 <= len(completion.token_ids) <= request.max_tokens
-            assert engine.stopped is None
-        toy_artifact.check_tokens(engine)
-        assert (engine.stats()["live"], engine.stats()["free"]) == (0, engine.stats()["pools"])
+    for value in WEIRD:
+        request = built_of(field, value)
+        if isinstance(request, RequestError):
+            assert len(request.message) < 200 and ": expected " in request.message
+            continue
+        taken.append(request)
+        travelled = decode(encode(StepInputs((Arrival(0, request),))))
+        assert travelled.arrivals[0].request == request
+        if request.score_from is None:
+            (completion,) = engine.complete([request])
+            assert 1 <= len(completion.token_ids) <= request.max_tokens
+        assert engine.stopped is None
+    toy_artifact.check_tokens(engine)
+    assert (engine.stats()["live"], engine.stats()["free"]) == (0, engine.stats()["pools"])
     wanted = {
         "prompt_ids": {(5,), (1, 2), (0, 1, 2)},
         "max_tokens": {3},
@@ -196,7 +188,7 @@ def test_whatever_a_request_is_made_of_the_engine_lives_on(built, field):
     assert {type(part) for value in found if isinstance(value, tuple) for part in value} <= exact
 
 
-def test_the_same_is_refused_wherever_it_enters(built, tmp_path):
+def test_the_same_is_refused_wherever_it_enters(engine, tmp_path):
     """Python, the other hosts' channel and a prompt file say the same of a token id that is none."""
     said = "expected token ids, found 1.5 at place 1"
     with pytest.raises(RequestError, match=said):
@@ -207,14 +199,14 @@ def test_the_same_is_refused_wherever_it_enters(built, tmp_path):
     (tmp_path / "prompts").write_text('{"prompt_ids": [1, 1.5]}\n')
     with pytest.raises(RequestError, match=f"line 1: {said}"):
         read_prompts(tmp_path / "prompts")
-    with Engine(built) as engine, pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=said):
         engine.generate([[1, 1.5]], max_tokens=4)
 
 
 def test_an_engine_starts_again_over_the_weights_that_it_has(built, monkeypatch):
     """A program that fails in the middle of a step; twice, and once more while requests run."""
     with Engine(built) as engine:
-        runner = engine._loop._core.scheduler._backend
+        runner = engine._loop.core.backend
         weights = [array for cell in runner.cells.values() for array in cell.params]
         toy_artifact.check_tokens(engine)
         seconds = dict(engine.timings.seconds)
@@ -246,11 +238,10 @@ def test_a_step_timeout_is_a_number_of_seconds(built, value):
         Engine(built, step_timeout=value)
 
 
-def test_only_requests_are_submitted(built):
-    with Engine(built) as engine:
-        with pytest.raises(RequestError, match="request: expected a Request, found 'hello'"):
-            engine.submit("hello")  # type: ignore[arg-type]
-        assert engine.stats()["live"] == 0
+def test_only_requests_are_submitted(engine):
+    with pytest.raises(RequestError, match="request: expected a Request, found 'hello'"):
+        engine.submit("hello")  # type: ignore[arg-type]
+    assert engine.stats()["live"] == 0
 
 
 def test_text_without_a_tokenizer_is_refused_by_name(artifact):
@@ -280,18 +271,16 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_sum(artifact):
         engine.generate([[1] * 40] * 3, max_tokens=9)
 
 
-def test_an_interrupted_batch_leaves_nothing_behind(built, monkeypatch):
-    with Engine(built) as engine:
-        before = engine.stats()["free"]
-        with monkeypatch.context() as patch:
-            patch.setattr(RequestHandle, "result", lambda handle: (_ for _ in ()).throw(KeyboardInterrupt))
-            with pytest.raises(KeyboardInterrupt):
-                engine.generate([[1, 2, 3]] * 5, max_tokens=60, ignore_eos=True)
-        toy_artifact.check_tokens(engine)
-        assert (engine.stats()["live"], engine.stats()["free"]) == (0, before)
+def test_an_interrupted_batch_leaves_nothing_behind(engine, monkeypatch):
+    before = engine.stats()["free"]
+    with monkeypatch.context() as patch:
+        patch.setattr(RequestHandle, "result", lambda handle: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([[1, 2, 3]] * 5, max_tokens=60, ignore_eos=True)
+    toy_artifact.check_tokens(engine)
+    assert (engine.stats()["live"], engine.stats()["free"]) == (0, before)
 
 
-def test_the_stats_line_is_json(built):
-    with Engine(built) as engine:
-        stats = json.loads(json.dumps(engine.stats()))
+def test_the_stats_line_is_json(engine):
+    stats = json.loads(json.dumps(engine.stats()))
     assert {"cells", "compile_events", "pools", "free", "live"} <= stats.keys()

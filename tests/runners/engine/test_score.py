@@ -16,7 +16,6 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.paddings import Shapes
 from ling3export.artifacts.schema import SequenceRecord as VectorSequence
 from ling3export.artifacts.schema import Tolerance
 from ling3export.checkpoint.reader import Checkpoint
@@ -24,17 +23,14 @@ from ling3export.cli import main as cli
 from ling3export.compile import replay
 from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.calibrate.receipts import ScoredSequence, log_softmax, score_receipt
-from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Request
-from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.score import pair_ids, scored
-from ling3export.runners.engine.sequence import Sequence
 from ling3export.verify.reference import Reference
 from tests.support.artifacts_fixture import Artifacts, run
 from tests.support.fake_backend import VOCAB, FakeBackend, next_token
 from tests.support.refusals import refusal
-from tests.support.scheduler_rig import CHUNK, Rig, prompt
+from tests.support.scheduler_rig import Rig, prompt
 from tests.support.tolerances import FLOAT32, MARGIN
 
 
@@ -66,26 +62,17 @@ class ScoringBackend(FakeBackend):
 
 
 class ScoreRig(Rig):
-    """A scheduler that also scores."""
+    """A core that also scores."""
 
-    def __init__(self, slots=4, pages=40, page_size=4, score=(8, 16), ahead=1, **options):
-        super().__init__(slots, pages, page_size, ahead=ahead, **options)
-        self.backend = ScoringBackend(slots, pages, page_size, CHUNK)
-        shapes = Shapes((4, 16), (2, 4), CHUNK, score=score)
-        self.scheduler = Scheduler(self.backend, shapes, self.blocks, VOCAB, ahead=ahead)
-        self.done: list[Sequence] = []
+    def __init__(self, score=(8, 16), **options):
+        super().__init__(score=score, backend=ScoringBackend, **options)
 
     def ask(self, ids, context):
-        request = score_request(ids, context, "pair")
-        self.limits.check(request)
-        sequence = Sequence(request, len(self.sequences), self.limits.answer(request), frozenset())
-        self.sequences.append(sequence)
-        self.scheduler.submit(sequence)
-        return sequence
+        return self.submit(ids, 0, score_from=context, name="pair")
 
-    def step(self):
-        self.scheduler.step()
-        self.done += [sequence for sequence in self.scheduler.take_ended() if sequence.scoring]
+    @property
+    def done(self):
+        return [sequence for sequence in self.ended if sequence.scoring]
 
     def check(self):
         super().check()
@@ -104,12 +91,11 @@ def test_scores_that_cannot_be_taken_end_their_request_alone(monkeypatch):
     rig = ScoreRig()
     mine, other, plain = rig.ask(range(20), 3), rig.ask(range(5, 30), 4), rig.submit([1, 2, 3], 9)
     monkeypatch.setattr(mine, "accept_scores", Mock(side_effect=IndexError("mine")))
-    while rig.scheduler.busy:
-        rig.step()
+    rig.run()
     assert (mine.stop_reason, other.stop_reason, plain.stop_reason) == ("failed", "scored", "length")
     assert mine.error.message == "pair: expected its scores to be taken, found IndexError: mine"
     rig.sequences.remove(mine)
-    rig.done.remove(mine)
+    rig.ended.remove(mine)
     rig.check()
 
 
@@ -128,9 +114,8 @@ def test_scoring_and_generating_at_random_times(seed, ahead):
                 rig.submit(ids[:30], rng.randint(1, 40))
         rig.step()
         if rig.sequences and rng.random() < 0.1:
-            rig.scheduler.cancel(rng.choice(rig.sequences))
-    while rig.scheduler.busy:
-        rig.step()
+            rig.cancel(rng.choice(rig.sequences))
+    rig.run()
     rig.check()
     assert {s.stop_reason for s in rig.sequences if s.scoring} <= {"scored", "cancelled"}
 
@@ -139,12 +124,11 @@ def test_several_share_a_call_and_long_ones_take_several():
     rig = ScoreRig(slots=4, score=(8, 16))
     for length in (5, 6, 40):
         rig.ask(list(range(length)), 1)
-    while rig.scheduler.busy:
-        rig.step()
+    rig.run()
     rig.check()
     # Without their last tokens 4 + 5 + 39: chunks of 4 make 4 + 8 + 4, then 16, 16 and 3 of 4 slots in the smaller one.
     assert rig.backend.calls == [("score", 16), ("score", 16), ("score", 16), ("score", 8)]
-    assert rig.scheduler.counters.record()["cells"] == {
+    assert rig.counters.record()["cells"] == {
         "score@16": {"calls": 3, "padding_waste": 0.0625},
         "score@8": {"calls": 1, "padding_waste": 0.625},
     }
@@ -162,24 +146,10 @@ def test_scoring_takes_turns_with_decode_and_the_oldest_decides():
     rig.step()
     rig.ask(list(range(40)), 1)
     rig.submit([4, 5], 2)
-    while rig.scheduler.busy:
-        rig.step()
+    rig.run()
     rig.check()
     phases = [phase for phase, _ in rig.backend.calls if phase != "sample"]
-    assert phases == [
-        "prefill",
-        "decode",
-        "score",
-        "decode",
-        "score",
-        "decode",
-        "score",
-        "decode",
-        "prefill",
-        "decode",
-        "decode",
-        "decode",
-    ]
+    assert phases == "prefill decode score decode score decode score decode prefill decode decode decode".split()
 
 
 def test_pairs_of_texts_are_cut_behind_the_contexts_tokens():
@@ -216,11 +186,6 @@ def test_pages_are_counted_without_the_last_token():
     assert raised.value.message == "pair: expected at most 4 pages of 4 tokens, found 17 tokens = 5 pages"
 
 
-def test_other_hosts_are_told_what_is_scored():
-    inputs = StepInputs((Arrival(3, score_request([1, 2, 3], 2, "pair")),), (1,))
-    assert decode(encode(inputs)) == inputs
-
-
 def test_what_was_cancelled_is_no_score():
     completion = Completion([1, 2, 3], [], None, "cancelled", 0.0, 0.0)
     with pytest.raises(Ling3Error) as raised:
@@ -235,13 +200,12 @@ def test_a_score_that_is_not_finite_fails_alone(value):
     rig.backend.unlikely = {7: value}
     bad = rig.ask([1, 2, 3, 4, 5, 7, *range(10, 16)], 1)
     others = [rig.ask(list(range(20, 20 + length)), 1) for length in (3, 9)]
-    while rig.scheduler.busy:
-        rig.step()
+    rig.run()
     assert (bad.stop_reason, {other.stop_reason for other in others}) == ("failed", {"scored"})
     assert bad.error is not None
     assert bad.error.message == "logits of pair: expected finite numbers, found NaN or infinity, at position 5"
     rig.sequences.remove(bad)
-    rig.done.remove(bad)
+    rig.ended.remove(bad)
     rig.check()
 
 

@@ -139,9 +139,11 @@ def test_hosts_agree_on_overlap_prefix_cache_and_llguidance_before_anything_is_l
 
 def test_inputs_travel_whole():
     request = Request((1, 2), 5, Sampling(0.5, 3, 0.9, 7), ("\n", "é"), True, True, "line 3", cache_salt="a")
-    inputs = StepInputs((Arrival(4, request, 12.5), Arrival(5, Request((3,), 1))), (2, 3), True)
-    found = decode(encode(inputs))
-    assert found == StepInputs((Arrival(4, request), Arrival(5, Request((3,), 1))), (2, 3), True)
+    how = Sampling(logit_bias={3: 2.0}, presence_penalty=0.5, repetition_penalty=1.5)
+    more = Request((3,), 1, how, logprobs=3, grammar=("regex", "a")), Request((1, 2, 3), 0, score_from=2)
+    others = Arrival(5, more[0]), Arrival(7, more[1])
+    found = decode(encode(StepInputs((Arrival(4, request, 12.5), *others), (2, 3), True)))
+    assert found == StepInputs((Arrival(4, request), *others), (2, 3), True)
     assert decode(encode(StepInputs(compare=True))) == StepInputs(compare=True)
     assert encode(StepInputs()) == b""
     assert decode(b"") == StepInputs()

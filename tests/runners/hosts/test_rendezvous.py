@@ -16,17 +16,13 @@ from typing import Any
 import click
 import pytest
 
-from ling3export.artifacts.paddings import Shapes
 from ling3export.foundation.errors import ArtifactError, Ling3Error, RankDivergence
 from ling3export.foundation.processes import free_port
 from ling3export.runners.engine import core as cores
-from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import Arrival, SharedCore, StepInputs
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Request
-from ling3export.runners.engine.scheduler import Scheduler
-from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.evals.trials import tokens_digest
 from ling3export.runners.hosts import channel as channels
 from ling3export.runners.hosts import handshake, rendezvous
@@ -37,7 +33,8 @@ from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTIFIES
 from ling3export.runners.hosts.rendezvous import HostsError, Identity, announced, meet
 from ling3export.runners.load.loader import Timings, load
 from tests.support.builds import environment
-from tests.support.fake_backend import VOCAB, FakeBackend
+from tests.support.fake_backend import VOCAB
+from tests.support.scheduler_rig import Rig
 
 SECRET = "correct horse battery staple".replace(" ", "-")
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
@@ -525,11 +522,11 @@ def until(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def core(channel: Channel, ahead: int, backend: FakeBackend | None = None) -> SharedCore:
+def core(channel: Channel, ahead: int) -> SharedCore:
     """On the fake model; every host has the same."""
-    backend, blocks = backend or FakeBackend(2, 16, 4, 4), BlockManager(2, 16, 4)
-    scheduler = Scheduler(backend, Shapes((4, 16), (2,), 4), blocks, VOCAB, ahead=ahead)
-    return SharedCore(scheduler, lambda arrival: Sequence(arrival.request, arrival.number, 20, frozenset()), channel)
+    rig = Rig(slots=2, pages=16, decode=(2,), context=64, ahead=ahead, channel=channel)
+    assert isinstance(rig.core, SharedCore)
+    return rig.core
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -538,8 +535,8 @@ def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, ahe
     monkeypatch.setattr(channels, "SETTLE", 3600)  # until which its process has to have ended
     lost: list[tuple[str, int]] = []
     with connected(lost) as (one, two):
-        backend = FakeBackend(2, 16, 4, 4)
-        first, second = core(one, ahead), core(two, ahead, backend)
+        first, second = core(one, ahead), core(two, ahead)
+        backend: Any = second.backend
         inputs = StepInputs((Arrival(0, Request((1, 2, 3), 20)),))
         for _ in range(3):
             mine, found = first.step(inputs), second.received(two.take()[1])

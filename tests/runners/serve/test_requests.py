@@ -17,6 +17,7 @@ from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle, wake
 from ling3export.runners.engine.request import Request
+from ling3export.runners.engine.sequence import SequenceOutput
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.calls import Call, chat, completions
 from ling3export.runners.serve.metrics import Metrics
@@ -379,7 +380,7 @@ def test_a_stream_whose_engine_fails_ends_with_the_error(engine, caplog):
 
     async def read() -> list[str]:
         source = events([handle], Answer(call, "toy"), Metrics(engine))
-        handle.push(5, "five")
+        handle.update(SequenceOutput([5], "five"))
         found = [await anext(source)]
         handle.finish(EngineStopped("engine: the device caught fire"))
         wake([handle])

@@ -81,10 +81,10 @@ def test_the_least_recently_used_leaf_goes_first_and_what_somebody_holds_stays()
     tree.add(range(9000, 9512), 512)
     tree.add(range(512), 512)
     used = tree.look_up(range(600))
-    tree.blocks.hold(used.pages)
+    tree.blocks.incref(used.pages)
     assert tree.cache.evict() and tree.cache.evict() and not tree.cache.evict()
     assert tree.look_up(range(600)) == used and tree.look_up(range(9000, 9600)).tokens == 0
-    tree.blocks.drop(used.pages)
+    tree.blocks.decref(used.pages)
     assert tree.cache.evict() and tree.cache.evict() and tree.blocks.free_pages == 8
 
 

@@ -23,7 +23,7 @@ def test_the_second_request_that_shares_a_beginning_makes_the_snapshot_and_the_t
         rig.run()
         cached.append(sequence.completion().cached_tokens)
     assert cached == [0, 0, 20]
-    assert rig.scheduler.counters.misses == {"no_match": 1, "no_snapshot": 1}
+    assert rig.counters.misses == {"no_match": 1, "no_snapshot": 1}
     rig.check()
 
 
@@ -38,7 +38,7 @@ def test_snapshots_lie_at_multiples_and_prefill_ends_there():
     for length in (45, 44, 33, 32, 17, 16, 5):
         sequence = rig.submit([*ids[:length]], 1)
         rig.run()
-        cached.append(sequence.cached)
+        cached.append(sequence.num_cached_tokens)
     assert cached == [44, 32, 32, 16, 16, 0, 0]
     rig.check()
 
@@ -54,7 +54,7 @@ def test_no_snapshot_is_kept_that_costs_more_than_to_make_it_again():
     for length in (45, 33, 32, 21, 17):
         sequence = rig.submit([*ids[:length]], 1)
         rig.run()
-        cached.append(sequence.cached)
+        cached.append(sequence.num_cached_tokens)
     assert cached == [44, 32, 0, 0, 0]
     assert rig.cache.record()["snapshots"] == 2
     short = rig.submit(prompt(rng, 5), 16)
@@ -70,7 +70,7 @@ def test_the_next_turn_goes_on_behind_the_answer():
     rig.run()
     second = rig.submit([*first.request.prompt_ids, *first.generated, *prompt(rng, 5)], 2)
     rig.run()
-    assert second.cached == 20, "20 of the 20 that were stored: five blocks of four"
+    assert second.num_cached_tokens == 20, "20 of the 20 that were stored: five blocks of four"
     assert rig.cache.record()["snapshots"] == 2, "each turn left its end alone"
     rig.check()
 
@@ -80,9 +80,9 @@ def test_salts_keep_requests_apart():
     ids = prompt(rng, 40)
     cached = []
     for salt in ("a", "b", "a", ""):
-        sequence = rig.submit(ids, 2, salt=salt)
+        sequence = rig.submit(ids, 2, cache_salt=salt)
         rig.run()
-        cached.append(sequence.cached)
+        cached.append(sequence.num_cached_tokens)
     assert cached == [0, 0, 32, 0]
     rig.check()
 
@@ -93,7 +93,7 @@ def test_running_requests_take_the_pages_of_the_cache():
     for _ in range(4):
         rig.submit(prompt(rng, 60), 20)
         rig.run()
-    assert rig.cache.evicted_pages > 30 and not rig.scheduler.counters.preempted
+    assert rig.cache.evicted_pages > 30 and not rig.counters.preempted
     rig.check()
 
 
@@ -105,7 +105,7 @@ def test_who_gives_its_pages_back_goes_on_from_its_state(ahead, cache):
     for _ in range(4):
         rig.submit(prompt(rng, 15), 40)
     rig.run()
-    counters = rig.scheduler.counters
+    counters = rig.counters
     assert counters.preempted == rig.backend.moved["fetch"] == rig.backend.moved["store"] > 0
     assert counters.tokens_in == 60, "no token of a prompt was computed twice"
     assert sum(call.tokens for s in rig.sequences for call in s.calls if call.kind == "prefill") == 60
@@ -134,11 +134,11 @@ def test_tokens_are_the_same_with_the_cache_and_everything_comes_back(seed):
                 ids = [*last.request.prompt_ids, *last.generated, *prompt(rng, 3)]
             else:
                 ids = family(rng, heads)
-            rig.submit(ids, rng.randint(1, 20), eos=frozenset(prompt(rng, 2)), salt=rng.choice(["", "", "x"]))
+            rig.submit(ids, rng.randint(1, 20), eos=frozenset(prompt(rng, 2)), cache_salt=rng.choice(["", "", "x"]))
         for _ in range(rng.randint(0, 6)):
-            rig.scheduler.step()
+            rig.step()
         live = [s for s in rig.sequences if not s.over]
         if live and rng.random() < 0.2:
-            rig.scheduler.cancel(rng.choice(live))
+            rig.cancel(rng.choice(live))
     rig.run()
     rig.check()

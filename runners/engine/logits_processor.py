@@ -13,7 +13,7 @@ from ling3export.runners.text.grammar import Matcher
 ROOM = 64  # edits that there is room for at first; doubled as often as it is needed
 
 
-class Choice:
+class LogitsProcessorState:
     """The edits and the mask of a sequence's next row, from the tokens that the host has read.
 
     An edit is a token, what its logit is scaled by, and what is added then: see ``logits_processor@R`` in FORMAT.md.
@@ -24,13 +24,13 @@ class Choice:
 
     Attributes:
         matcher: The same.
-        waits: Whether the next row depends on all tokens before it.
+        needs_tokens: Whether the next row depends on all tokens before it.
     """
 
     def __init__(self, request: Request, matcher: Matcher | None) -> None:
         how = request.sampling
         self.matcher = matcher
-        self.waits = matcher is not None or how.penalises
+        self.needs_tokens = matcher is not None or how.penalises
         self._how = how
         self._places: dict[int, int] = {}  # of the edit of each token
         self._counted: set[int] = set()  # tokens that were generated
@@ -93,25 +93,27 @@ class Choice:
         return place
 
 
-class Asked(NamedTuple):
-    """What a row of a call asks for: edits int32 ``[3, n]``, and a mask int32 ``[W]`` or None."""
+class LogitsEdits(NamedTuple):
+    """What changes one row of logits: edits int32 ``[3, n]``, and a mask int32 ``[W]`` or None."""
 
     edits: np.ndarray
     mask: np.ndarray | None
 
 
-def adjust_inputs(count: int, vocab_size: int, asking: Mapping[int, Asked]) -> tuple[Fields, np.ndarray, np.ndarray]:
+def adjust_inputs(
+    count: int, vocab_size: int, wanted: Mapping[int, LogitsEdits]
+) -> tuple[Fields, np.ndarray, np.ndarray]:
     """Fields, edits ``[3, count, n]`` and mask ``[count, W]`` of a ``logits_processor`` call before ``sample``.
 
     Args:
         count: Rows of the call.
         vocab_size: Token ids are below it.
-        asking: The rows that ask for something, and what.
+        wanted: What changes which rows.
     """
     fields = {name: np.zeros(count, np.int32) for name in ("edited", "masked", "top")}
-    edits = np.zeros((3, count, max(each.edits.shape[1] for each in asking.values())), np.int32)
+    edits = np.zeros((3, count, max(each.edits.shape[1] for each in wanted.values())), np.int32)
     mask = np.zeros((count, -(-vocab_size // 32)), np.int32)
-    for row, (edit, allowed) in asking.items():
+    for row, (edit, allowed) in wanted.items():
         fields["edited"][row] = edit.shape[1]
         edits[:, row, : edit.shape[1]] = edit
         if allowed is not None:

@@ -1,0 +1,152 @@
+"""What passes between the scheduler, which decides, the executor, which runs it, and the bookkeeping of its results."""
+
+from collections.abc import Mapping
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ling3export.runners.engine.inputs import Span
+from ling3export.runners.engine.request import Sampling
+from ling3export.runners.engine.sequence import DispatchedCall, Sequence
+
+DeviceArray = Any  # may still be being computed
+
+
+@dataclass(slots=True, eq=False)
+class HostCopy:
+    """The state of a sequence in host memory, while it has no slot.
+
+    Attributes:
+        home: The device that its first page has to be on again; None for any.
+        state: ``Backend.fetch`` gave it, or it came with the sequence; None until it was fetched.
+    """
+
+    home: int | None
+    state: Any = None
+
+
+class CopyStates(NamedTuple):
+    """Copies the recurrent and conv state of slots over that of others, pair by pair."""
+
+    sources: list[int]
+    targets: list[int]
+
+
+class OffloadState(NamedTuple):
+    """Fetches the state of a slot and of pages."""
+
+    slot: int
+    pages: list[int]
+    copy: HostCopy
+
+
+class OnloadState(NamedTuple):
+    """Writes a state into a slot and pages."""
+
+    slot: int
+    pages: list[int]
+    copy: HostCopy
+
+
+StateMove = CopyStates | OffloadState | OnloadState
+
+
+class ScheduledSpan(NamedTuple):
+    """What a prefill or score call computes of one sequence: ``span``, in the chunks of the call from ``row`` on."""
+
+    sequence: Sequence
+    span: Span
+    row: int
+
+
+class ScheduledRow(NamedTuple):
+    """A row of a call that a token is sampled from.
+
+    Attributes:
+        sequence: Whose token it is.
+        row: Of the call's logits.
+        slot: The sequence's state slot.
+        position: The token's.
+        call: What the call counts as for the sequence.
+        token: What a decode call computes; -1 for the token that the devices sampled last.
+    """
+
+    sequence: Sequence
+    row: int
+    slot: int
+    position: int
+    call: DispatchedCall
+    token: int = -1
+
+
+@dataclass(slots=True, eq=False)
+class SchedulerOutput:
+    """One call of the devices, as decided.
+
+    Attributes:
+        at: When this was decided.
+        cell: The program.
+        phase: ``prefill``, ``score`` or ``decode``; empty where nothing is to be computed.
+        padding: The program's: padded tokens, or sequences.
+        spans: What prefill and score calls compute, one behind the other.
+        rows: What samples a token, with ascending rows; all that a decode call computes.
+        processed: Those of the rows whose logits are changed before.
+        admitted: State slots that sequences got, and how they sample.
+        before: How states move before the call, in order.
+        behind: How they move behind it, before anything is sampled.
+    """
+
+    at: float
+    cell: str = ""
+    phase: str = ""
+    padding: int = 0
+    spans: Many[ScheduledSpan] = ()
+    rows: Many[ScheduledRow] = ()
+    processed: Many[ScheduledRow] = ()
+    admitted: Many[tuple[int, Sampling]] = ()
+    before: Many[StateMove] = ()
+    behind: Many[StateMove] = ()
+
+
+class InFlightSample(NamedTuple):
+    """A prefill or decode call in flight. One in the middle of prompts samples no row, and has no tokens."""
+
+    output: SchedulerOutput
+    logits: DeviceArray
+    tokens: DeviceArray = None
+    logprobs: Mapping[str, DeviceArray] | None = None  # where a row asks for them
+
+
+class InFlightScore(NamedTuple):
+    """A score call in flight: ``logprob``, ``best`` and ``best_logprob`` of each padded token."""
+
+    output: SchedulerOutput
+    scores: Mapping[str, DeviceArray]
+
+
+class ModelRunnerOutput(NamedTuple):
+    """What a call brought, on the host.
+
+    Attributes:
+        at: When the tokens were read.
+        tokens: By row of the call.
+        logits: fp32 ``[rows, vocab]``, where a sequence asks for them.
+        logprobs: ``logprob``, ``top_token`` and ``top_logprob`` by row, where a sequence asks for them.
+        scores: ``logprob`` and ``best`` of each padded token of a score call, and ``best_logprob``, which score
+            programs of older artifacts do not give.
+    """
+
+    at: float
+    tokens: Many[int] = ()
+    logits: np.ndarray | None = None
+    logprobs: Mapping[str, list[Any]] | None = None
+    scores: Mapping[str, np.ndarray] | None = None
+
+
+class Emitted(NamedTuple):
+    """A token that was read."""
+
+    sequence: Sequence
+    token: int

@@ -1,0 +1,144 @@
+"""What the fields of a request may be: for the command line, Python and HTTP alike."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
+
+from ling3export.foundation.errors import RequestError
+
+SEEDS = 1 << 32
+SHOWN = 60  # characters of a wrong value that a message repeats
+
+
+def shown(value: object) -> str:
+    """A wrong value in a message: how Python writes it, cut; its type where Python cannot write it."""
+    try:
+        text = repr(value)
+    except Exception:  # whatever the value's own class raises; a whole number of too many digits does, too
+        text = type(value).__name__
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+
+
+@dataclass(frozen=True)
+class NumberRange:
+    """What a setting may be: a number from ``low`` to ``high``, both included.
+
+    Attributes:
+        low: Least.
+        high: Most.
+        above: ``low`` itself is left out.
+        whole: Whole numbers only.
+    """
+
+    low: float
+    high: float
+    above: bool = False
+    whole: bool = False
+
+    def __contains__(self, value: object) -> bool:
+        """Whether ``value`` is a number of the range."""
+        if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
+            return False
+        number: Any = value
+        return bool((self.low < number if self.above else self.low <= number) and number <= self.high)  # NaN: neither
+
+    def number(self, value: object, what: str) -> Any:
+        """``value`` as Python's own int or float; numpy's numbers are numbers, too.
+
+        Raises:
+            RequestError: ``value`` is no number of the range; ``what`` says whose it is.
+        """
+        if value not in self:
+            raise RequestError(f"{what}: expected {self}, found {shown(value)}")
+        return int(value) if self.whole else float(value)  # type: ignore[call-overload, arg-type]
+
+    def __str__(self) -> str:
+        if self.above:
+            return f"a number above {self.low:g}, at most {self.high:g}"
+        if self.whole:
+            return f"a whole number from {self.low} to {self.high}"
+        return f"a number from {self.low:g} to {self.high:g}"
+
+
+# The hottest temperature is that of OpenAI's API.
+BOUNDS = {
+    "temperature": NumberRange(0, 2),
+    "top_k": NumberRange(0, (1 << 31) - 1, whole=True),
+    "top_p": NumberRange(0, 1, above=True),
+    "seed": NumberRange(0, SEEDS - 1, whole=True),
+    "presence_penalty": NumberRange(-2, 2),
+    "frequency_penalty": NumberRange(-2, 2),
+    "repetition_penalty": NumberRange(0, 10, above=True),
+}
+TOP_LOGPROBS = NumberRange(0, 20, whole=True)
+BIASES, BIAS = 1024, NumberRange(-100, 100)  # tokens that a request may name, and what is added to their logits
+MAX_TOKENS = NumberRange(1, (1 << 31) - 1, whole=True)
+PLACE, NONE = NumberRange(0, (1 << 31) - 1, whole=True), NumberRange(0, 0, whole=True)
+
+
+def token_ids(values: object, name: str = "request") -> tuple[int, ...]:
+    """``values``, a sequence or an array of one axis, as token ids.
+
+    Raises:
+        RequestError: They are no sequence, or one of them is not a whole number.
+    """
+    listed = values.tolist() if hasattr(values, "tolist") else values  # an array's own types become Python's
+    if not isinstance(listed, Sequence) or isinstance(listed, (str, bytes, bytearray)):
+        raise RequestError(f"{name}: expected token ids, found {shown(values)}")
+    if set(map(type, listed)) <= {int}:
+        return tuple(listed)
+    ids = []
+    for place, value in enumerate(listed):
+        try:
+            if isinstance(value, bool):
+                raise TypeError
+            ids.append(int(operator.index(value)))
+        except TypeError:
+            raise RequestError(f"{name}: expected token ids, found {shown(value)} at place {place}") from None
+    return tuple(ids)
+
+
+def biases(values: object) -> tuple[tuple[int, float], ...]:
+    """``values``, token ids and what is added to their logits, as pairs without zeros.
+
+    Raises:
+        RequestError: They are no such pairs, too many, or one of them names a token twice or is out of its bounds.
+    """
+    try:
+        pairs = [(token, add) for token, add in (values.items() if isinstance(values, Mapping) else values)]  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        raise RequestError(f"sampling `logit_bias`: expected token ids with numbers, found {shown(values)}") from None
+    if len(pairs) > BIASES:
+        raise RequestError(f"sampling `logit_bias`: expected at most {BIASES} tokens, found {len(pairs)}")
+    what = "sampling `logit_bias`"
+    checked = [(PLACE.number(token, f"{what}, a token"), BIAS.number(add, what)) for token, add in pairs]
+    if len(dict(checked)) < len(checked):
+        raise RequestError(f"{what}: expected each token once, found one twice")
+    return tuple((token, add) for token, add in checked if add)
+
+
+def stop_strings(values: object, name: str = "request") -> tuple[str, ...]:
+    """``values``, a text or several, as stop strings.
+
+    Raises:
+        RequestError: One of them is no text, is empty, or has half a character.
+    """
+    if isinstance(values, str):
+        values = (values,)
+    try:
+        texts: tuple[object, ...] = tuple(values)  # type: ignore[arg-type]
+    except TypeError:
+        raise RequestError(f"{name}: expected stop strings, found {shown(values)}") from None
+    for text in texts:
+        if not isinstance(text, str):
+            raise RequestError(f"{name}: expected stop strings, found {shown(text)} among them")
+        if not text:
+            raise RequestError(f"{name}: expected stop strings of at least one character, found an empty one")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            found = f"half a character in {shown(text)}"
+            raise RequestError(f"{name}: expected stop strings in Unicode, found {found}") from None
+    return tuple(map(str, texts))
