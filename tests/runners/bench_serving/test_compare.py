@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from ling3export.runners.bench_serving import server_process
 from ling3export.runners.bench_serving.compare import ServingConfig, compared, parse_config, placements_of, running
 from ling3export.runners.bench_serving.http_client import HttpClient
 from ling3export.runners.bench_serving.measure import Settings
+from ling3export.runners.bench_serving.metrics import RequestResult, figures
 from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
 from ling3export.runners.bench_serving.table import side_by_side
 from ling3export.runners.bench_serving.workloads import SampleRequest
@@ -95,67 +97,28 @@ def test_artifacts_that_do_not_fit_are_refused_by_name(artifact):
     assert (place.role, place.target) == ("both", "cpu-tp2")
 
 
-def figures_of(ttft, phases, **more):
-    spread = {"mean": 1.0, "median": 1.0, "std": 0.0, "p95": 1.0, "p99": 1.0, "max": 1.0}
-    return {
-        "completed": 4,
-        "failed": 0,
-        "duration": 2.0,
-        "request_throughput": 2.0,
-        "output_throughput": 16.0,
-        "total_throughput": 20.0,
-        "concurrency": 1.5,
-        "e2e": spread,
-        "ttft": spread | {"mean": ttft},
-        "tpot": spread,
-        "itl": spread,
-        "phases": {name: {"mean": value, "median": value / 2} for name, value in phases.items()},
-        **more,
-    }
+def record_of(name, ttft, **said):
+    result = RequestResult(0.0, [ttft, ttft + 0.01], 4, 2)
+    result.take(said)
+    return {"name": name, "figures": asdict(figures([result], 0.5))}
 
 
-SIDE_BY_SIDE = """\
-                                     1x4           2P2D
-  Successful requests                  4      4 (1.00×)
-  Failed requests                      0              0
-  Benchmark duration (s)            2.00   2.00 (1.00×)
-  Request throughput (req/s)        2.00   2.00 (1.00×)
-  Output token throughput (tok/s)  16.00  16.00 (1.00×)
-  Total token throughput (tok/s)   20.00  20.00 (1.00×)
-  Concurrency                       1.50   1.50 (1.00×)
-  Mean E2E Latency (ms)             1.00   1.00 (1.00×)
-  Mean TTFT (ms)                   20.00  40.00 (2.00×)
-  P99 TTFT (ms)                     1.00   1.00 (1.00×)
-  Mean TPOT (ms)                    1.00   1.00 (1.00×)
-  Mean ITL (ms)                     1.00   1.00 (1.00×)
-  P99 ITL (ms)                      1.00   1.00 (1.00×)
-  Mean queue (ms)                   4.00   6.00 (1.50×)
-  Median queue (ms)                 2.00   3.00 (1.50×)
-  Mean prefill (ms)                15.00  20.00 (1.33×)
-  Median prefill (ms)               7.50  10.00 (1.33×)
-  Mean save (ms)                       -           5.00
-  Median save (ms)                     -           2.50
-  Mean transfer (ms)                   -           4.00
-  Median transfer (ms)                 -           2.00
-  Mean first decode (ms)               -           0.50
-  Median first decode (ms)             -           0.25
-  Mean HTTP (ms)                    1.00   4.50 (4.50×)
-  Median HTTP (ms)                  0.50   2.25 (4.50×)
-  Mean decode (ms)                  9.00   8.00 (0.89×)
-  Median decode (ms)                4.50   4.00 (0.89×)
-  States transferred (%)            0.00         100.00
-  Save and transfer of TTFT (%)        -          22.50
-  Mean bytes of a state (MB)           -          1.500
-  Transfer (GB/s)                      -          0.375"""
-
-
-def test_the_table_is_this_one_to_the_byte():
-    one = figures_of(20.0, {"queue": 4.0, "prefill": 15.0, "http": 1.0, "decode": 9.0}, remote_prefill_share=0.0)
-    phases = {"queue": 6.0, "prefill": 20.0, "save": 5.0, "transfer": 4.0, "first": 0.5, "http": 4.5, "decode": 8.0}
-    two = figures_of(
-        40.0, phases, remote_prefill_share=1.0, moving_share=0.225, transfer_bytes=1.5e6, transfer_speed=3.75e8
-    )
-    assert side_by_side([{"name": "1x4", "figures": one}, {"name": "2P2D", "figures": two}]) == SIDE_BY_SIDE
+def test_runs_stand_side_by_side_with_ratios_to_the_first():
+    one = record_of("1x4", 0.02, phases_ms={"queue": 4, "prefill": 15})
+    phases = {"queue": 6, "prefill": 20, "save": 5, "transfer": 4, "decode": 0.5}
+    two = record_of("2P2D", 0.04, phases_ms=phases, transfer_bytes=1_500_000)
+    lines = side_by_side([one, two]).splitlines()
+    assert len({len(line) for line in lines}) == 1 and lines[0].split() == ["1x4", "2P2D"]
+    cells = {row[0]: row[1:] for row in (re.split(r" {2,}", line.strip()) for line in lines)}
+    assert cells["Successful requests"] == ["1", "1 (1.00×)"] and cells["Failed requests"] == ["0", "0"]
+    assert cells["Mean TTFT (ms)"] == ["20.00", "40.00 (2.00×)"]
+    assert cells["Mean prefill (ms)"] == ["15.00", "20.00 (1.33×)"]
+    assert cells["Median save (ms)"] == ["-", "5.00"] and cells["Mean first decode (ms)"] == ["-", "0.50"]
+    assert cells["Mean HTTP (ms)"] == ["1.00", "4.50 (4.50×)"]
+    assert cells["States transferred (%)"] == ["0.00", "100.00"]
+    assert cells["Save and transfer of TTFT (%)"] == ["-", "22.50"]
+    assert cells["Mean bytes of a state (MB)"] == ["-", "1.500"] and cells["Transfer (GB/s)"] == ["-", "0.375"]
+    assert "queue" not in side_by_side([record_of("mine", 0.02)])  # which a server does not tell
 
 
 def metrics(url):
