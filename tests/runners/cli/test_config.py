@@ -15,12 +15,8 @@ from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.serve.config import ServerConfig
 from tests.support import toy_artifact
 
-COMMANDS = {
-    "serve": (main.commands["serve"], ["serve", "none"]),
-    "generate": (main.commands["generate"], ["generate", "none"]),
-    "route": (main.commands["route"], ["route"]),
-    "batch": (main.commands["batch"].commands["run"], ["batch", "run", "none", "in", "out"]),
-}
+ARGUMENTS = {"serve": ["none"], "generate": ["none"], "route": [], "batch": ["none", "in", "out"]}
+COMMANDS = {name: main.commands[name] for name in ARGUMENTS} | {"batch": main.commands["batch"].commands["run"]}
 REQUIRED = {"generate": {"max-tokens": 3, "prompt-ids": "1"}, "route": {"decode": ["http://127.0.0.1:1"]}}
 
 
@@ -52,9 +48,10 @@ def other(option: click.Option) -> object:
     return [value] if option.multiple and not isinstance(option, Once) else value
 
 
-def values(command: click.Command, arguments: list[str]) -> dict[str, object]:
+def values(name: str, *options: object) -> dict[str, object]:
     """What a command would be called with."""
-    with command.make_context("any", arguments) as context:
+    words = [*ARGUMENTS[name], *map(str, options)]
+    with COMMANDS[name].make_context(name, words, parent=click.Context(main, **main.context_settings)) as context:
         return dict(context.params)
 
 
@@ -62,31 +59,25 @@ def values(command: click.Command, arguments: list[str]) -> dict[str, object]:
 def test_a_file_gives_every_option_of_a_command(name, tmp_path, monkeypatch):
     """What the command is called with is what the same values give on the command line."""
     monkeypatch.setenv("LING3_TRUST", "")
-    command, [_, *arguments] = COMMANDS[name]
-    arguments = arguments[1:] if name == "batch" else arguments
-    known = long_names(command)
-    settings = {key: other(option) for key, option in known.items()}
-    line = []
+    known = long_names(COMMANDS[name])
+    settings, line = {key: other(option) for key, option in known.items()}, []
     for key, value in settings.items():
         for each in value if isinstance(value, list) else [value]:
-            written = "on" if known[key].type.name == "switch" else str(each)
+            written = "on" if known[key].type.name == "switch" else each
             line += [f"--{key}"] if known[key].is_flag else [f"--{key}", written]
-    found = values(command, [*arguments, "--config", str(toml(tmp_path / "c.toml", settings))])
-    assert found == values(command, [*arguments, *line])
-    plain = values(command, [*arguments, "--config", str(toml(tmp_path / "d.toml", REQUIRED.get(name, {})))])
+    found = values(name, "--config", toml(tmp_path / "c.toml", settings))
+    assert found == values(name, *line)
+    plain = values(name, "--config", toml(tmp_path / "d.toml", REQUIRED.get(name, {})))
     assert {key for key in found if found[key] == plain[key]} <= {"artifact", "source", "output"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_line_wins_over_the_file(name, tmp_path):
-    command, [_, *arguments] = COMMANDS[name]
-    arguments = arguments[1:] if name == "batch" else arguments
     key = {"serve": "max-requests", "generate": "max-tokens", "route": "max-queue", "batch": "max-tokens"}[name]
-    path = toml(tmp_path / "c.toml", REQUIRED.get(name, {}) | {key: 5})
-    field = key.replace("-", "_")
-    assert values(command, [*arguments, "--config", str(path)])[field] == 5
-    for line in (["--config", str(path), f"--{key}", "9"], [f"--{key}", "9", "--config", str(path)]):
-        assert values(command, [*arguments, *line])[field] == 9
+    path, field = toml(tmp_path / "c.toml", REQUIRED.get(name, {}) | {key: 5}), key.replace("-", "_")
+    assert values(name, "--config", path)[field] == 5
+    assert values(name, "--config", path, f"--{key}", 9)[field] == 9
+    assert values(name, f"--{key}", 9, "--config", path)[field] == 9
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -101,8 +92,7 @@ def test_the_command_line_wins_over_the_file(name, tmp_path):
 def test_a_file_that_says_anything_else_is_refused(name, text, said, tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(text)
-    _, words = COMMANDS[name]
-    told = CliRunner().invoke(main, [*words, "--config", str(path)], prog_name="ling3-runner")
+    told = CliRunner().invoke(main, [name, *ARGUMENTS[name], "--config", str(path)], prog_name="ling3-runner")
     assert told.exit_code == 1
     name = "batch run" if name == "batch" else name
     assert told.stderr.startswith(f"error: --config `{path}`: {said.format(name=name)}"), told.stderr
@@ -134,7 +124,7 @@ def test_a_file_that_says_anything_else_is_refused(name, text, said, tmp_path):
 def test_a_value_that_an_option_does_not_take_is_refused(name, text, said, tmp_path):
     path = tmp_path / "c.toml"
     path.write_text(text)
-    told = CliRunner().invoke(main, [*COMMANDS[name][1], "--config", str(path)], prog_name="ling3-runner")
+    told = CliRunner().invoke(main, [name, *ARGUMENTS[name], "--config", str(path)], prog_name="ling3-runner")
     assert (told.exit_code, told.stdout) == (1, "")
     assert said in told.stderr
 

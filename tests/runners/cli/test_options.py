@@ -12,26 +12,15 @@ from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.main import main as runner
 
 
-@pytest.mark.parametrize(
-    ("option", "values"),
-    [
-        ("--prompt", ("A", "B")),
-        ("--prompt-ids", ("1", "2,3", "4")),
-        ("--prompt-file", ("a", "a")),
-        ("--target", ("cpu", "cpu@2")),
-    ],
-)
-def test_an_option_that_might_be_meant_twice_is_not_taken_once(option, values):
-    given = [part for value in values for part in (option, value)]
-    told = CliRunner().invoke(runner, ["generate", "none", "--max-tokens", "1", *given])
+@pytest.mark.parametrize("option", ["--prompt", "--prompt-ids", "--prompt-file", "--target"])
+def test_an_option_that_might_be_meant_twice_is_not_taken_once(option: str):
+    told = CliRunner().invoke(runner, ["generate", "none", "--max-tokens", "1", *[option, "1"] * 3])
     assert told.exit_code == 2
-    assert told.stderr.endswith(f"Error: {option}: expected it once, found it {len(values)} times.\n")
+    assert told.stderr.endswith(f"Error: {option}: expected it once, found it 3 times.\n")
 
 
 def test_options_that_add_up_may_be_repeated():
-    told = CliRunner().invoke(
-        runner, ["generate", "none", "--prompt-ids", "1", "--max-tokens", "1", *["--stop", "x"] * 2]
-    )
+    told = CliRunner().invoke(runner, ["generate", "none", *"--prompt-ids 1 --max-tokens 1 --stop x --stop x".split()])
     assert told.exit_code == 1
     assert told.stderr.startswith("error: artifact `none`:")
 
@@ -64,33 +53,28 @@ def test_what_an_ffn_worker_cannot_be_is_refused_before_anything_is_loaded(optio
     assert (told.exit_code, said in told.stderr) == (code, True), told.stderr
 
 
-def group_that(raises):
-    @click.group(cls=Group)
-    def main():
-        pass
+@pytest.mark.parametrize(
+    ("raised", "code", "said"),
+    [
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+        (Ling3Error("x: expected y, found z", "try w"), 1, "error: x: expected y, found z\nhint: try w\n"),
+        (
+            Ling3Error("tensor `\x1b[31m\u202eé 正\ud800`: expected y,\nfound z", "try \x07w"),
+            1,
+            "error: tensor `\\x1b[31m\\u202eé 正\\ud800`: expected y,\nfound z\nhint: try \\x07w\n",
+        ),
+    ],
+    ids=["interrupted", "an error", "escape sequences"],
+)
+def test_what_ends_a_command_is_said_on_stderr(raised: BaseException, code: int, said: str):
+    """Names that were read from a checkpoint once sent escape sequences to the terminal, and half a character could not
+    be printed everywhere."""
 
-    @main.command()
     def go():
-        raise raises
+        raise raised
 
-    return main
-
-
-def test_an_interrupted_command_says_so_and_ends_with_130():
-    told = CliRunner().invoke(group_that(KeyboardInterrupt()), ["go"])
-    assert (told.exit_code, told.stdout, told.stderr) == (130, "", "interrupted\n")
-
-
-def test_an_error_of_a_command_is_printed_with_its_hint():
-    told = CliRunner().invoke(group_that(Ling3Error("x: expected y, found z", "try w")), ["go"])
-    assert (told.exit_code, told.stdout, told.stderr) == (1, "", "error: x: expected y, found z\nhint: try w\n")
-
-
-def test_no_error_sends_an_escape_sequence_to_the_terminal():
-    """Names that were read from a checkpoint once did, and half a character could not be printed everywhere."""
-    error = Ling3Error("tensor `\x1b[31m\u202eé 正\ud800`: expected y,\nfound z", "try \x07w")
-    told = CliRunner().invoke(group_that(error), ["go"])
-    assert told.stderr == "error: tensor `\\x1b[31m\\u202eé 正\\ud800`: expected y,\nfound z\nhint: try \\x07w\n"
+    told = CliRunner().invoke(Group(commands={"go": click.Command("go", callback=go)}), ["go"])
+    assert (told.exit_code, told.stdout, told.stderr) == (code, "", said)
 
 
 def test_the_package_runs_as_a_module():
