@@ -118,7 +118,7 @@ class Command(click.Command):
         super().__init__(*args, **settings)
         self.common = common
         if from_file:
-            text = "TOML file with options by their long names, such as max-tokens = 8; the command line wins."
+            text = "TOML file of options by their long names: name = value. What the command line says wins."
             self.params.append(_eager("--config", _read_config, text, type=click.Path(path_type=Path), metavar="FILE"))
         if common is not None:
             for option in _options(self):

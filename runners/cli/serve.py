@@ -138,8 +138,15 @@ def serve(artifact: Path, server: ServerConfig, engine: EngineConfig, place: dic
 @click.command(cls=Command, from_file=True)
 @section(
     "Servers",
-    click.option("--prefill", multiple=True, metavar="URL", help="One with --role prefill or both; again for more."),
-    click.option("--decode", multiple=True, required=True, metavar="URL", help="One that answers; again for more."),
+    click.option(
+        "--prefill",
+        multiple=True,
+        metavar="URL",
+        help="A server that prefills, with --role prefill or both; again for more.",
+    ),
+    click.option(
+        "--decode", multiple=True, required=True, metavar="URL", help="A server that answers; again for more."
+    ),
     click.option(
         "--weight",
         type=click.FloatRange(0),
@@ -151,7 +158,7 @@ def serve(artifact: Path, server: ServerConfig, engine: EngineConfig, place: dic
         type=COUNT,
         default=0,
         metavar="TOKENS",
-        help="Prompts that lack no more than these are prefilled where they are decoded.",
+        help="Prompts of which a server lacks no more tokens than these are prefilled where they are decoded.",
     ),
     click.option(
         "--max-queue",

@@ -3,10 +3,25 @@
 from dataclasses import dataclass
 from pathlib import Path
 
+from ling3export.runners.engine.request import Bounds
+
+MOST = (1 << 31) - 1
+NUMBERS = {
+    "port": Bounds(0, 65535, whole=True),
+    "max_body": Bounds(1, MOST, whole=True),
+    "max_connections": Bounds(1, MOST, whole=True),
+    "grace": Bounds(0, MOST, whole=True),
+    "restarts": Bounds(0, MOST, whole=True),
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
-    """Where a server listens, whom it lets in, and what clients may take of it."""
+    """Where a server listens, whom it lets in, and what clients may take of it.
+
+    Raises:
+        RequestError: A number is out of its bounds.
+    """
 
     host: str = "127.0.0.1"
     """Address to listen at."""
@@ -40,3 +55,7 @@ class ServerConfig:
 
     restarts: int = 0
     """How often the engine is started again after failed steps, within ten minutes."""
+
+    def __post_init__(self) -> None:
+        for name, bounds in NUMBERS.items():
+            bounds.number(getattr(self, name), name)
