@@ -25,6 +25,7 @@ from ling3export.foundation.reading import opened
 from ling3export.foundation.shards import WHOLE, Shard, in_order
 from ling3export.foundation.strict_json import read_json
 from ling3export.runners.batch.lines import LONGEST, Line, is_answer
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.handle import EngineStopped, RequestFailed
@@ -182,20 +183,20 @@ class BatchWorker:
     """An engine on a node of a cluster, or on several, for ``WorkerPool``: it answers pieces of a few lines.
 
     Args:
-        options: The engine's arguments; ``artifact`` is a path that every node sees.
-        step_timeout: Seconds after which a call of the devices that did not return stops the engine.
+        artifact: A path that every node sees.
+        config: How it runs.
     """
 
-    options: dict[str, Any]
-    step_timeout: float | None = None
+    artifact: Path
+    config: EngineConfig
     engine: Engine = field(init=False)
 
     def start(self, hosts: Hosts | None) -> dict[str, Any]:
         """Loads the artifact."""
         if hosts is not None and hosts.number:
-            follow(**self.options, hosts=hosts)
+            follow(self.artifact, hosts, self.config)
             return {}
-        self.engine = Engine(**self.options, hosts=hosts, step_timeout=self.step_timeout)
+        self.engine = Engine(self.artifact, self.config, hosts=hosts)
         return {"artifact": self.engine.manifest.sha256, "target": self.engine.target, "versions": versions()}
 
     def work(self, piece: tuple[BatchRecord, list[Numbered]]) -> list[BatchAnswer]:

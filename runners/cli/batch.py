@@ -12,13 +12,14 @@ from ling3export.runners.cli.command import Group, require, section
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
-    artifact_options,
     cluster_options,
+    engine_options,
     sampling_option,
     shard_option,
     temperature_option,
 )
 from ling3export.runners.cli.references import ARTIFACT
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.hosts.rendezvous import announced
 
 COMMON = "model max_tokens temperature seed shard force target programs on replicas".split()
@@ -55,7 +56,7 @@ def batch() -> None:
 @section(
     "Work", shard_option("line"), click.option("--force", is_flag=True, help="Begin anew, whatever OUTPUT is there.")
 )
-@artifact_options
+@engine_options("target", "programs", "check", "step_timeout")
 @cluster_options
 @host_options
 def run(
@@ -65,10 +66,7 @@ def run(
     model: str | None,
     shard: Shard,
     force: bool,
-    target: str | None,
-    programs: str,
-    check: str,
-    step_timeout: float | None,
+    engine: EngineConfig,
     place: dict[str, Any],
     on: str | None,
     replicas: int,
@@ -81,22 +79,21 @@ def run(
     {"messages": [...]}. A line that cannot be served gets an error as its answer.
     """
     each = None if on is None else hosts_each(place)
-    hosts = leading(artifact, place, target=target, programs=programs, check=check) if on is None else None
+    hosts = leading(artifact, place, engine) if on is None else None
     with announced(hosts):
         require("batch", "serve", "starlette", "prometheus_client", "pydantic")
         from ling3export.runners.batch.run import BatchWorker, answer_file, answered_by, run_batch
     from ling3export.runners.engine.engine import Engine
 
     name = model or artifact.resolve().name.removesuffix(".ling3")
-    options: dict[str, Any] = {"target": target, "programs": programs, "check": check}
     what: dict[str, Any] = {"model": name, "settings": settings, "shard": shard, "force": force}
     if on is not None:
-        worker = partial(BatchWorker, {"artifact": artifact.resolve(), **options}, step_timeout)
+        worker = partial(BatchWorker, artifact.resolve(), engine)
         with on_cluster("batch", on, replicas, resources, worker, hosts=each, at_once=2) as pool:
             done = answer_file(pool.about["artifact"], answered_by(pool), source, output, **what)
     else:
-        with Engine(artifact, hosts=hosts, step_timeout=step_timeout, **options) as engine:
-            done = run_batch(engine, source, output, **what)
+        with Engine(artifact, engine, hosts=hosts) as running:
+            done = run_batch(running, source, output, **what)
     earlier = f", {done.earlier} of them by an earlier run" if done.earlier else ""
     click.echo(f"{output}: {done.answered} lines of shard {shard}{earlier}; refused now: {done.refused}", err=True)
 

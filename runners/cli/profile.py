@@ -2,15 +2,15 @@
 
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import click
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners import flight
 from ling3export.runners.cli.command import Command
-from ling3export.runners.cli.options import PATH, artifact_options
+from ling3export.runners.cli.options import PATH, engine_options
 from ling3export.runners.cli.references import ARTIFACT
+from ling3export.runners.engine.config import EngineConfig
 
 
 @click.command(cls=Command)
@@ -22,9 +22,9 @@ from ling3export.runners.cli.references import ARTIFACT
 @click.option(
     "--to", "folder", type=PATH, metavar="FOLDER", help="Where the trace is written.  [default: NAME.profile]"
 )
-@artifact_options
+@engine_options("target", "programs", "check", "step_timeout")
 def profile(
-    artifact: Path, steps: int, requests: int, prompt_len: int, top: int, folder: Path | None, **engine: Any
+    artifact: Path, steps: int, requests: int, prompt_len: int, top: int, folder: Path | None, engine: EngineConfig
 ) -> None:
     """Trace steps of ARTIFACT, and print the dearest operations.
 
@@ -38,7 +38,7 @@ def profile(
     from ling3export.runners.engine.engine import Engine
     from ling3export.runners.load.profile import traced
 
-    with flight.watched(), Engine(artifact, **engine) as running:
+    with flight.watched(), Engine(artifact, engine) as running:
         prompts = np.random.default_rng(0).integers(0, running.manifest.vocab_size, (requests, prompt_len)).tolist()
         answer = partial(running.generate, prompts, max_tokens=steps + 1, ignore_eos=True)
         answer()
