@@ -267,7 +267,7 @@ def _checked(ctx: click.Context, option: click.Option, value: Any, where: str) -
     """
     kind = option.type
     types, words = _KINDS.get(kind.name, ((str,), "a text"))
-    if isinstance(kind, click.Choice) and kind.name == "choice":
+    if isinstance(kind, click.Choice):
         words = f"one of {', '.join(map(str, kind.choices))}"
     elif isinstance(kind, click.IntRange | click.FloatRange):
         words += _bounds(kind)
@@ -286,6 +286,5 @@ def _checked(ctx: click.Context, option: click.Option, value: Any, where: str) -
 
 
 def _bounds(kind: click.IntRange | click.FloatRange) -> str:
-    if kind.max is not None:
-        return f" from {kind.min} to {kind.max}"
-    return f" {'above' if kind.min_open else 'of at least'} {kind.min}"
+    most = "" if kind.max is None else f", at most {kind.max:g}"
+    return f" {'above' if kind.min_open else 'of at least'} {kind.min:g}{most}"

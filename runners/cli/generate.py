@@ -25,19 +25,12 @@ SAMPLING = ("temperature", "top_k", "top_p", "seed")
 COMMON = "prompt prompt_file max_tokens temperature top_p seed stop as_json stats target".split()
 
 
-class _Ids(click.ParamType):
+def _ids(text: str) -> tuple[int, ...]:
     """``1,2,3``."""
-
-    name = "ID,ID,..."
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
-        """The token ids between the commas."""
-        if isinstance(value, tuple):
-            return value
-        try:
-            return tuple(int(part) for part in value.split(","))
-        except ValueError:
-            self.fail(f"expected whole numbers with commas between, found {value!r}.", param, ctx)
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise click.BadParameter(f"expected whole numbers with commas between, found {text!r}.") from None
 
 
 @click.command(cls=Command, from_file=True, common=COMMON)
@@ -45,7 +38,7 @@ class _Ids(click.ParamType):
 @section(
     "Prompts (one of these)",
     click.option("--prompt", cls=Once, metavar="TEXT", help="Text to complete."),
-    click.option("--prompt-ids", cls=Once, type=_Ids(), help="Token ids to complete."),
+    click.option("--prompt-ids", cls=Once, type=_ids, metavar="ID,ID,...", help="Token ids to complete."),
     click.option(
         "--prompt-file",
         cls=Once,

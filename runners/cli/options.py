@@ -66,27 +66,17 @@ class Setting(click.ParamType):
         return number
 
 
-class Switch(click.Choice[str]):
-    """``on`` or ``off`` as True or False."""
+def switch(value: str | bool) -> bool:
+    """``on`` or ``off`` as True or False.
 
-    name = "switch"
-
-    def __init__(self) -> None:
-        super().__init__(("on", "off"))
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """The truth value, or a usage error."""
-        return value if isinstance(value, bool) else super().convert(value, param, ctx) == "on"
-
-
-class Share(click.ParamType):
-    """The share of a work, as :meth:`ling3export.foundation.shards.Shard.parse` reads it."""
-
-    name = "I/N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Shard:
-        """The share."""
-        return value if isinstance(value, Shard) else Shard.parse(value)
+    Raises:
+        click.BadParameter: It is neither.
+    """
+    if value in ("on", "off"):
+        return value == "on"
+    if not isinstance(value, bool):
+        raise click.BadParameter(f"expected on or off, found {value!r}.")
+    return value
 
 
 def field_option(
@@ -139,7 +129,9 @@ ENGINE = {
     ),
     "max_requests": _Flag(POSITIVE, "Prompts at once, waiting ones too; more get 429."),
     "prefix_cache": _Flag(
-        Switch(), "Compute prompts that begin alike once.  [default: on where the artifact has snapshots]"
+        switch,
+        "Compute prompts that begin alike once.  [default: on where the artifact has snapshots]",
+        {"metavar": "[on|off]"},
     ),
     "evict": _Flag(
         click.Choice(EVICTIONS),
@@ -294,7 +286,7 @@ def sampling_option(name: str, text: str) -> Decorator:
 def shard_option(what: str, does: str = "") -> Decorator:
     """``--shard``: every N-th ``what``; ``does`` says what else the command then does otherwise."""
     text = f"{does} Every N-th {what} from {what} I on; auto in a Slurm array, auto/N in an indexed job.".lstrip()
-    return click.option("--shard", type=Share(), default=WHOLE, metavar="I/N", help=text)
+    return click.option("--shard", type=Shard.parse, default=str(WHOLE), metavar="I/N", help=text)
 
 
 cluster_options = section(

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from ling3export.foundation.errors import RequestError
-from ling3export.foundation.shards import Shard
+from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners import flight
 from ling3export.runners.cli.command import Command, Once, require, section
 from ling3export.runners.cli.hosts import host_options, leading
@@ -195,19 +195,11 @@ def route(
         run(router, policy, listener, Bounds(server.max_connections), server.grace)
 
 
-class _WorkerShare(click.ParamType):
-    """``0/2``."""
-
-    name = "I/N"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Shard:
-        """The share."""
-        if isinstance(value, Shard):
-            return value
-        try:
-            return Shard.parse(value, {})
-        except RequestError:
-            self.fail(f"expected a share I/N, found {value[:40]!r}.", param, ctx)
+def _share(text: str) -> Shard:
+    try:
+        return Shard.parse(text, {})
+    except RequestError:
+        raise click.BadParameter(f"expected a share I/N, found {text[:40]!r}.") from None
 
 
 @click.command("ffn-worker", cls=Command)
@@ -231,7 +223,11 @@ class _WorkerShare(click.ParamType):
         help="Take a micro batch from sessions that have it ready, or from all at once.",
     ),
     click.option(
-        "--share", type=_WorkerShare(), default=Shard(), help="Share of the experts, where there are N workers."
+        "--share",
+        type=_share,
+        default=str(WHOLE),
+        metavar="I/N",
+        help="Share of the experts, where there are N workers.",
     ),
 )
 @section(
