@@ -108,7 +108,7 @@ def compared(
         raise RequestError(f"compare: expected two configurations or more, found {len(parsed)}", "--configs 1x2,1P1D")
     manifests = {path: read_manifest(path) for path in dict.fromkeys(artifacts)}
     places = [placements_of(config, manifests) for config in parsed]
-    how = replace(how, artifact=min(manifests, key=lambda path: manifests[path].plan.context), target=None)
+    how = replace(how, artifact=min(manifests, key=lambda path: manifests[path].plan.context))
     for config, those in zip(parsed, places, strict=True):
         with ExitStack() as stack:
             told, here, urls = stack.enter_context(progress(config.name)), replace(how, url=config.url), list[str]()
@@ -180,8 +180,8 @@ def running(name: str, places: Sequence[Placement], how: Settings, carrier: str)
     connections = how.num_prompts + SPARE
     options: list[object] = ["--max-connections", connections, "--port", 0]
     served = ["--model", MODEL, "--max-requests", connections, *options]
-    served += ["--programs", how.programs, "--check", how.check]
-    served += [] if how.step_timeout is None else ["--step-timeout", how.step_timeout]
+    served += ["--programs", how.engine.programs, "--check", how.engine.check]
+    served += [] if how.engine.step_timeout is None else ["--step-timeout", how.engine.step_timeout]
     key = {} if how.key is None else {"LING3_API_KEY": how.key}
     with ExitStack() as stack:
         moving: list[object] = ["--transfer", carrier]

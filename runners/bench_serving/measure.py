@@ -11,7 +11,7 @@ import math
 import os
 import platform
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -25,6 +25,7 @@ from ling3export.foundation.reading import read_bytes
 from ling3export.runners.bench_serving.metrics import Figures, RequestResult, figures, parse_goals
 from ling3export.runners.bench_serving.table import render
 from ling3export.runners.bench_serving.workloads import PromptLimits, SampleRequest, WorkloadSpec, arrivals, requests_of
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import RequestFailed
 from ling3export.runners.load.loader import say
@@ -55,7 +56,7 @@ class Settings(WorkloadSpec):
         burstiness: Shape of the gaps' gamma distribution; 1 is a Poisson process.
         max_concurrency: How many requests may run at once.
         goodput: Bounds, such as ``ttft:200,tpot:20``.
-        target, programs, check, step_timeout: As the engine has them.
+        engine: How the artifact runs in this process, and on servers that are started for it.
     """
 
     artifact: Path | None = None
@@ -68,10 +69,7 @@ class Settings(WorkloadSpec):
     burstiness: float = 1.0
     max_concurrency: int | None = None
     goodput: str | None = None
-    target: str | None = None
-    programs: str = "prebuilt-only"
-    check: str = "all"
-    step_timeout: float | None = None
+    engine: EngineConfig = field(default_factory=EngineConfig)
 
 
 class EngineClient:
@@ -226,7 +224,8 @@ class Measurement:
             raw: Also times, lengths and errors of every request.
         """
         source = None if self.manifest is None else self.manifest.source.name
-        arguments = {name: _plain(value) for name, value in vars(self.settings).items() if name not in ("key", "asks")}
+        given = vars(self.settings) | vars(self.settings.engine)
+        arguments = {name: _plain(value) for name, value in given.items() if name not in ("key", "asks", "engine")}
         line: dict[str, Any] = {
             "name": name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -289,14 +288,7 @@ def measure(
 
         backend, done = server.backend, asyncio.run(opened())
     elif how.artifact is not None:
-        with Engine(
-            how.artifact,
-            target=how.target,
-            programs=how.programs,
-            check=how.check,
-            step_timeout=how.step_timeout,
-            report=report,
-        ) as engine:
+        with Engine(how.artifact, how.engine, report=report) as engine:
             engine.settle()  # a program that loads during the run would be part of its figures
             inside = EngineClient(engine, ignore_eos=not how.stop_at_eos)
             backend, done = inside.backend, asyncio.run(sent(inside))

@@ -14,14 +14,7 @@ from ling3export.foundation.errors import Ling3Error
 from ling3export.runners import flight
 from ling3export.runners.cli.command import INTERRUPTED, Decorator, Group, require, section
 from ling3export.runners.cli.eval import progress
-from ling3export.runners.cli.options import (
-    PATH,
-    artifact_options,
-    check_option,
-    programs_option,
-    step_timeout_option,
-    trust_option,
-)
+from ling3export.runners.cli.options import PATH, engine_options
 from ling3export.runners.cli.references import ARTIFACT, Artifact
 from ling3export.runners.transfer.options import CARRIERS
 
@@ -97,7 +90,7 @@ _written: Decorator = section(
 @_sending
 @_shown
 @_written
-@artifact_options
+@engine_options("target", "programs", "check", "step_timeout")
 def serve(
     artifact: Path | None,
     url: str | None,
@@ -137,7 +130,7 @@ def serve(
 @_workload
 @_sending
 @_written
-@section("Artifacts", programs_option, check_option, trust_option, step_timeout_option)
+@engine_options("programs", "check", "step_timeout")
 def compare(
     artifacts: tuple[Path, ...],
     configs: str,

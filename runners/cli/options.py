@@ -324,4 +324,3 @@ trust_option = click.option(
     help=f"Take only what a public key of this folder has signed.  [default: ${TRUST}]",
 )
 target_option, programs_option, check_option, step_timeout_option = map(engine_option, SECTIONS["Artifact"])
-artifact_options = section("Artifact", target_option, programs_option, check_option, trust_option, step_timeout_option)
