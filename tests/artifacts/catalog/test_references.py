@@ -148,11 +148,11 @@ def test_a_reference_whose_folder_would_be_written_needs_another(command, more, 
 def test_one_of_several_hosts_pulls_its_share_for_the_target_that_is_named(reference, kept, monkeypatch):
     given: list[Path] = []
 
-    def leading(artifact, place, **options):
+    def leading(artifact, place, config):
         given.append(artifact)
         raise click.UsageError("enough")
 
-    monkeypatch.setattr(runner_cli, "leading", leading)
+    monkeypatch.setattr("ling3export.runners.cli.generate.leading", leading)
     words = (
         "generate",
         reference,
