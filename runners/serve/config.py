@@ -3,15 +3,15 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling3export.runners.engine.request import Bounds
+from ling3export.runners.engine.validation import NumberRange
 
 MOST = (1 << 31) - 1
 NUMBERS = {
-    "port": Bounds(0, 65535, whole=True),
-    "max_body": Bounds(1, MOST, whole=True),
-    "max_connections": Bounds(1, MOST, whole=True),
-    "grace": Bounds(0, MOST, whole=True),
-    "restarts": Bounds(0, MOST, whole=True),
+    "port": NumberRange(0, 65535, whole=True),
+    "max_body": NumberRange(1, MOST, whole=True),
+    "max_connections": NumberRange(1, MOST, whole=True),
+    "grace": NumberRange(0, MOST, whole=True),
+    "restarts": NumberRange(0, MOST, whole=True),
 }
 
 
