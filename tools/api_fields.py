@@ -4,8 +4,10 @@ import json
 import re
 from pathlib import Path
 
-from ling3export.runners.serve.items import STORED, ResponsesBody
-from ling3export.runners.serve.schema import LABELS, ChatBody, CompletionsBody, Sampled, StreamOptions
+from ling3export.runners.serve.chat import ChatBody
+from ling3export.runners.serve.completions import CompletionsBody
+from ling3export.runners.serve.responses import STORED, ResponsesBody
+from ling3export.runners.serve.schema import LABELS, GenerationBody, StreamOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
 BETWEEN = re.compile(r"(?<=<!-- fields -->\n).*?(?=\n## )", re.DOTALL)
@@ -20,7 +22,7 @@ def rows() -> list[tuple[str, ...]]:
     return sorted([*found, *((name, "taken", "taken", "refused") for name in options)])
 
 
-def _said(name: str, body: type[Sampled]) -> str:
+def _said(name: str, body: type[GenerationBody]) -> str:
     if name in body.model_fields:
         return "taken"
     if name in LABELS:

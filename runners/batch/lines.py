@@ -7,17 +7,15 @@ from typing import TYPE_CHECKING, Any
 from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.engine.validation import SEEDS
-from ling3export.runners.serve import calls
-from ling3export.runners.serve.calls import Call
-from ling3export.runners.serve.items_answer import answer_to
+from ling3export.runners.serve.app import GENERATING
+from ling3export.runners.serve.completions import GenerationCall
 from ling3export.runners.serve.schema import ApiError, refusal, shown
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 LONGEST = 8 << 20  # bytes of a line
-CHECKS = {"/v1/completions": calls.completions, "/v1/chat/completions": calls.chat, "/v1/responses": calls.responses}
-COMPLETIONS, CHAT, RESPONSES = CHECKS
+COMPLETIONS, CHAT, RESPONSES = GENERATING
 REQUEST = ("custom_id", "method", "url", "body")
 PLAIN = {"prompt": COMPLETIONS, "prompt_ids": COMPLETIONS, "messages": CHAT}
 MOST_PROMPTS = 256  # of one line
@@ -68,7 +66,7 @@ class Line:
     def __init__(self, number: int, text: bytes, engine: "Engine", model: str, defaults: Mapping[str, Any]) -> None:
         self.number, self._model = number, model
         self.custom_id = f"line-{number}"
-        self.call: Call | None = None
+        self.call: GenerationCall | None = None
         self.refused: ApiError | None = None
         try:
             url, body = self._read(text)
@@ -98,15 +96,15 @@ class Line:
         if value.keys() != set(REQUEST) or not isinstance(value["body"], dict):
             fields = ", ".join(sorted(value)[:8]) or "no field"
             raise ApiError(400, f"line: expected {WANTED}, found {fields[:200]}", code="invalid_line")
-        if value["method"] != "POST" or value["url"] not in [*CHECKS]:  # it may be a list
+        if value["method"] != "POST" or value["url"] not in [*GENERATING]:  # it may be a list
             found = f"{shown(value['method'])} {shown(value['url'])}"
-            raise refusal("url", f'"POST" to one of {", ".join(CHECKS)}', found, "invalid_url")
+            raise refusal("url", f'"POST" to one of {", ".join(GENERATING)}', found, "invalid_url")
         return value["url"], value["body"]
 
-    @staticmethod
-    def _checked(url: str, body: dict[str, Any], engine: "Engine", model: str) -> Call:
-        call = CHECKS[url](body, engine, model, MOST_PROMPTS)
-        if call.stream:
+    def _checked(self, url: str, body: dict[str, Any], engine: "Engine", model: str) -> GenerationCall:
+        read, self._form = GENERATING[url]
+        call = read(body, engine, model, MOST_PROMPTS)
+        if call.body.stream:
             raise refusal("stream", "false in a batch", "true")
         return call
 
@@ -122,7 +120,7 @@ class Line:
             status, body = self.refused.status, self.refused.body()
         else:
             assert self.call is not None
-            status, body = 200, answer_to(self.call, self._model).whole(completions) | {"id": name}
+            status, body = 200, self._form(self.call, self._model).whole(completions) | {"id": name}
         response = {"status_code": status, "request_id": name, "body": body}
         record = {"id": name, "custom_id": self.custom_id, "response": response, "error": None}
         return json.dumps(record, ensure_ascii=True).encode() + b"\n"

@@ -32,7 +32,7 @@ from ling3export.runners.engine.handle import EngineStopped, RequestFailed
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.fleet.pool import WorkerLost, WorkerPool, versions
 from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.serve.responses import stopped
+from ling3export.runners.serve.answers import stopped
 
 FORMAT = 1
 WINDOW = 16  # requests in flight for each slot: short answers go on behind a long one

@@ -167,7 +167,7 @@ class Engine:
         names = [f"pair {number}" for number in range(len(pairs))] if names is None else names
         requests = []
         for (context, continuation), name in zip(pairs, names, strict=True):
-            ids, first = pair_ids(context, continuation, partial(self._prompt_ids, name=name), name)
+            ids, first = pair_ids(context, continuation, partial(self.prompt_ids, name=name), name)
             requests.append(Request(ids, 0, name=name, score_from=first))
         done = self.complete(requests)
         return [scored(completion, request) for completion, request in zip(done, requests, strict=True)]
@@ -222,7 +222,7 @@ class Engine:
                 artifact has no tokenizer or chat template for it.
         """
         how, stops = Sampling() if sampling is None else sampling, stop_strings(stop, name)
-        ids = self._prompt_ids(prompt, name, special=special)
+        ids = self.prompt_ids(prompt, name, special=special)
         return Request(
             ids,
             max_tokens,
@@ -236,15 +236,19 @@ class Engine:
             grammar=grammar,
         )
 
-    def submit(self, *requests: Request) -> list[RequestHandle]:
+    def submit(self, *requests: Request, checked: bool = False) -> list[RequestHandle]:
         """Starts requests, and returns at once: a handle each, to wait for, read from, or cancel. They arrive together.
+
+        Args:
+            requests: The requests.
+            checked: ``check`` took each of them already.
 
         Raises:
             RequestError: One can never be served; then none is started.
             QueueFull: There would be more than max_requests; none was started.
             EngineStopped: The engine was closed, or failed earlier.
         """
-        for request in requests:
+        for request in () if checked else requests:
             self.check(request)
         return self._loop.submit(requests)
 
@@ -437,7 +441,8 @@ class Engine:
         finally:
             handle.cancel()
 
-    def _prompt_ids(self, prompt: Prompt, name: str, *, special: bool = True) -> tuple[int, ...]:
+    def prompt_ids(self, prompt: Prompt, name: str, *, special: bool = True) -> tuple[int, ...]:
+        """The token ids of a prompt; the arguments and errors are those of ``request``."""
         if isinstance(prompt, (list, tuple)) and prompt and isinstance(prompt[0], dict):
             prompt, special = self.files.render_chat(prompt, name=name), False
         if not isinstance(prompt, str):

@@ -4,6 +4,7 @@
 Python, the command line, prompt files, HTTP, evaluations, other hosts. What an engine is given has exact types.
 """
 
+import copy
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -135,6 +136,12 @@ class Request:
             raise RequestError(f"{name}: expected a prompt of at least one token, found an empty one")
         else:
             put("max_tokens", MAX_TOKENS.number(self.max_tokens, f"{name}: max_tokens"))
+
+    def sampled(self, sampling: Sampling) -> "Request":
+        """The same request with other sampling; nothing of it is checked again."""
+        same = copy.copy(self)
+        object.__setattr__(same, "sampling", sampling)
+        return same
 
     @property
     def adjusts(self) -> bool:

@@ -30,11 +30,11 @@ from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.events import KVEventSubscriber
 from ling3export.runners.route.prompts import Prompts
 from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, best, prefilled
-from ling3export.runners.serve.app import Front, Policy, received
+from ling3export.runners.serve.answers import event
+from ling3export.runners.serve.app import Policy, RequestMiddleware, received
 from ling3export.runners.serve.connection import Bounds
-from ling3export.runners.serve.responses import event, refused
 from ling3export.runners.serve.run import BACKLOG, address, affordable, http_server
-from ling3export.runners.serve.schema import ApiError, parse
+from ling3export.runners.serve.schema import ApiError, parse, refused
 
 RESPONSES = "/v1/responses"
 CHARACTERS_A_TOKEN = 4  # of a text, about
@@ -324,7 +324,7 @@ def application(router: Router, policy: Policy) -> Starlette:
         Route("/metrics", metrics, methods=["GET"]),
     ]
     paths = frozenset(route.path for route in routes)
-    return Starlette(routes=routes, middleware=[Middleware(Front, router, paths, policy)])
+    return Starlette(routes=routes, middleware=[Middleware(RequestMiddleware, router.responded, paths, policy)])
 
 
 def serve(router: Router, policy: Policy, listener: socket.socket, bounds: Bounds, grace: int) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
@@ -19,12 +19,13 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3export.runners.engine.handle import QueueFull, RequestFailed
-from ling3export.runners.serve import calls
-from ling3export.runners.serve.calls import Call
-from ling3export.runners.serve.items_answer import answer_to
+from ling3export.runners.serve.answers import ChoicesAnswer, Stream, event, release, stopped, whole
+from ling3export.runners.serve.chat import chat
+from ling3export.runners.serve.completions import GenerationCall, completions, may_have_grammar
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.responses import Stream, event, refused, release, stopped, whole
-from ling3export.runners.serve.schema import ELEMENTS, ApiError, parse
+from ling3export.runners.serve.responses import ResponsesAnswer, responses
+from ling3export.runners.serve.schema import ELEMENTS, ApiError, parse, refused
+from ling3export.runners.serve.tokenize import detokenize, tokenize, tokenizer_info
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
@@ -55,15 +56,21 @@ class Policy:
     hosts: frozenset[str] | None = None
 
 
+# What reads the bodies of an endpoint that generates, and what makes its answer.
+GENERATING = {
+    "/v1/completions": (completions, ChoicesAnswer),
+    "/v1/chat/completions": (chat, ChoicesAnswer),
+    "/v1/responses": (responses, ResponsesAnswer),
+}
+
+
 def application(engine: "Engine", policy: Policy, events: "Publisher | None" = None) -> ASGIApp:
     """The endpoints, with the counting of responses and the check of keys in front of them."""
-    server = _Server(engine, policy, events)
+    server = _Endpoints(engine, policy, events)
     routes = [
-        Route("/v1/completions", server.completions, methods=["POST"]),
-        Route("/v1/chat/completions", server.chat, methods=["POST"]),
-        Route("/v1/responses", server.responses, methods=["POST"]),
-        Route("/tokenize", server.tokenize, methods=["POST"]),
-        Route("/detokenize", server.detokenize, methods=["POST"]),
+        *(Route(path, server.generate, methods=["POST"]) for path in GENERATING),
+        Route("/tokenize", server.reading(tokenize), methods=["POST"]),
+        Route("/detokenize", server.reading(detokenize), methods=["POST"]),
         Route("/tokenizer_info", server.tokenizer_info, methods=["GET"]),
         Route("/v1/models", server.models, methods=["GET"]),
         Route("/v1/models/{name:path}", server.model, methods=["GET"]),
@@ -73,7 +80,7 @@ def application(engine: "Engine", policy: Policy, events: "Publisher | None" = N
     paths = frozenset(route.path for route in routes)
     return Starlette(
         routes=routes,
-        middleware=[Middleware(Front, server.counters, paths, policy)],
+        middleware=[Middleware(RequestMiddleware, server.counters.responded, paths, policy)],
         exception_handlers={
             ApiError: _handler(lambda request, error: error),
             QueueFull: _handler(_full),
@@ -88,9 +95,10 @@ def application(engine: "Engine", policy: Policy, events: "Publisher | None" = N
 
 
 Read = TypeVar("Read")
+Endpoint = Callable[[Request], Awaitable[Response]]
 
 
-class _Server:
+class _Endpoints:
     def __init__(self, engine: "Engine", policy: Policy, events: "Publisher | None") -> None:
         self._engine, self._events = engine, events
         self._policy = policy
@@ -102,25 +110,32 @@ class _Server:
         self._grammar_readers = ThreadPoolExecutor(1, "ling3-read-grammar")
         self.counters = Metrics(engine)
 
-    async def completions(self, request: Request) -> Response:
-        return await self._answer(request, calls.completions)
+    async def generate(self, request: Request) -> Response:
+        read, form = GENERATING[request.url.path]
+        policy = self._policy
+        call: GenerationCall = await self._read(
+            request, lambda body: read(body, self._engine, policy.model, policy.max_requests)
+        )
+        answer = form(call, policy.model)
+        handles = self._engine.submit(*call.requests, checked=True)
+        if call.body.stream:
+            return Stream(handles, answer, self.counters)
+        try:
+            completed = await whole(handles, request.receive)
+        finally:
+            release(handles, self.counters)
+        for completion in completed:
+            self.counters.ended(completion)
+        return JSONResponse(answer.whole(completed))
 
-    async def chat(self, request: Request) -> Response:
-        return await self._answer(request, calls.chat)
+    def reading(self, read: "Callable[[dict[str, Any], Engine, str], dict[str, Any]]") -> Endpoint:
+        async def endpoint(request: Request) -> Response:
+            return JSONResponse(await self._read(request, lambda body: read(body, self._engine, self._policy.model)))
 
-    async def responses(self, request: Request) -> Response:
-        return await self._answer(request, calls.responses)
-
-    async def tokenize(self, request: Request) -> Response:
-        model = self._policy.model
-        return JSONResponse(await self._call(request, lambda body: calls.tokenize(body, self._engine, model)))
-
-    async def detokenize(self, request: Request) -> Response:
-        model = self._policy.model
-        return JSONResponse(await self._call(request, lambda body: calls.detokenize(body, self._engine, model)))
+        return endpoint
 
     async def tokenizer_info(self, request: Request) -> Response:
-        return JSONResponse(calls.tokenizer_info(self._engine))
+        return JSONResponse(tokenizer_info(self._engine))
 
     async def models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._model()]})
@@ -140,22 +155,7 @@ class _Server:
     async def metrics(self, request: Request) -> Response:
         return Response(self.counters.text(), media_type="text/plain; version=0.0.4")
 
-    async def _answer(self, request: Request, read: "Callable[[dict[str, Any], Engine, str, int], Call]") -> Response:
-        policy = self._policy
-        call = await self._call(request, lambda body: read(body, self._engine, policy.model, policy.max_requests))
-        handles = self._engine.submit(*call.requests)
-        answer = answer_to(call, policy.model)
-        if call.stream:
-            return Stream(handles, answer, self.counters)
-        try:
-            completions = await whole(handles, request.receive)
-        finally:
-            release(handles, self.counters)
-        for completion in completions:
-            self.counters.ended(completion)
-        return JSONResponse(answer.whole(completions))
-
-    async def _call(self, request: Request, read: Callable[[dict[str, Any]], Read]) -> Read:
+    async def _read(self, request: Request, read: Callable[[dict[str, Any]], Read]) -> Read:
         """What a request asks for: its body is received, and read in one of a few threads.
 
         Not in the event loop, which must not wait while long texts are tokenized; and not in a thread each, since many
@@ -184,7 +184,7 @@ class _Server:
             readers = self._readers if len(data) <= SMALL else self._slow_readers
             loop = asyncio.get_running_loop()
             body = await loop.run_in_executor(readers, parse, bytes(data), elements)
-            if calls.may_have_grammar(body):
+            if may_have_grammar(body):
                 readers = self._grammar_readers
             return await loop.run_in_executor(readers, read, body)
         finally:
@@ -216,24 +216,17 @@ async def received(request: Request, most: int) -> AsyncGenerator[bytes, None]:
         yield chunk
 
 
-class Responses(Protocol):
-    """Who counts responses."""
-
-    def responded(self, path: str, status: int) -> None:
-        """Counts a response that was begun."""
-
-
-class Front:
+class RequestMiddleware:
     """Counts responses by route and status, and refuses calls for what their headers say.
 
     Paths that are no routes count as ``other``: clients choose them, without a bound.
     """
 
-    def __init__(self, app: ASGIApp, counters: Responses, paths: frozenset[str], policy: Policy) -> None:
-        self._app = app
-        self._counters = counters
-        self._paths = paths
-        self._policy = policy
+    def __init__(
+        self, app: ASGIApp, responded: Callable[[str, int], None], paths: frozenset[str], policy: Policy
+    ) -> None:
+        self._app, self._responded = app, responded
+        self._paths, self._policy = paths, policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun: Message | None = None
@@ -243,7 +236,7 @@ class Front:
             if message["type"] == "http.response.start":
                 begun = message
                 path = scope["path"] if scope["path"] in self._paths else "other"
-                self._counters.responded(path, message["status"])
+                self._responded(path, message["status"])
             await send(message)
 
         headers = Headers(scope=scope)

@@ -15,8 +15,7 @@ from typing import Any, cast
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ling3export.runners.serve.responses import refused
-from ling3export.runners.serve.schema import ApiError
+from ling3export.runners.serve.schema import ApiError, refused
 
 PIECES, PIECE = 1024, 256  # after 1,024 chunks, a body whose chunks average under 256 bytes is refused
 READ = 1 << 15  # bytes that are read of a body in its client's turn: 50 turns of WHOLE are 0.1 s

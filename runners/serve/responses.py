@@ -1,370 +1,415 @@
-"""A call's answer, whole or as server-sent events. When a client leaves, its requests are cancelled at once."""
+"""/v1/responses: a chat in other words, whose answer is a list of items, and the events in which they grow."""
 
-import asyncio
 import itertools
-import json
-import logging
 import secrets
-import time
-from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from starlette.requests import ClientDisconnect
-from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
 
-from ling3export.runners.engine.handle import (
-    EngineStalled,
-    EngineStopped,
-    GrammarFailed,
-    HostGone,
-    LogitsError,
-    Piece,
-    RequestFailed,
-    RequestHandle,
+from ling3export.runners.engine.handle import Piece
+from ling3export.runners.engine.request import Completion
+from ling3export.runners.serve.answers import ChoicesAnswer
+from ling3export.runners.serve.chat import check_messages, conversation
+from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.schema import (
+    CHOICES,
+    NEUTRAL,
+    ApiError,
+    ConversationBody,
+    Count,
+    ListedObject,
+    TopLogprobs,
+    refusal,
+    shown,
+    text_of_parts,
+    validated,
 )
-from ling3export.runners.engine.request import Completion, Logprobs
-from ling3export.runners.serve.calls import Call
-from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.schema import ApiError
-from ling3export.runners.serve.structure import Parts, whole_parts
+from ling3export.runners.serve.structure import REASONING, TEXT, TOOL, AnswerParser
 
-LOG = logging.getLogger(__name__)
-REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+if TYPE_CHECKING:
+    from ling3export.runners.engine.engine import Engine
 
+Event = dict[str, Any]
+# Of an item of an answer: its type, the begin of its id, the type of its content.
+FORMS = {TEXT: ("message", "msg", "output_text"), REASONING: ("reasoning", "rs", "reasoning_text")}
+# Types of the items of a conversation, and what their models are called here.
+ITEMS = {"message": "MESSAGE", "function_call": "CALL", "function_call_output": "OUTPUT", "reasoning": "REASONING"}
+# Fields that would have a server keep answers.
+STORED = frozenset({"store", "previous_response_id", "conversation"})
+LOGPROBS = "message.output_text.logprobs"
+# A copy of thoughts that a server which keeps none could read again: here thoughts go back as the text that they are.
+ENCRYPTED = "reasoning.encrypted_content"
 
-def stopped(error: RequestFailed, *, log: bool = True) -> ApiError:
-    """What clients are told when a request ended without an answer. Other details go to the log alone."""
-    if log:
-        LOG.error("%s", error)
-    if isinstance(error, LogitsError):
-        return ApiError(500, error.message, code="logits_not_finite")
-    if isinstance(error, GrammarFailed):
-        return ApiError(500, error.message, code="grammar_failed")
-    if not isinstance(error, EngineStopped):
-        return ApiError(500, error.message, code="request_failed")
-    if isinstance(error, EngineStalled):
-        return ApiError(503, error.message, code="engine_stalled")
-    if isinstance(error, HostGone):
-        return ApiError(503, "engine: expected every host to run, found one gone: the server ends", code="host_gone")
-    return ApiError(503, "engine: expected it running, found it stopped", code="engine_stopped")
+Content = Annotated[str, BeforeValidator(partial(text_of_parts, kinds=("input_text", "output_text")))]
 
 
-def refused(error: ApiError) -> Response:
-    """The response that refuses a request."""
-    # JSONResponse would fail here: a message may repeat half a character of the client's, which has no UTF-8 form.
-    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
+class _Item(ListedObject):
+    """What any item may have that was an answer's."""
+
+    type: Any = None
+    id: Any = None
+    status: Any = None
 
 
-async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Completion]:
-    """Waits until all requests of a call have ended.
+class _MessageItem(_Item):
+    role: str
+    content: Content
+    phase: Any = None
 
-    Args:
-        handles: The requests.
-        receive: Tells when the client leaves.
+
+class _CallItem(_Item):
+    call_id: str
+    name: str
+    arguments: str
+
+
+class _OutputItem(_Item):
+    call_id: str
+    output: Content
+
+
+class _ReasoningItem(_Item):
+    summary: Any = None
+    content: Annotated[str, BeforeValidator(partial(text_of_parts, kinds=("reasoning_text",)))] = ""
+
+
+class _Function(ListedObject):
+    """A function that an answer may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class _Text(ListedObject):
+    """The form of an answer's text."""
+
+    format: dict[str, Any] | None = None
+    verbosity: Literal["medium"] | None = None
+
+
+def _item_kind(value: Any) -> str:
+    return ITEMS[value.get("type") or "message"] if isinstance(value, dict) else "MESSAGE"
+
+
+def _known(value: Any) -> Any:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if kind is not None and (not isinstance(kind, str) or kind not in ITEMS):
+        wanted = f"items of type {', '.join(ITEMS)}"
+        raise PydanticCustomError("item", "an unknown item", {"wanted": wanted, "found": shown(kind)})
+    return value
+
+
+_AnyItem = Annotated[
+    Annotated[_MessageItem, Tag("MESSAGE")]
+    | Annotated[_CallItem, Tag("CALL")]
+    | Annotated[_OutputItem, Tag("OUTPUT")]
+    | Annotated[_ReasoningItem, Tag("REASONING")],
+    Discriminator(_item_kind),
+    BeforeValidator(_known),
+]
+
+
+class ResponsesBody(ConversationBody):
+    """The body of /v1/responses."""
+
+    prompt_name: ClassVar[str] = "input"
+    format_name: ClassVar[str] = "text"
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **NEUTRAL,
+        "reasoning": ({}, {"summary": "auto"}),
+        "stream_options": ({}, {"include_obfuscation": False}),
+    }
+
+    input: Annotated[
+        Annotated[str, Tag("TEXT")] | Annotated[list[_AnyItem], Field(fail_fast=True, min_length=1), Tag("ITEMS")],
+        Discriminator(lambda value: "TEXT" if isinstance(value, str) else "ITEMS"),
+        Field(description='a text or a list of items, [{"role": TEXT, "content": TEXT}, ...]'),
+    ]
+    instructions: Annotated[str | None, Field(description="a text")] = None
+    max_output_tokens: Count = None
+    text: Annotated[
+        _Text | None, Field(description="an object with a format, and at most a verbosity of medium beside it")
+    ] = None
+    tools: Annotated[
+        list[_Function],
+        Field(
+            fail_fast=True,
+            default_factory=list,
+            max_length=CHOICES,
+            description=f'a list of at most {CHOICES} functions, {{"type": "function", "name": NAME, ...}}',
+        ),
+    ]
+    include: Annotated[
+        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+        Field(default_factory=list, description=f'a list of "{LOGPROBS}" and "{ENCRYPTED}" at most'),
+    ]
+    top_logprobs: TopLogprobs = 0
+    metadata: Annotated[dict[str, Any], Field(default_factory=dict, description="an object")]
+
+    @classmethod
+    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
+        if name in STORED and value is not False:
+            wanted = "it left out: this server keeps no answers, so `input` has the whole conversation"
+            raise refusal(name, wanted, shown(value), "unsupported_parameter")
+        super()._refuse_unless_neutral(name, value)
+
+    @property
+    def top(self) -> int | None:
+        """How many of the most likely tokens are asked for with each token."""
+        return self.top_logprobs if LOGPROBS in self.include or self.top_logprobs else None
+
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The form of an answer's text."""
+        form = self.text.format if self.text else None
+        return {"type": "json_schema", "json_schema": form} if form and form.get("type") == "json_schema" else form
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The functions that an answer may call."""
+        tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return [{"type": tool.pop("type"), "function": tool} for tool in tools]
+
+    def repeated(self) -> dict[str, Any]:
+        """What the answer repeats."""
+        names = (
+            "instructions",
+            "max_output_tokens",
+            "metadata",
+            "parallel_tool_calls",
+            "temperature",
+            "tool_choice",
+            "top_logprobs",
+            "top_p",
+        )
+        same = {name: getattr(self, name) for name in names}
+        form = self.text.format if self.text and self.text.format else {"type": "text"}
+        return same | {
+            "text": {"format": form},
+            "tools": [tool.model_dump() for tool in self.tools],
+            "truncation": "disabled",
+            "store": False,
+            "background": False,
+            "previous_response_id": None,
+            "service_tier": "default",
+        }
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages: what an answer had as items is one message of the assistant."""
+        told: list[dict[str, Any]] = []
+        if self.instructions is not None:
+            told.append({"role": "system", "content": self.instructions})
+        if isinstance(self.input, str):
+            return [*told, {"role": "user", "content": self.input}]
+        for item in self.input:
+            last = told[-1] if told else {}
+            if isinstance(item, _ReasoningItem):
+                told.append({"role": "assistant", "content": "", "reasoning_content": item.content})
+            elif isinstance(item, _CallItem):
+                if last.get("role") != "assistant":
+                    told.append({"role": "assistant", "content": ""})
+                called = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": called}
+                told[-1].setdefault("tool_calls", []).append(call)
+            elif isinstance(item, _OutputItem):
+                told.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
+            elif (
+                item.role == "assistant"
+                and "reasoning_content" in last
+                and not (last["content"] or "tool_calls" in last)
+            ):
+                last["content"] = item.content  # the text of the reasoning
+            else:
+                told.append({"role": "system" if item.role == "developer" else item.role, "content": item.content})
+        return told
+
+
+def responses(body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES) -> GenerationCall:
+    """A call of /v1/responses; the arguments are those of ``completions``.
 
     Raises:
-        ClientDisconnect: The client left first.
-        RequestFailed: A request ended without an answer.
+        ApiError: The call can never be served.
+        QueueFull: The engine has no room for the call now.
     """
-    answers = asyncio.gather(*(handle.wait() for handle in handles))
-    left = asyncio.create_task(_left(receive))
-    both: list[asyncio.Future[Any]] = [answers, left]
-    try:
-        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not answers.done():
-            raise ClientDisconnect
-        return list(answers.result())
-    finally:
-        for waiting in both:
-            waiting.cancel()
-        await asyncio.gather(*both, return_exceptions=True)
+    check_messages(body, "input", engine)
+    asked = validated(ResponsesBody, body, model)
+    return conversation(asked, engine, most, limit=asked.max_output_tokens)
 
 
-class Answer:
-    """The answer to one call as the JSON of OpenAI's API, whole or in the chunks of a stream.
+class ResponsesAnswer(ChoicesAnswer):
+    """The answer to one call of /v1/responses, which has one choice.
+
+    A whole answer is what the last event of a stream has, so both are the same.
 
     Args:
         call: The call.
         model: The name that the model is served under.
-
-    Attributes:
-        ending: What a stream ends with.
     """
 
-    ending = "data: [DONE]\n\n"
+    ending = ""
 
-    def __init__(self, call: Call, model: str) -> None:
-        self._call = call
-        kind, name = ("chat.completion", "chatcmpl") if call.chat else ("text_completion", "cmpl")
-        self._kind = kind
-        self._head = {"id": f"{name}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        self._prompts = call.prompts or tuple(request.prompt_ids for request in call.requests[:: call.n])
-        choices = range(len(self._prompts) * call.n)
-        self._parts = [Parts(call.format) for _ in choices] if call.format is not None else []
-        self._counts = [0 for _ in choices]  # tokens of each choice so far
-        self._cached = 0  # tokens of prompts that were not computed, of the choices that have ended
-        self._times: dict[str, Any] = {}  # of the first choice, once it ended
-        self._offsets = [len(self._echo(index)) for index in choices]
+    def __init__(self, call: GenerationCall, model: str) -> None:
+        super().__init__(call, model)
+        assert isinstance(call.body, ResponsesBody)
+        repeated = call.body.repeated()
+        head = {"id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": self._head["created"]}
+        self._head = head | {"model": model} | repeated
+        self._events = itertools.count()
+        self._items: list[dict[str, Any]] = []  # that are complete
+        self._grows: str | None = None  # which kind of item does: content or reasoning_content
+        self._id = self._text = ""
+        self._entries: list[dict[str, Any]] = []  # log-probabilities of its tokens
+        self._unsaid: list[dict[str, Any]] = []  # those of tokens whose text did not come yet
+        self._thoughts = _Thoughts(call) if call.format is not None and call.format.thinks else None
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer, which has ``n`` choices for each prompt.
+        """The whole answer.
 
         Args:
-            completions: What the call's requests came to, those that score behind the others.
+            completions: What the call's request came to.
         """
-        generated = len(completions) - self._call.scores
-        scores = iter(completions[generated:])
-        prompts = [self._scored(ids, next(scores) if len(ids) > 1 else None) for ids in self._scored_prompts]
-        done = completions[:generated]
-        choices = []
-        for index in range(len(self._offsets)):
-            one = done[index] if done else None
-            text, reason = ("", "length") if one is None else (one.text or "", one.stop_reason)
-            reason = REASONS.get(reason, reason)
-            said: dict[str, Any] = {"text": self._echo(index) + text}
-            if self._call.chat:
-                parts = whole_parts(text, self._call.format)
-                said = {"message": {"role": "assistant", **parts}}
-                reason = "tool_calls" if parts.get("tool_calls") and reason == "stop" else reason
-            ids = {"token_ids": [] if one is None else one.token_ids} if self._call.token_ids else {}
-            tokens = [] if one is None else one.token_ids
-            likely = self._likely(index, tokens, [] if one is None else one.likely or ())
-            if prompts and likely is not None:
-                likely = {name: prompts[index // self._call.n][name] + likely[name] for name in likely}
-            choices.append({"index": index, **said, **ids, "finish_reason": reason, "logprobs": likely})
-        self._cached = sum(each.cached_tokens for each in done)
-        counts = self._usage(sum(len(each.token_ids) for each in done))
-        moved = done[0].kv_transfer_params if done else None
-        more = {} if moved is None else {"kv_transfer_params": moved}
-        return {**self._head, "object": self._kind, "choices": choices, "usage": counts, **more}
+        (done,) = completions
+        *_, last = self.piece(0, Piece(done.text or "", done.token_ids, done, tuple(done.likely or ())))
+        return dict(last["response"])
 
-    def begin(self) -> list[dict[str, Any]]:
-        """The chunks that begin the choices of a stream."""
-        choices = range(len(self._offsets))
-        if self._call.chat:
-            return [self._chunk([self._choice(index, {"role": "assistant", "content": ""})]) for index in choices]
-        echoes = choices if self._call.echo else ()
-        return [self._chunk([self._choice(index, {"content": self._echo(index)})]) for index in echoes]
+    def begin(self) -> list[Event]:
+        """The events before anything of the answer is known."""
+        response = self._response("in_progress")
+        return [self._event("created", response=response), self._event("in_progress", response=response)]
 
-    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
-        """The chunks that a piece of a choice adds to a stream; none if the piece has nothing to say yet."""
-        chunks = []
-        self._counts[index] += len(piece.token_ids)
-        more: dict[str, Any] = {"token_ids": piece.token_ids} if self._call.token_ids else {}
+    def piece(self, index: int, piece: Piece) -> list[Event]:
+        """The events that a piece of the answer adds to a stream; the last of an answer has the whole of it."""
+        self._counts[0] += len(piece.token_ids)
+        thought = [False] * len(piece.token_ids) if self._thoughts is None else self._thoughts.push(piece.token_ids)
         if piece.likely:
-            more["logprobs"] = self._likely(index, piece.token_ids, piece.likely)
-        last = piece.completion is not None
-        parts: list[tuple[str, Any]] = [("content", piece.text)] if piece.text else []
-        if self._parts:
-            parts = self._parts[index].push(piece.text, last=last)
-        if not parts and any(more.values()):
-            parts = [("content", "")]
-        for kind, said in parts:
-            delta = {kind: [said] if kind == "tool_calls" else said}
-            chunks.append(self._chunk([self._choice(index, delta) | more]))
-            more = {}
-        if piece.completion is not None:
-            self._cached += piece.completion.cached_tokens
-            self._times = self._times if index else piece.completion.times
-            reason = REASONS.get(piece.completion.stop_reason, piece.completion.stop_reason)
-            if self._parts and self._parts[index].calls and reason == "stop":
-                reason = "tool_calls"
-            chunks.append(self._chunk([self._choice(index, {}, reason)]))
-        return chunks
+            said = self._likely(0, piece.token_ids, piece.likely) or {}
+            self._unsaid += [entry for entry, own in zip(said["content"], thought, strict=True) if not own]
+        parts = self._parsed(0, piece)
+        events = [event for kind, said in parts for event in self._grown(kind, said)]
+        return events if piece.completion is None else [*events, *self._ended(piece.completion)]
 
-    def end(self) -> list[dict[str, Any]]:
-        """The chunk with numbers of tokens and the first choice's times that ends a stream; none if nobody asked."""
-        if not self._call.include_usage:
-            return []
-        return [self._chunk([]) | {"usage": self._usage(sum(self._counts)), **self._times}]
+    def end(self) -> list[Event]:
+        """Nothing: the last piece had the last event."""
+        return []
 
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """What ends a stream that cannot go on."""
-        return error.body()
+    def failed(self, error: ApiError) -> Event:
+        """The event that ends a stream that cannot go on."""
+        found = {"code": error.code or "server_error", "message": error.message}
+        return self._event("failed", response=self._response("failed", error=found))
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._call.chat else self._kind
-        counts: dict[str, Any] = {"usage": None} if self._call.include_usage else {}
-        if self._call.continuous_usage:
-            counts = {"usage": self._usage(sum(self._counts))}
-        return {**self._head, "object": kind, "choices": choices, **counts}
+    def _grown(self, kind: str, said: Any) -> Iterator[Event]:
+        if kind != self._grows:
+            yield from self._closed("completed")
+        if kind == TOOL:
+            yield from self._called(said["id"], said["function"])
+            return
+        if self._grows is None:
+            yield from self._opened(kind)
+        self._text += said
+        entries = {}
+        if kind == TEXT:
+            entries, self._unsaid = {"logprobs": self._unsaid}, []
+            self._entries += entries["logprobs"]
+        yield self._event(f"{FORMS[kind][2]}.delta", **self._place(), delta=said, **entries)
 
-    def _choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
-        content: dict[str, Any] = {"delta": delta} if self._call.chat else {"text": delta.get("content", "")}
-        return {"index": index, **content, "finish_reason": reason, "logprobs": None}
+    def _opened(self, kind: str) -> Iterator[Event]:
+        self._grows, self._text, self._entries = kind, "", []
+        self._id = f"{FORMS[kind][1]}_{secrets.token_hex(12)}"
+        yield self._event("output_item.added", output_index=len(self._items), item=self._item("in_progress", []))
+        yield self._event("content_part.added", **self._place(), part=self._part())
 
-    def _usage(self, answer: int) -> dict[str, Any]:
-        """The numbers of tokens in and out, and how many of those in did not have to be computed.
+    def _closed(self, status: str) -> Iterator[Event]:
+        if self._grows is None:
+            return
+        if self._grows == TEXT:
+            self._entries, self._unsaid = self._entries + self._unsaid, []
+        entries = {"logprobs": self._entries} if self._grows == TEXT else {}
+        part, item = self._part(), self._item(status, [self._part()])
+        yield self._event(f"{part['type']}.done", **self._place(), text=self._text, **entries)
+        yield self._event("content_part.done", **self._place(), part=part)
+        yield self._event("output_item.done", output_index=len(self._items), item=item)
+        self._items.append(item)
+        self._grows = None
 
-        A prompt counts once, however many choices it has.
-        """
-        prompt = sum(map(len, self._prompts))
+    def _called(self, id: str, function: dict[str, Any]) -> Iterator[Event]:
+        item = {"type": "function_call", "id": f"fc_{secrets.token_hex(12)}", "call_id": id, "name": function["name"]}
+        place, arguments = {"output_index": len(self._items)}, function["arguments"]
+        done = item | {"arguments": arguments, "status": "completed"}
+        yield self._event("output_item.added", **place, item=item | {"arguments": "", "status": "in_progress"})
+        place["item_id"] = item["id"]
+        yield self._event("function_call_arguments.delta", **place, delta=arguments)
+        yield self._event("function_call_arguments.done", **place, name=function["name"], arguments=arguments)
+        yield self._event("output_item.done", output_index=len(self._items), item=done)
+        self._items.append(done)
+
+    def _ended(self, completion: Completion) -> Iterator[Event]:
+        self._cached = completion.cached_tokens
+        status = "incomplete" if completion.stop_reason == "length" else "completed"
+        if not self._items and self._grows is None:  # not even a character
+            yield from self._opened(TEXT)
+        yield from self._closed(status)
+        more = {"incomplete_details": {"reason": "max_output_tokens"}} if status == "incomplete" else {}
+        yield self._event(status, response=self._response(status, usage=self._counted(), **more))
+
+    def _event(self, kind: str, **fields: Any) -> Event:
+        return {"type": f"response.{kind}", **fields, "sequence_number": next(self._events)}
+
+    def _place(self) -> dict[str, Any]:
+        return {"item_id": self._id, "output_index": len(self._items), "content_index": 0}
+
+    def _part(self) -> dict[str, Any]:
+        assert self._grows is not None
+        more = {"annotations": [], "logprobs": self._entries} if self._grows == TEXT else {}
+        return {"type": FORMS[self._grows][2], "text": self._text, **more}
+
+    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        assert self._grows is not None
+        more: dict[str, Any] = {"role": "assistant"} if self._grows == TEXT else {"summary": []}
+        return {"type": FORMS[self._grows][0], "id": self._id, "status": status, **more, "content": content}
+
+    def _response(self, status: str, **more: Any) -> dict[str, Any]:
+        empty = {"error": None, "incomplete_details": None, "usage": None}
+        return {**self._head, "status": status, "output": list(self._items), **empty, **more}
+
+    def _counted(self) -> dict[str, Any]:
+        counts = self._usage()
         return {
-            "prompt_tokens": prompt,
-            "completion_tokens": answer,
-            "total_tokens": prompt + answer,
-            "prompt_tokens_details": {"cached_tokens": min(self._cached, prompt)},
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0 if self._thoughts is None else self._thoughts.count},
+            "total_tokens": counts["total_tokens"],
         }
 
-    def _echo(self, index: int) -> str:
-        return self._call.echo[index // self._call.n] if self._call.echo is not None else ""
 
-    @property
-    def _scored_prompts(self) -> Sequence[Sequence[int]]:
-        """The prompts whose tokens' log-probabilities are asked for."""
-        return self._prompts if self._call.echo is not None and self._call.top is not None else ()
-
-    def _scored(self, ids: Sequence[int], score: Completion | None) -> dict[str, Any]:
-        """The log-probabilities of a prompt's tokens, in the form of /v1/completions; the first one has none."""
-        rest: list[Logprobs] = []
-        if score is not None:
-            logprobs, best = score.logprobs or [], score.best_ids or []
-            tops = score.best_logprobs or logprobs
-            rest = [
-                Logprobs(own, ((id, top),)[: self._call.top]) for own, id, top in zip(logprobs, best, tops, strict=True)
-            ]
-        said = self._listed(0, ids[1:], rest)
-        first = self._spelled(ids[0])[0]
-        offsets = [0, *(at + len(first) for at in said["text_offset"])]
-        return {
-            "tokens": [first, *said["tokens"]],
-            "token_logprobs": [None, *said["token_logprobs"]],
-            "top_logprobs": [None, *said["top_logprobs"]],
-            "text_offset": offsets,
-        }
-
-    def _likely(self, index: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any] | None:
-        """The log-probabilities of generated tokens, in the form of the endpoint."""
-        if self._call.top is None:
-            return None
-        if not self._call.chat:
-            said = self._listed(self._offsets[index], ids, likely)
-            self._offsets[index] += sum(map(len, said["tokens"]))
-            return said
-        return {
-            "content": [
-                {**self._entry(id, each.logprob), "top_logprobs": [self._entry(*top) for top in each.top]}
-                for id, each in zip(ids, likely, strict=True)
-            ]
-        }
-
-    def _listed(self, offset: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any]:
-        tokens = [self._spelled(id)[0] for id in ids]
-        offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset) if tokens else ()
-        tops = [{self._spelled(id)[0]: logprob for id, logprob in reversed(each.top)} for each in likely]
-        return {
-            "tokens": tokens,
-            "token_logprobs": [each.logprob for each in likely],
-            "top_logprobs": tops,
-            "text_offset": list(offsets),
-        }
-
-    def _entry(self, id: int, logprob: float) -> dict[str, Any]:
-        text, data = self._spelled(id)
-        return {"token": text, "logprob": logprob, "bytes": list(data)}
-
-    def _spelled(self, id: int) -> tuple[str, bytes]:
-        """A token's text and bytes; those that are no text are written ``bytes:\\xf0``, as OpenAI's API does."""
-        assert self._call.tokenizer is not None
-        data = self._call.tokenizer.bytes_of(id)
-        try:
-            return data.decode(), data
-        except UnicodeDecodeError:
-            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
-
-
-class Stream(StreamingResponse):
-    """The answer as server-sent events, ended by ``[DONE]``.
+class _Thoughts:
+    """Tells which tokens of an answer belong to thoughts, the marks around them included.
 
     Args:
-        handles: The call's requests, which are cancelled when the client leaves.
-        answer: Makes the chunks.
-        metrics: Counts how the requests end.
+        call: The call, whose answers may have thoughts.
+
+    Attributes:
+        count: How many did so far.
     """
 
-    def __init__(self, handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> None:
-        self._handles = handles
-        self._metrics = metrics
-        super().__init__(
-            events(handles, answer, metrics), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
-        )
+    def __init__(self, call: GenerationCall) -> None:
+        assert call.format is not None and call.tokenizer is not None
+        self._parser, self._text = AnswerParser(call.format), call.tokenizer.stream()
+        self.count = 0
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events, then cancels what has not ended."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            release(self._handles, self._metrics)
-
-
-def release(handles: Sequence[RequestHandle], metrics: Metrics) -> None:
-    """Cancels the requests that have not ended, since nobody waits for them."""
-    for handle in handles:
-        if not handle.done:
-            handle.cancel()
-            metrics.left()
-
-
-async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> AsyncGenerator[str, None]:
-    """The events of a stream."""
-    for said in answer.begin():
-        yield event(said)
-    try:
-        async with aclosing(merged(handles)) as pieces:
-            async for index, piece in pieces:
-                if piece.completion is not None:
-                    metrics.ended(piece.completion)
-                for chunk in answer.piece(index, piece):
-                    yield event(chunk)
-    except RequestFailed as error:
-        yield event(answer.failed(stopped(error)))
-        return
-    for said in answer.end():
-        yield event(said)
-    if answer.ending:
-        yield answer.ending
-
-
-async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, Piece], None]:
-    """The pieces of all requests as they come, each with the place of its request.
-
-    Raises:
-        RequestFailed: A request ended without an answer.
-    """
-    # A queue of one: what a slow client does not take yet is joined in the handles, and piles up nowhere.
-    pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(1)
-
-    async def pump(index: int, handle: RequestHandle) -> None:
-        try:
-            async with aclosing(handle.pieces()) as source:
-                async for piece in source:
-                    await pieces.put((index, piece))
-        except RequestFailed as error:
-            await pieces.put((index, error))
-
-    pumps = [asyncio.create_task(pump(index, handle)) for index, handle in enumerate(handles)]
-    try:
-        ended = 0
-        while ended < len(handles):
-            index, piece = await pieces.get()
-            if isinstance(piece, Exception):
-                raise piece
-            ended += piece.completion is not None
-            yield index, piece
-    finally:
-        for task in pumps:
-            task.cancel()
-        await asyncio.gather(*pumps, return_exceptions=True)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-def event(data: dict[str, Any]) -> str:
-    """A server-sent event, named by its data's type if that has one."""
-    name = f"event: {data['type']}\n" if "type" in data else ""
-    return f"{name}data: {json.dumps(data)}\n\n"
+    def push(self, ids: Sequence[int]) -> list[bool]:
+        """Whether each of the next tokens belongs to one."""
+        found = []
+        for id in ids:
+            before = self._parser.thinking
+            self._parser.push(self._text.push(id))
+            found.append(before or self._parser.thinking)
+        self.count += sum(found)
+        return found

@@ -1,39 +1,34 @@
-"""What a client may ask for: the bodies of the endpoints, each with one model that checks it whole.
+"""What bodies of all endpoints share: fields, each checked by its own model, and the error objects that refuse them.
 
 A field's description is what the message about a wrong value says that it expected.
 """
 
 import json
 import re
+from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
-    Discriminator,
     Field,
-    Tag,
     ValidationError,
     ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
+from starlette.responses import Response
 
 from ling3export.foundation.strict_json import DoubledKeyError, parse_json
 from ling3export.runners.engine.validation import BIAS, BIASES, BOUNDS, TOP_LOGPROBS
 
-if TYPE_CHECKING:
-    from ling3export.runners.engine.engine import Prompt
-
 STOPS, STOP_LENGTH = 16, 1000
 SHOWN = 60  # characters of a wrong value that a message repeats
 LEVELS = 128  # of objects and lists within each other
-ELEMENTS = (
-    1 << 16
-)  # objects and lists of a body, and elements in a row; as many as the context has tokens if those are more
+ELEMENTS = 1 << 16  # lists and objects of a body, and elements in a row; as many as the context has tokens if more
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 # Fields of OpenAI's API that this server does not implement, and the values under which they ask for nothing.
@@ -94,17 +89,19 @@ class ApiError(Exception):
         headers: dict[str, str] | None = None,
     ) -> None:
         super().__init__(message)
-        self.status = status
-        self.message = message
-        self.param = param
-        self.code = code
+        self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
         """The error object."""
-        default = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = KINDS.get(self.status, default)
+        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def refused(error: ApiError) -> Response:
+    """The response that refuses a request."""
+    # JSONResponse would fail here: a message may repeat half a character of the client's, which has no UTF-8 form.
+    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
 
 
 def refusal(param: str, wanted: str, found: str, code: str = "invalid_value", status: int = 400) -> ApiError:
@@ -120,14 +117,14 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
-class _Object(BaseModel):
+class JsonObject(BaseModel):
     """A JSON object whose fields are all known. A field that is null counts as one that is not there."""
 
     model_config = ConfigDict(strict=True)
 
     @model_validator(mode="before")
     @classmethod
-    def _fields(cls, value: Any) -> Any:
+    def _known(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
         given = {name: each for name, each in value.items() if each is not None}
@@ -140,26 +137,16 @@ class _Object(BaseModel):
         raise refusal(name[:SHOWN], "fields that this server knows", "another", "unsupported_parameter")
 
 
-def _setting(name: str) -> Any:
-    """The bounds of a sampling setting."""
-    bounds = BOUNDS[name]
-    least = (bounds.low, None) if bounds.above else (None, bounds.low)
-    return Field(gt=least[0], ge=least[1], le=bounds.high, description=str(bounds))
+class ListedObject(JsonObject):
+    """An object in a list of a body: a message about it says where in the list it stands."""
+
+    @classmethod
+    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
+        # Escaped like a value: a name may hold half a character, which pydantic cannot take into an error.
+        raise PydanticCustomError("unknown", "an unknown field", {"found": f"`{shown(name)[1:-1]}` {shown(value)}"})
 
 
-def _one_or_many(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
-
-
-def _prompt_kind(value: Any) -> str:
-    """Which of the forms of a prompt a value has to have, by its first item."""
-    if isinstance(value, str):
-        return "TEXT"
-    first = value[0] if isinstance(value, list) and value else None
-    return "IDS" if type(first) is int else "IDS_LISTS" if isinstance(first, list) else "TEXTS"
-
-
-def joined(content: Any, kinds: Sequence[str] = ("text",)) -> Any:
+def text_of_parts(content: Any, kinds: Sequence[str] = ("text",)) -> Any:
     """A message's content in one piece: its parts are joined if all of them are text, of one of these types."""
     if not isinstance(content, list):
         return content
@@ -171,6 +158,13 @@ def joined(content: Any, kinds: Sequence[str] = ("text",)) -> Any:
     return "".join(part["text"] for part in content)
 
 
+def _setting(name: str) -> Any:
+    """The bounds of a sampling setting."""
+    bounds = BOUNDS[name]
+    above, least = (bounds.low, None) if bounds.above else (None, bounds.low)
+    return Field(gt=above, ge=least, le=bounds.high, description=str(bounds))
+
+
 def _biases(value: Any) -> Any:
     """An object of token ids as pairs: JSON has texts for names."""
     if not isinstance(value, dict):
@@ -180,9 +174,13 @@ def _biases(value: Any) -> Any:
 
 MOST = (1 << 31) - 1
 CHOICES = 128  # of one prompt
+COUNT = f"a whole number from 1 to {MOST}"
 Text = Annotated[str, Field(description="a text")]
 Flag = Annotated[bool, Field(description="true or false")]
-Count = Annotated[int | None, Field(ge=1, le=MOST, description=f"a whole number from 1 to {MOST}")]
+Count = Annotated[int | None, Field(ge=1, le=MOST, description=COUNT)]
+TopLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS.high, description=str(TOP_LOGPROBS))]
+Ids = Annotated[list[int], Field(fail_fast=True)]
+TOOL_CHOICE = '"auto", "none", "required" or the name of a function of `tools`'
 Stops = Annotated[
     list[Annotated[str, Field(min_length=1, max_length=STOP_LENGTH)]],
     Field(
@@ -190,46 +188,11 @@ Stops = Annotated[
         max_length=STOPS,
         description=f"a text or a list of at most {STOPS} texts of 1 to {STOP_LENGTH} characters",
     ),
-    BeforeValidator(_one_or_many),
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
 ]
-Ids = Annotated[list[int], Field(fail_fast=True)]
-FORMS = {"TEXT", "TEXTS", "IDS", "IDS_LISTS", "str", "dict[str,any]"}
-ITEMS = {"message": "MESSAGE", "function_call": "CALL", "function_call_output": "OUTPUT", "reasoning": "REASONING"}
-FORMS |= {"ITEMS", *ITEMS.values()}
 
 
-class Inner(_Object):
-    """An object in a list of a body: a message about it says where in the list it stands."""
-
-    @classmethod
-    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
-        # Escaped like a value: a name may hold half a character, which pydantic cannot take into an error.
-        raise PydanticCustomError("unknown", "an unknown field", {"found": f"`{shown(name)[1:-1]}` {shown(value)}"})
-
-
-class Message(Inner):
-    """A message of a conversation, its content joined from its parts. A message with tool calls needs no content."""
-
-    role: str
-    content: Annotated[str, BeforeValidator(joined)]
-    name: str | None = None
-    reasoning_content: str | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spoken(cls, value: Any) -> Any:
-        silent = isinstance(value, dict) and value.get("tool_calls") and value.get("content") is None
-        return {**value, "content": ""} if silent else value
-
-    @field_validator("role")
-    @classmethod
-    def _developer(cls, role: str) -> str:
-        return "system" if role == "developer" else role
-
-
-class StreamOptions(_Object):
+class StreamOptions(JsonObject):
     """What a stream has beside the pieces of the answer."""
 
     include_usage: Flag = False
@@ -237,8 +200,8 @@ class StreamOptions(_Object):
     include_obfuscation: Any = None
 
 
-class _Served(_Object):
-    """A body that may name the model."""
+class ModelBody(JsonObject):
+    """A body that names the model."""
 
     model: Text
 
@@ -250,12 +213,17 @@ class _Served(_Object):
         return name
 
 
-class Sampled(_Served):
-    """What all endpoints take: how tokens are taken, and when they end. Temperature, top_k and top_p have the defaults
-    of OpenAI's API.
+class GenerationBody(ModelBody):
+    """What all endpoints that generate take: how tokens are taken, and when they end.
+
+    Temperature, top_k and top_p have the defaults of OpenAI's API. ``neutral`` has fields that are not implemented and
+    the values under which they ask for nothing; ``prompt_name`` and ``format_name`` are what messages call the fields
+    that have the prompt and the form of the answer.
     """
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
+    prompt_name: ClassVar[str]
+    format_name: ClassVar[str] = "response_format"
 
     temperature: Annotated[float, _setting("temperature")] = 1.0
     top_p: Annotated[float, _setting("top_p")] = 1.0
@@ -287,8 +255,35 @@ class Sampled(_Served):
             found = f"{shown(value)}: not supported here"
             raise refusal(name, f"it left out or {wanted}", found, "unsupported_parameter")
 
+    @property
+    @abstractmethod
+    def top(self) -> int | None:
+        """How many of the most likely tokens are asked for with each token; None without log-probabilities."""
 
-class Body(Sampled):
+    @property
+    @abstractmethod
+    def form(self) -> dict[str, Any] | None:
+        """The form of an answer's text, as `response_format` says it."""
+
+
+class ConversationBody(GenerationBody):
+    """What endpoints take that answer a conversation."""
+
+    tool_choice: Annotated[str | dict[str, Any], Field(description=TOOL_CHOICE)] = "auto"
+    parallel_tool_calls: Flag = True
+
+    @property
+    @abstractmethod
+    def offered(self) -> list[dict[str, Any]]:
+        """The functions that an answer may call, as /v1/chat/completions takes them."""
+
+    @property
+    @abstractmethod
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages, as /v1/chat/completions takes them."""
+
+
+class ChoicesBody(GenerationBody):
     """The fields that both /v1/completions and /v1/chat/completions take."""
 
     max_tokens: Count = None
@@ -303,70 +298,27 @@ class Body(Sampled):
         None
     )
 
-
-class CompletionsBody(Body):
-    """The body of /v1/completions."""
-
-    max_tokens: Annotated[int | None, Field(ge=0, le=MOST, description=f"a whole number from 1 to {MOST}")] = None
-    echo: Flag = False
-    logprobs: Annotated[
-        int | None,
-        Field(ge=0, le=TOP_LOGPROBS.high, description=str(TOP_LOGPROBS)),
-        BeforeValidator(lambda value: None if value is False else value),
-    ] = None
-    prompt: Annotated[
-        Annotated[str, Tag("TEXT")]
-        | Annotated[list[str], Field(fail_fast=True, min_length=1), Tag("TEXTS")]
-        | Annotated[Ids, Tag("IDS")]
-        | Annotated[list[Ids], Field(fail_fast=True), Tag("IDS_LISTS")],
-        Discriminator(_prompt_kind),
-        Field(description="a text, a list of texts, a list of token ids or a list of lists of token ids"),
-    ]
+    @property
+    def form(self) -> dict[str, Any] | None:
+        """The form of an answer's text."""
+        return self.response_format
 
     @property
-    def prompts(self) -> "list[Prompt]":
-        """The prompts, each a text or a list of token ids."""
-        one = _prompt_kind(self.prompt) in ("TEXT", "IDS")
-        return cast("list[Prompt]", [self.prompt] if one else self.prompt)
+    def limit(self) -> int | None:
+        """Tokens that an answer may have; None where the body does not say."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
-
-Messages = Annotated[
-    list[Message],
-    Field(fail_fast=True, min_length=1, description='a list of messages, [{"role": TEXT, "content": TEXT}, ...]'),
-]
-
-
-ToolChoice = Annotated[
-    str | dict[str, Any], Field(description='"auto", "none", "required" or the name of a function of `tools`')
-]
-
-
-class ChatBody(Body):
-    """The body of /v1/chat/completions."""
-
-    logprobs: Flag = False
-    top_logprobs: Annotated[int, Field(ge=0, le=TOP_LOGPROBS.high, description=str(TOP_LOGPROBS))] = 0
-    tools: Annotated[
-        list[dict[str, Any]], Field(max_length=CHOICES, description=f"a list of at most {CHOICES} functions")
-    ] = []
-    tool_choice: ToolChoice = "auto"
-    parallel_tool_calls: Flag = True
-    messages: Messages
-
-
-class TokenizeBody(_Served):
-    """The body of /tokenize."""
-
-    prompt: Annotated[str | None, Field(description="a text")] = None
-    messages: Messages | None = None
-    add_special_tokens: Flag = True
-    add_generation_prompt: Flag = True
-
-
-class DetokenizeBody(_Served):
-    """The body of /detokenize."""
-
-    tokens: Annotated[Ids, Field(max_length=1 << 20, description="a list of token ids")]
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            found = "{}" if not self.stream_options.model_fields_set else "an object"
+            raise refusal("stream_options", "it with `stream` only, and an object", found)
+        if self.max_tokens == 0 and not getattr(self, "echo", False):
+            raise refusal("max_tokens", COUNT, "0")
+        one, other = self.max_tokens, self.max_completion_tokens
+        if one is not None and other is not None and one != other:
+            raise refusal("max_tokens", f"the same as `max_completion_tokens`, {other}", str(one))
+        return self
 
 
 def parse(data: bytes, most: int = ELEMENTS) -> dict[str, Any]:
@@ -383,9 +335,8 @@ def parse(data: bytes, most: int = ELEMENTS) -> dict[str, Any]:
         # Half a character is refused where it stands, by the field's name.
         body = parse_json(data, len(data), depth=LEVELS, most=most, halves=True)
     except DoubledKeyError as error:
-        raise ApiError(
-            400, f"body: expected each key once, found {shown(error.key)} twice", code="invalid_json"
-        ) from None
+        found = f"expected each key once, found {shown(error.key)} twice"
+        raise ApiError(400, f"body: {found}", code="invalid_json") from None
     except ValueError as error:  # also for bytes that are no UTF-8, and for numbers of thousands of digits
         raise ApiError(400, f"body: expected JSON, found {error}", code="invalid_json") from None
     if not isinstance(body, dict):
@@ -393,40 +344,34 @@ def parse(data: bytes, most: int = ELEMENTS) -> dict[str, Any]:
     return body
 
 
-AnyObject = TypeVar("AnyObject", bound=_Object)
-AnyBody = TypeVar("AnyBody", bound=Body)
+AnyBody = TypeVar("AnyBody", bound=ModelBody)
+# Parts of the place of a wrong value that pydantic adds for the members of unions: they are no fields.
+MEMBERS = {
+    "TEXT",
+    "TEXTS",
+    "IDS",
+    "IDS_LISTS",
+    "ITEMS",
+    "MESSAGE",
+    "CALL",
+    "OUTPUT",
+    "REASONING",
+    "str",
+    "dict[str,any]",
+}
 
 
-def validated(kind: type[AnyObject], body: dict[str, Any], model: str) -> AnyObject:
-    """A body that has the fields of ``kind``.
+def validated(kind: type[AnyBody], body: dict[str, Any], model: str) -> AnyBody:
+    """A body that has the fields of ``kind``, which fit together.
 
     Raises:
-        ApiError: A field is unknown, missing or wrong.
+        ApiError: A field is unknown, missing or wrong: what its description expects, what was found, at which place.
     """
     try:
         return kind.model_validate(body, context=model)
     except ValidationError as error:
-        raise _named(error, kind, body) from None
-
-
-def checked(kind: type[AnyBody], body: dict[str, Any], model: str) -> AnyBody:
-    """A body that has the fields of ``kind``, and whose fields fit together."""
-    asked = validated(kind, body, model)
-    if asked.stream_options is not None and not asked.stream:
-        wanted = kind.model_fields["stream_options"].description
-        raise refusal("stream_options", str(wanted), shown(body["stream_options"]))
-    if asked.max_tokens == 0 and not getattr(asked, "echo", False):
-        raise refusal("max_tokens", str(Body.model_fields["max_tokens"].description), "0")
-    one, other = asked.max_tokens, asked.max_completion_tokens
-    if one is not None and other is not None and one != other:
-        raise refusal("max_tokens", f"the same as `max_completion_tokens`, {other}", str(one))
-    return asked
-
-
-def _named(error: ValidationError, kind: type[BaseModel], body: dict[str, Any]) -> ApiError:
-    """The refusal for a body's first wrong field: what its description expects, what was found, at which place."""
-    first = error.errors(include_url=False)[0]
-    param, *inner = (part for part in first["loc"] if part not in FORMS)
+        first = error.errors(include_url=False)[0]
+    param, *inner = (part for part in first["loc"] if part not in MEMBERS)
     info, given = kind.model_fields[str(param)], body.get(str(param))
     missing = first["type"] == "missing"
     found, place = "none" if missing else shown(first["input"]), ""
@@ -440,4 +385,4 @@ def _named(error: ValidationError, kind: type[BaseModel], body: dict[str, Any]) 
         elif field:
             found = shown(given[int(number)])
     context = first.get("ctx", {})
-    return refusal(str(param), str(context.get("wanted", info.description)), f"{context.get('found', found)}{place}")
+    raise refusal(str(param), str(context.get("wanted", info.description)), f"{context.get('found', found)}{place}")

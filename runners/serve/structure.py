@@ -2,11 +2,11 @@
 
 import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ling3export.runners.serve.schema import Body, ChatBody, refusal, shown
+from ling3export.runners.serve.schema import TOOL_CHOICE, ConversationBody, GenerationBody, refusal, shown
+from ling3export.runners.text.detokenize import overlap
 from ling3export.runners.text.grammar import AS_WRITTEN, LARGEST, Grammar
 
 DEPTH = 64  # objects and lists within each other that a schema may have
@@ -23,23 +23,15 @@ TEXT, REASONING, TOOL = "content", "reasoning_content", "tool_calls"
 GUIDES = {"guided_regex": "regex", "guided_grammar": "lark"}
 
 
-def field_of(asked: Body, form: str) -> str:
-    """Which field says what the text has to be, where one does; ``form`` is what messages call `response_format`."""
-    return next((each for each in GUIDES if getattr(asked, each) is not None), form)
-
-
-def grammar(asked: Body, name: str = "response_format") -> Grammar | None:
-    """What the text has to be; None where a body does not say.
-
-    Args:
-        asked: The body.
-        name: What messages call its `response_format`.
+def asked_grammar(asked: GenerationBody) -> tuple[str, Grammar] | None:
+    """The field that says what the text has to be, and the grammar of it; None where a body does not say.
 
     Raises:
         ApiError: It says so twice, or in a form that is unknown; or its schema is too large or nested too deeply.
     """
+    name = asked.format_name
     found = {each: value for each in GUIDES if (value := getattr(asked, each)) is not None}
-    form = {"type": "text"} if asked.response_format is None else asked.response_format
+    form = asked.form or {"type": "text"}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise refusal(name, "a type of text, json_object or json_schema", shown(kind))
@@ -47,14 +39,14 @@ def grammar(asked: Body, name: str = "response_format") -> Grammar | None:
         given = [*found, *([name] if kind != "text" else [])]
         raise refusal(name, f"one of {name}, guided_regex, guided_grammar", " and ".join(given))
     for each, value in found.items():
-        return Grammar(GUIDES[each], value)
+        return each, Grammar(GUIDES[each], value)
     if kind != "json_schema":
-        return Grammar("json", '{"type": "object"}') if kind == "json_object" else None
+        return (name, Grammar("json", '{"type": "object"}')) if kind == "json_object" else None
     inner = form.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, (dict, bool)):
         raise refusal(name, "a json_schema with a schema, an object", "none")
-    return Grammar("json", schema_text({} if schema is True else schema, name))
+    return name, Grammar("json", schema_text({} if schema is True else schema, name))
 
 
 def schema_text(schema: Any, param: str) -> str:
@@ -91,7 +83,7 @@ class Tools:
     grammar: Grammar | None = None
 
 
-def tools(asked: ChatBody, template: str) -> Tools:
+def tools(asked: ConversationBody, template: str) -> Tools:
     """What a body says of tools.
 
     Args:
@@ -101,8 +93,9 @@ def tools(asked: ChatBody, template: str) -> Tools:
     Raises:
         ApiError: They are malformed, or the template does not write tools in a form that is known here.
     """
+    offered = asked.offered
     functions: dict[str, dict[str, Any]] = {}
-    for place, tool in enumerate(asked.tools):
+    for place, tool in enumerate(offered):
         function = tool.get("function")
         name = function.get("name") if isinstance(function, dict) else None
         if tool.get("type") != "function" or not isinstance(name, str) or not 0 < len(name) <= 64:
@@ -113,7 +106,7 @@ def tools(asked: ChatBody, template: str) -> Tools:
     inner = choice.get("function", choice) if isinstance(choice, dict) else {}
     named = inner.get("name") if isinstance(inner, dict) else None
     if named not in functions if isinstance(choice, dict) else choice not in ("auto", "none", "required"):
-        raise refusal("tool_choice", str(ChatBody.model_fields["tool_choice"].description), shown(choice))
+        raise refusal("tool_choice", TOOL_CHOICE, shown(choice))
     if choice == "required" and not functions:
         raise refusal("tool_choice", "`tools` with required", "none")
     if not functions or choice == "none":
@@ -123,34 +116,26 @@ def tools(asked: ChatBody, template: str) -> Tools:
         raise refusal("tools", wanted, "another: this model has none")
     called = [str(named)] if isinstance(choice, dict) else list(functions) if choice == "required" else []
     if not called:
-        return Tools(asked.tools, frozenset(functions), None if asked.parallel_tool_calls else AT_MOST_ONE)
-    calls = []
-    for name in called:
-        arguments = functions[name].get("parameters") or {"type": "object"}
-        properties = {"name": {"const": name}, "arguments": arguments}
-        calls.append(
-            {"type": "object", "properties": properties, "required": [*properties], "additionalProperties": False}
-        )
+        return Tools(offered, frozenset(functions), None if asked.parallel_tool_calls else AT_MOST_ONE)
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": name},
+                "arguments": functions[name].get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for name in called
+    ]
     schema = schema_text({"x-guidance": AS_WRITTEN} | (calls[0] if len(calls) == 1 else {"anyOf": calls}), "tools")
     text = f'start: "{CALL}\\n" call "\\n{CALLED}"\ncall: %json {schema}\n'
-    return Tools(asked.tools, frozenset(functions), Grammar("lark", text))
-
-
-def spoken(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: arguments of calls are objects, which OpenAI's API writes as text."""
-    for call in message.get("tool_calls", ()):
-        function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = json.loads(function["arguments"])
-            except (ValueError, RecursionError):
-                continue
-            function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
-    return message
+    return Tools(offered, frozenset(functions), Grammar("lark", text))
 
 
 @dataclass(frozen=True)
-class Format:
+class AnswerFormat:
     """Which marks an answer's text has.
 
     Attributes:
@@ -164,21 +149,21 @@ class Format:
     names: frozenset[str]
 
     @classmethod
-    def of(cls, template: str, prompt: str, tools: Tools) -> "Format | None":
+    def of(cls, template: str, prompt: str, tools: Tools) -> "AnswerFormat | None":
         """The format of answers to ``prompt``; None where its text has no marks."""
         thinks = THOUGHT in template
         within = thinks and tools.grammar in (None, AT_MOST_ONE) and prompt.rfind(THINK) > prompt.rfind(THOUGHT)
         return cls(thinks, within, tools.names) if thinks or tools.names else None
 
 
-class Parts:
+class AnswerParser:
     """Takes the text of one answer apart as it comes.
 
     Args:
         form: Which marks it has.
     """
 
-    def __init__(self, form: Format) -> None:
+    def __init__(self, form: AnswerFormat) -> None:
         self._form = form
         self._kind = REASONING if form.within else TEXT
         self._held = ""
@@ -211,7 +196,7 @@ class Parts:
             self._marked = True
             opened = {THINK: REASONING, CALL: TOOL}
             self._kind = opened.get(places[place], TEXT)
-        keep = 0 if last else max((_overlap(self._held, mark) for mark in marks), default=0)
+        keep = 0 if last else max((overlap(self._held, mark) for mark in marks), default=0)
         if self._kind == TOOL and not last:
             return found
         rest, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
@@ -256,23 +241,3 @@ def _call_of(text: str, names: frozenset[str]) -> dict[str, Any] | None:
         "type": "function",
         "function": {"name": call["name"], "arguments": arguments},
     }
-
-
-def _overlap(text: str, mark: str) -> int:
-    """Length of the longest end of ``text`` that begins ``mark``."""
-    return next((size for size in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-size:])), 0)
-
-
-def whole_parts(text: str, form: Format | None) -> dict[str, Any]:
-    """The message of a whole answer."""
-    if form is None:
-        return {TEXT: text}
-    found = Parts(form).push(text, last=True)
-    said: dict[str, Any] = {kind: "".join(each for of, each in found if of == kind) for kind in (TEXT, REASONING)}
-    calls: Sequence[dict[str, Any]] = [each for kind, each in found if kind == TOOL]
-    if not said[REASONING]:
-        del said[REASONING]
-    if calls:
-        said[TOOL] = [{name: value for name, value in call.items() if name != "index"} for call in calls]
-        said[TEXT] = said[TEXT].strip() or None
-    return said

@@ -1,15 +1,26 @@
-"""Messages to text by the checkpoint's own chat template, which is a program: it runs in a sandbox."""
+"""Messages to text by the checkpoint's own chat template, which is a program: it runs in jinja2's sandbox.
+
+An artifact runs native code, so its template need not be held back; what the messages of a request make of it has
+bounds: its text, and its time, which is looked at whenever the template reads something or writes something.
+"""
 
 import json
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
+
+from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2.ext import loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ling3export.foundation.errors import ArtifactError, RequestError
 
 Message = Mapping[str, Any]
 FILE = "chat_template.jinja"
 SECONDS = 5.0  # that a template may take; published ones take milliseconds
+LARGEST = 1 << 24  # characters of its text
 WANTED = 'expected messages, [{"role": TEXT, "content": TEXT}, ...]'
 
 
@@ -29,17 +40,9 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
-        from jinja2 import TemplateSyntaxError
-
-        from ling3export.runners.text.sandbox import Sandbox
-
         self._where = where
         self._tokens = dict(tokens)
-        environment = self._sandbox = Sandbox()
-        environment.globals |= {
-            "raise_exception": environment.counted("raise_exception", _refuse),
-            "strftime_now": _now,
-        }
+        environment = self._environment = _Environment()
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
@@ -70,33 +73,28 @@ class ChatTemplate:
 
         Raises:
             RequestError: The messages are malformed, or the template refuses them.
-            ArtifactError: The template is broken, takes more than SECONDS, or makes more than its sandbox
-                lets it.
+            ArtifactError: The template is broken, takes more than SECONDS, or writes more than LARGEST.
         """
-        from jinja2 import TemplateError
-
-        from ling3export.runners.text.sandbox import LARGEST, TooMuch
-
         check_messages(messages, name)
         values = {**self._tokens, "messages": [dict(message) for message in messages]}
         if tools is not None:
             values["tools"] = list(tools)
+        self._environment.begin()
         try:
-            with self._sandbox.rendering(SECONDS):
-                pieces, size = [], 0
-                for piece in self._template.generate(values, add_generation_prompt=add_generation_prompt):
-                    pieces.append(piece)
-                    size += len(piece)
-                    if size > LARGEST:
-                        raise TooMuch(f"more than {LARGEST:,} characters")
-                return "".join(pieces)
+            pieces, size = [], 0
+            for piece in self._template.generate(values, add_generation_prompt=add_generation_prompt):
+                pieces.append(piece)
+                self._environment.check_time()
+                if (size := size + len(piece)) > LARGEST:
+                    raise _TooMuch(f"more than {LARGEST:,} characters")
+            return "".join(pieces)
         except _Refusal as error:
             raise RequestError(
                 f"{name}: expected messages that the chat template takes, found it refuse them: {error}"
             ) from error
         except RecursionError as error:
             raise ArtifactError(f"chat template `{self._where}`: expected it to end, found no end") from error
-        except TooMuch as error:
+        except _TooMuch as error:
             raise ArtifactError(f"chat template `{self._where}`: expected it to end, found {error}") from error
         except (
             TemplateError,
@@ -133,6 +131,46 @@ def check_messages(messages: object, name: str) -> None:
 
 class _Refusal(Exception):
     """Raised by a template through ``raise_exception``."""
+
+
+class _TooMuch(Exception):
+    """A template takes more time or room than it may; says what it took."""
+
+
+class _Environment(ImmutableSandboxedEnvironment):
+    """jinja2's sandbox with a deadline for each thread's rendering."""
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+        self._until = threading.local()
+        self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+        self.filters["tojson"] = _json
+
+    def begin(self) -> None:
+        """This thread's rendering may take SECONDS from now on."""
+        self._until.time = time.monotonic() + SECONDS
+
+    def check_time(self) -> None:
+        """Ends this thread's rendering once its time is over."""
+        if time.monotonic() > getattr(self._until, "time", float("inf")):
+            raise _TooMuch(f"no end within {SECONDS:g} s")
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        self.check_time()
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        self.check_time()
+        return super().getitem(obj, argument)
+
+    def call(self, context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
+        self.check_time()
+        return super().call(context, function, *args, **named)
+
+
+def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
+    """JSON that leaves HTML alone."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
 def _refuse(message: object) -> NoReturn:

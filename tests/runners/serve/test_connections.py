@@ -317,7 +317,7 @@ def test_where_others_can_reach_it_names_are_open_unless_given():
 def test_at_the_end_of_the_grace_calls_get_an_error_object(engine, monkeypatch, caplog, stream):
     """A client got plain text, or half a stream without a reason."""
     handles: list[RequestHandle] = []
-    monkeypatch.setattr(engine, "submit", lambda *requests: handles or [endless(requests[0], handles)])
+    monkeypatch.setattr(engine, "submit", lambda *requests, **_: handles or [endless(requests[0], handles)])
 
     def endless(request: Any, into: list[RequestHandle]) -> RequestHandle:
         into.append(RequestHandle(request, 0, lambda number: None))
@@ -430,7 +430,7 @@ def test_few_calls_are_read_at_a_time(engine, monkeypatch):
             counts[kind] -= 1
         raise RequestError("read")
 
-    monkeypatch.setattr(engine, "request", slow)
+    monkeypatch.setattr(engine, "prompt_ids", slow)
     with serving(application(engine, POLICY)) as address:
         url = f"http://localhost:{address[1]}/v1/completions"
 

@@ -13,11 +13,12 @@ import pytest
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve import structure
+from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy, application
-from ling3export.runners.serve.calls import Call, seed_of
-from ling3export.runners.serve.responses import Answer
-from ling3export.runners.serve.schema import ChatBody, CompletionsBody, checked
-from ling3export.runners.serve.structure import Format, Parts, whole_parts
+from ling3export.runners.serve.chat import ChatBody, spoken
+from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, seed_of
+from ling3export.runners.serve.schema import ApiError, validated
+from ling3export.runners.serve.structure import AnswerFormat, AnswerParser
 from ling3export.runners.text.chat import ChatTemplate
 from tests.support import toy_artifact
 from tests.support.choosing import greedy, log_softmax, most_likely
@@ -260,8 +261,7 @@ def test_histories_of_all_kinds_are_taken(engine):
         },
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
-    body = checked(ChatBody, SAID | {"messages": messages}, "toy")
-    told = [structure.spoken(message.model_dump(exclude_none=True)) for message in body.messages]
+    told = [spoken(message) for message in validated(ChatBody, SAID | {"messages": messages}, "toy").conversation]
     assert told[0] == {"role": "system", "content": "be brief"}
     assert told[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert asked(engine, CHAT, SAID | {"messages": messages[:2], "max_tokens": 2})["choices"]
@@ -270,8 +270,15 @@ def test_histories_of_all_kinds_are_taken(engine):
     assert json.dumps(TOOL) in text
 
 
+def message_of(text: str, form: AnswerFormat | None) -> dict[str, Any]:
+    """The one choice of a whole answer."""
+    call = GenerationCall(validated(ChatBody, SAID, "toy"), [], ((1,),), format=form)
+    (choice,) = ChoicesAnswer(call, "toy").whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
+    return dict(choice)
+
+
 def tools_of(**fields: Any) -> structure.Tools:
-    return structure.tools(checked(ChatBody, SAID | {"tools": [TOOL]} | fields, "toy"), PUBLISHED)
+    return structure.tools(validated(ChatBody, SAID | {"tools": [TOOL]} | fields, "toy"), PUBLISHED)
 
 
 def test_a_call_that_is_required_is_one_of_a_function_that_was_offered(engine):
@@ -283,7 +290,7 @@ def test_a_call_that_is_required_is_one_of_a_function_that_was_offered(engine):
         tools = tools_of(tool_choice=choice)
         request = engine.request([5], 62, grammar=tools.grammar)
         (done,) = engine.complete([request])
-        said = whole_parts(done.text, Format.of(PUBLISHED, "", tools))
+        said = message_of(done.text, AnswerFormat.of(PUBLISHED, "", tools))["message"]
         assert done.stop_reason in ("stop", "eos")
         (made,) = said["tool_calls"]
         assert made["function"]["name"] == "f"
@@ -357,12 +364,13 @@ PIECES = [
 
 @pytest.mark.parametrize(("text", "within", "expected"), PIECES)
 def test_thoughts_and_calls_are_taken_apart_whole_and_in_any_pieces(text, within, expected):
-    form = Format(True, within, frozenset({"add"}))
-    said = whole_parts(text, form)
+    form = AnswerFormat(True, within, frozenset({"add"}))
+    said = message_of(text, form)["message"]
+    assert said.pop("role") == "assistant"
     calls = [(each["function"]["name"], each["function"]["arguments"]) for each in said.pop("tool_calls", ())]
     assert said | ({"tool_calls": calls} if calls else {}) == expected
     for seed in range(20):
-        draw, parts, found, at = random.Random(seed), Parts(form), [], 0
+        draw, parts, found, at = random.Random(seed), AnswerParser(form), [], 0
         while at < len(text):
             size = draw.randint(1, 5)
             found += parts.push(text[at : at + size], last=at + size >= len(text))
@@ -375,11 +383,8 @@ def test_thoughts_and_calls_are_taken_apart_whole_and_in_any_pieces(text, within
 
 
 def test_a_call_ends_with_its_own_reason():
-    form = Format(False, False, frozenset({"add"}))
-    answer = Answer(Call([], True, False, False, False, prompts=((1,),), format=form), "toy")
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    (choice,) = answer.whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
-    assert choice["finish_reason"] == "tool_calls"
+    assert message_of(text, AnswerFormat(False, False, frozenset({"add"})))["finish_reason"] == "tool_calls"
 
 
 def test_a_client_can_tokenize_as_the_server_does(engine):
@@ -418,3 +423,27 @@ def test_the_page_has_the_table_of_all_fields():
     assert api_fields.BETWEEN.search(api_fields.PAGE.read_text()).group() == api_fields.table()
     assert ("`prompt`", "taken", "refused", "refused") in api_fields.rows()
     assert {"echo", "logprobs", "n"} <= CompletionsBody.model_fields.keys()
+
+
+# What vllm-router 0.1.17 makes of {"model": "toy", …, "max_tokens": 4}.
+ADDED = {
+    "stream": False,
+    "logprobs": False,
+    "no_stop_trim": False,
+    "ignore_eos": False,
+    "continue_final_message": False,
+    "skip_special_tokens": True,
+    "separate_reasoning": True,
+    "stream_reasoning": True,
+    "return_hidden_states": False,
+    "include_reasoning": True,
+}
+
+
+def test_the_fields_that_a_router_adds_ask_for_nothing():
+    """The server refused every call that came through vllm-router: unsupported_parameter, `no_stop_trim`."""
+    plain, routed = (validated(ChatBody, body, "toy") for body in (SAID, SAID | ADDED))
+    assert routed == plain
+    for name in ("no_stop_trim", "return_hidden_states"):
+        with pytest.raises(ApiError, match=f"`{name}`: expected it left out or false"):
+            validated(ChatBody, SAID | {name: True}, "toy")

@@ -18,12 +18,13 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle, wake
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import SequenceOutput
+from ling3export.runners.serve.answers import ChoicesAnswer, events
 from ling3export.runners.serve.app import Policy, application
-from ling3export.runners.serve.calls import Call, chat, completions
+from ling3export.runners.serve.chat import ChatBody, chat
+from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, completions
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.responses import Answer, events
 from ling3export.runners.serve.run import api_key
-from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, ChatBody, parse
+from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, parse, validated
 from ling3export.runners.text.tokenizer import Tokenizer
 from tests.support import toy_artifact
 
@@ -376,10 +377,10 @@ def test_an_engine_that_ended_answers_503(caplog):
 def test_a_stream_whose_engine_fails_ends_with_the_error(engine, caplog):
     """And without ``[DONE]``; the cause goes to the log alone."""
     handle = RequestHandle(Request((1, 2), 9), 0, lambda index: None)
-    call = Call([handle.request], chat=False, stream=True, include_usage=True, token_ids=False)
+    call = GenerationCall(validated(CompletionsBody, IDS, "toy"), [handle.request], ((1, 2),))
 
     async def read() -> list[str]:
-        source = events([handle], Answer(call, "toy"), Metrics(engine))
+        source = events([handle], ChoicesAnswer(call, "toy"), Metrics(engine))
         handle.update(SequenceOutput([5], "five"))
         found = [await anext(source)]
         handle.finish(EngineStopped("engine: the device caught fire"))

@@ -14,11 +14,10 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import Piece
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.app import Policy, application
-from ling3export.runners.serve.calls import Call
-from ling3export.runners.serve.items import ResponsesBody
-from ling3export.runners.serve.items_answer import ItemsAnswer
+from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ApiError, validated
-from ling3export.runners.serve.structure import Format
+from ling3export.runners.serve.structure import AnswerFormat
 from tests.support import toy_artifact
 
 ASKED: dict[str, Any] = {"model": "toy", "input": "A", "temperature": 0, "max_output_tokens": 8}
@@ -210,9 +209,9 @@ def test_items_of_an_answer_go_back_as_a_history():
         {"type": "reasoning", "id": "rs_2", "summary": []},
         {"role": "user", "content": "B"},
     ]
-    body = validated(ResponsesBody, ASKED | {"input": items, "instructions": "i"}, "toy").as_chat()
+    body = validated(ResponsesBody, ASKED | {"input": items, "instructions": "i"}, "toy")
     function = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert [message.model_dump(exclude_none=True) for message in body.messages] == [
+    assert body.conversation == [
         {"role": "system", "content": "i"},
         {"role": "system", "content": "brief"},
         {"role": "user", "content": "A"},
@@ -233,19 +232,18 @@ def test_tools_are_a_chats_tools():
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
     asked = validated(ResponsesBody, ASKED | {"tools": [tool], "tool_choice": {"type": "function", "name": "f"}}, "toy")
     function = {"name": "f", "parameters": {"type": "object"}, "strict": True}
-    assert asked.as_chat().tools == [{"type": "function", "function": function}]
+    assert asked.offered == [{"type": "function", "function": function}]
     assert asked.repeated()["tools"] == [tool | {"description": None}]
 
 
-def answer_of(engine: Engine, form: Format | None) -> ItemsAnswer:
-    repeated = validated(ResponsesBody, ASKED, "toy").repeated()
+def answer_of(engine: Engine, form: AnswerFormat | None) -> ResponsesAnswer:
     tokenizer = engine.files.tokenizer("test")
-    more = {"format": form, "tokenizer": tokenizer, "repeated": repeated}
-    return ItemsAnswer(Call([], True, False, False, False, prompts=((1, 2),), **more), "toy")
+    call = GenerationCall(validated(ResponsesBody, ASKED, "toy"), [], ((1, 2),), tokenizer, format=form)
+    return ResponsesAnswer(call, "toy")
 
 
 def test_thoughts_and_calls_are_items_of_their_own_in_whatever_pieces_they_come(engine):
-    form, tokenizer = Format(True, False, frozenset({"add"})), engine.files.tokenizer("test")
+    form, tokenizer = AnswerFormat(True, False, frozenset({"add"})), engine.files.tokenizer("test")
     thought, tail = "<think>a b</think>", '\nso<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     ids = tokenizer.encode(thought + tail, special=False)
     whole = answer_of(engine, form).whole([Completion([1, 2], ids, thought + tail, "eos", 0, 0)])

@@ -1,7 +1,6 @@
 """A real server process and the real `openai` client: answers as the engine gives them, refusals, leaving, ending."""
 
 import json
-import threading
 
 import httpx2
 import openai
@@ -263,26 +262,6 @@ def test_sigterm_lets_calls_end(artifact: Artifacts):
         assert server.process.wait(60) == 0
         with pytest.raises(httpx2.ConnectError):
             httpx2.get(f"{server.url}/health")
-
-
-def test_grace_is_bounded(artifact: Artifacts):
-    with Server(artifact("small-tp1"), "--grace", 1, "--model", "other") as server:
-        ask = {"model": "other", "prompt": [[1, 2]] * 8, "max_tokens": 1000, "stream": True, "ignore_eos": True}
-        ended: list[str] = []
-
-        def read() -> None:
-            try:
-                with httpx2.stream("POST", f"{server.url}/v1/completions", json=ask, timeout=60) as answer:
-                    ended.extend(data_lines(answer.iter_lines()))
-            except httpx2.RemoteProtocolError:
-                ended.append("cut")
-
-        thread = threading.Thread(target=read)
-        thread.start()
-        server.until("ling3_requests_live", 8)
-        assert server.stop() == 0
-        thread.join()
-        assert ended[-1] != "[DONE]"
 
 
 def test_an_address_in_use_is_refused_before_loading(server, artifact: Artifacts):

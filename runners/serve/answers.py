@@ -1,0 +1,380 @@
+"""A call's answer, whole or as server-sent events. When a client leaves, its requests are cancelled at once."""
+
+import asyncio
+import itertools
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from ling3export.runners.engine.handle import (
+    EngineStalled,
+    EngineStopped,
+    GrammarFailed,
+    HostGone,
+    LogitsError,
+    Piece,
+    RequestFailed,
+    RequestHandle,
+)
+from ling3export.runners.engine.request import Completion, Logprobs
+from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.metrics import Metrics
+from ling3export.runners.serve.schema import ApiError, ChoicesBody, ConversationBody, StreamOptions
+from ling3export.runners.serve.structure import REASONING, TEXT, TOOL, AnswerParser
+
+LOG = logging.getLogger(__name__)
+REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+FAILURES = {LogitsError: "logits_not_finite", GrammarFailed: "grammar_failed", EngineStalled: "engine_stalled"}
+
+
+def stopped(error: RequestFailed, *, log: bool = True) -> ApiError:
+    """What clients are told when a request ended without an answer. Other details go to the log alone."""
+    if log:
+        LOG.error("%s", error)
+    code = FAILURES.get(type(error), "request_failed")
+    if not isinstance(error, EngineStopped):
+        return ApiError(500, error.message, code=code)
+    if isinstance(error, EngineStalled):
+        return ApiError(503, error.message, code=code)
+    if isinstance(error, HostGone):
+        return ApiError(503, "engine: expected every host to run, found one gone: the server ends", code="host_gone")
+    return ApiError(503, "engine: expected it running, found it stopped", code="engine_stopped")
+
+
+class ChoicesAnswer:
+    """The answer to one call as the JSON of OpenAI's API, whole or in the chunks of a stream.
+
+    A whole answer is put together from the chunks that a stream of it would have.
+
+    Args:
+        call: The call.
+        model: The name that the model is served under.
+
+    Attributes:
+        ending: What a stream ends with.
+    """
+
+    ending = "data: [DONE]\n\n"
+
+    def __init__(self, call: GenerationCall, model: str) -> None:
+        self._call, body = call, call.body
+        self._chat = isinstance(body, ConversationBody)
+        self._kind, name = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
+        self._head = {"id": f"{name}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
+        choices = range(len(call.prompts) * call.n)
+        self._parsers = [AnswerParser(call.format) for _ in choices] if call.format is not None else []
+        self._counts = [0 for _ in choices]  # tokens of each choice so far
+        self._cached = 0  # tokens of prompts that were not computed, of the choices that have ended
+        self._times: dict[str, Any] = {}  # of the first choice, once it ended
+        self._offsets = [len(self._echo(index)) for index in choices]
+        self._options, self._token_ids = StreamOptions(), False
+        if isinstance(body, ChoicesBody):
+            self._options = body.stream_options or self._options
+            self._token_ids = body.return_token_ids or call.tokenizer is None
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer, which has ``n`` choices for each prompt.
+
+        Args:
+            completions: What the call's requests came to, those that score behind the others.
+        """
+        generated = len(completions) - self._call.scores
+        choices = [self._choice(index, {TEXT: self._echo(index)}, "length") for index in range(len(self._counts))]
+        for index, choice in enumerate(choices):
+            choice["logprobs"] = self._likely(index, (), ())
+            if self._token_ids:
+                choice["token_ids"] = []
+            if self._chat:
+                choice["message"] = {"role": "assistant"} | choice.pop("delta")
+        for index, done in enumerate(completions[:generated]):
+            for chunk in self.piece(index, Piece(done.text or "", done.token_ids, done, tuple(done.likely or ()))):
+                _add(choices[index], chunk["choices"][0])
+            message = choices[index].get("message", {})
+            if TOOL in message:
+                message[TEXT] = message[TEXT].strip() or None
+        if self._call.echo is not None and self._call.body.top is not None:
+            scores = iter(completions[generated:])
+            prompts = [self._scored(ids, next(scores) if len(ids) > 1 else None) for ids in self._call.prompts]
+            for index, choice in enumerate(choices):
+                prompt = prompts[index // self._call.n]
+                choice["logprobs"] = {name: prompt[name] + choice["logprobs"][name] for name in prompt}
+        moved = completions[0].kv_transfer_params if generated else None
+        more = {} if moved is None else {"kv_transfer_params": moved}
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(), **more}
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The chunks that begin the choices of a stream."""
+        choices = range(len(self._counts))
+        if self._chat:
+            return [self._chunk([self._choice(index, {"role": "assistant", TEXT: ""})]) for index in choices]
+        echoes = choices if self._call.echo else ()
+        return [self._chunk([self._choice(index, {TEXT: self._echo(index)})]) for index in echoes]
+
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The chunks that a piece of a choice adds to a stream; none if the piece has nothing to say yet."""
+        chunks = []
+        self._counts[index] += len(piece.token_ids)
+        more: dict[str, Any] = {"token_ids": piece.token_ids} if self._token_ids else {}
+        if piece.likely:
+            more["logprobs"] = self._likely(index, piece.token_ids, piece.likely)
+        parts = self._parsed(index, piece)
+        if not parts and any(more.values()):
+            parts = [(TEXT, "")]
+        for kind, said in parts:
+            delta = {kind: [said] if kind == TOOL else said}
+            chunks.append(self._chunk([self._choice(index, delta) | more]))
+            more = {}
+        if piece.completion is not None:
+            self._cached += piece.completion.cached_tokens
+            self._times = self._times if index else piece.completion.times
+            reason = REASONS.get(piece.completion.stop_reason, piece.completion.stop_reason)
+            if self._parsers and self._parsers[index].calls and reason == "stop":
+                reason = "tool_calls"
+            chunks.append(self._chunk([self._choice(index, {}, reason)]))
+        return chunks
+
+    def end(self) -> list[dict[str, Any]]:
+        """The chunk with numbers of tokens and the first choice's times that ends a stream; none if nobody asked."""
+        if not self._options.include_usage:
+            return []
+        return [self._chunk([]) | {"usage": self._usage(), **self._times}]
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """What ends a stream that cannot go on."""
+        return error.body()
+
+    def _parsed(self, index: int, piece: Piece) -> list[tuple[str, Any]]:
+        """The parts of the text that a piece adds: text, thoughts and calls."""
+        if self._parsers:
+            return self._parsers[index].push(piece.text, last=piece.completion is not None)
+        return [(TEXT, piece.text)] if piece.text else []
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        kind = "chat.completion.chunk" if self._chat else self._kind
+        counts: dict[str, Any] = {"usage": None} if self._options.include_usage else {}
+        if self._options.continuous_usage_stats:
+            counts = {"usage": self._usage()}
+        return {**self._head, "object": kind, "choices": choices, **counts}
+
+    def _choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
+        content: dict[str, Any] = {"delta": delta} if self._chat else {"text": delta.get(TEXT, "")}
+        return {"index": index, **content, "finish_reason": reason, "logprobs": None}
+
+    def _usage(self) -> dict[str, Any]:
+        """The numbers of tokens in and out, and how many of those in did not have to be computed.
+
+        A prompt counts once, however many choices it has.
+        """
+        prompt, answer = sum(map(len, self._call.prompts)), sum(self._counts)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": answer,
+            "total_tokens": prompt + answer,
+            "prompt_tokens_details": {"cached_tokens": min(self._cached, prompt)},
+        }
+
+    def _echo(self, index: int) -> str:
+        return self._call.echo[index // self._call.n] if self._call.echo is not None else ""
+
+    def _scored(self, ids: Sequence[int], score: Completion | None) -> dict[str, Any]:
+        """The log-probabilities of a prompt's tokens, in the form of /v1/completions; the first one has none."""
+        rest: list[Logprobs] = []
+        if score is not None:
+            logprobs, best = score.logprobs or [], score.best_ids or []
+            tops = zip(best, score.best_logprobs or logprobs, strict=True)
+            rest = [Logprobs(own, (top,)[: self._call.body.top]) for own, top in zip(logprobs, tops, strict=True)]
+        said = self._listed(0, ids[1:], rest)
+        first = self._spelled(ids[0])[0]
+        return {
+            "tokens": [first, *said["tokens"]],
+            "token_logprobs": [None, *said["token_logprobs"]],
+            "top_logprobs": [None, *said["top_logprobs"]],
+            "text_offset": [0, *(at + len(first) for at in said["text_offset"])],
+        }
+
+    def _likely(self, index: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any] | None:
+        """The log-probabilities of generated tokens, in the form of the endpoint; None where nobody asked."""
+        if self._call.body.top is None:
+            return None
+        if not self._chat:
+            said = self._listed(self._offsets[index], ids, likely)
+            self._offsets[index] += sum(map(len, said["tokens"]))
+            return said
+        return {
+            "content": [
+                {**self._entry(id, each.logprob), "top_logprobs": [self._entry(*top) for top in each.top]}
+                for id, each in zip(ids, likely, strict=True)
+            ]
+        }
+
+    def _listed(self, offset: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any]:
+        tokens = [self._spelled(id)[0] for id in ids]
+        offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset) if tokens else ()
+        tops = [{self._spelled(id)[0]: logprob for id, logprob in reversed(each.top)} for each in likely]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [each.logprob for each in likely],
+            "top_logprobs": tops,
+            "text_offset": list(offsets),
+        }
+
+    def _entry(self, id: int, logprob: float) -> dict[str, Any]:
+        text, data = self._spelled(id)
+        return {"token": text, "logprob": logprob, "bytes": list(data)}
+
+    def _spelled(self, id: int) -> tuple[str, bytes]:
+        """A token's text and bytes; those that are no text are written ``bytes:\\xf0``, as OpenAI's API does."""
+        assert self._call.tokenizer is not None
+        data = self._call.tokenizer.bytes_of(id)
+        try:
+            return data.decode(), data
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data), data
+
+
+def _add(choice: dict[str, Any], chunk: dict[str, Any]) -> None:
+    """Adds what a chunk of a stream says to a choice of a whole answer."""
+    message, delta = choice.get("message"), chunk.get("delta", {})
+    if message is None:
+        choice["text"] += chunk["text"]
+    else:
+        for kind in (TEXT, REASONING):
+            if kind in delta:
+                message[kind] = message.get(kind, "") + delta[kind]
+        for call in delta.get(TOOL, ()):
+            message.setdefault(TOOL, []).append({name: value for name, value in call.items() if name != "index"})
+    for name, values in (chunk["logprobs"] or {}).items():
+        choice["logprobs"][name] += values
+    if "token_ids" in chunk:
+        choice["token_ids"] += chunk["token_ids"]
+    choice["finish_reason"] = chunk["finish_reason"]
+
+
+async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Completion]:
+    """Waits until all requests of a call have ended.
+
+    Args:
+        handles: The requests.
+        receive: Tells when the client leaves.
+
+    Raises:
+        ClientDisconnect: The client left first.
+        RequestFailed: A request ended without an answer.
+    """
+    answers = asyncio.gather(*(handle.wait() for handle in handles))
+    left = asyncio.create_task(_left(receive))
+    both: list[asyncio.Future[Any]] = [answers, left]
+    try:
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        if not answers.done():
+            raise ClientDisconnect
+        return list(answers.result())
+    finally:
+        for waiting in both:
+            waiting.cancel()
+        await asyncio.gather(*both, return_exceptions=True)
+
+
+class Stream(StreamingResponse):
+    """The answer as server-sent events, ended by ``[DONE]``.
+
+    Args:
+        handles: The call's requests, which are cancelled when the client leaves.
+        answer: Makes the chunks.
+        metrics: Counts how the requests end.
+    """
+
+    def __init__(self, handles: Sequence[RequestHandle], answer: ChoicesAnswer, metrics: Metrics) -> None:
+        self._handles = handles
+        self._metrics = metrics
+        super().__init__(
+            events(handles, answer, metrics), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+        )
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Sends the events, then cancels what has not ended."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            release(self._handles, self._metrics)
+
+
+def release(handles: Sequence[RequestHandle], metrics: Metrics) -> None:
+    """Cancels the requests that have not ended, since nobody waits for them."""
+    for handle in handles:
+        if not handle.done:
+            handle.cancel()
+            metrics.left()
+
+
+async def events(
+    handles: Sequence[RequestHandle], answer: ChoicesAnswer, metrics: Metrics
+) -> AsyncGenerator[str, None]:
+    """The events of a stream."""
+    for said in answer.begin():
+        yield event(said)
+    try:
+        async with aclosing(merged(handles)) as pieces:
+            async for index, piece in pieces:
+                if piece.completion is not None:
+                    metrics.ended(piece.completion)
+                for chunk in answer.piece(index, piece):
+                    yield event(chunk)
+    except RequestFailed as error:
+        yield event(answer.failed(stopped(error)))
+        return
+    for said in answer.end():
+        yield event(said)
+    if answer.ending:
+        yield answer.ending
+
+
+async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, Piece], None]:
+    """The pieces of all requests as they come, each with the place of its request.
+
+    Raises:
+        RequestFailed: A request ended without an answer.
+    """
+    # A queue of one: what a slow client does not take yet is joined in the handles, and piles up nowhere.
+    pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(1)
+
+    async def pump(index: int, handle: RequestHandle) -> None:
+        try:
+            async with aclosing(handle.pieces()) as source:
+                async for piece in source:
+                    await pieces.put((index, piece))
+        except RequestFailed as error:
+            await pieces.put((index, error))
+
+    pumps = [asyncio.create_task(pump(index, handle)) for index, handle in enumerate(handles)]
+    try:
+        ended = 0
+        while ended < len(handles):
+            index, piece = await pieces.get()
+            if isinstance(piece, Exception):
+                raise piece
+            ended += piece.completion is not None
+            yield index, piece
+    finally:
+        for task in pumps:
+            task.cancel()
+        await asyncio.gather(*pumps, return_exceptions=True)
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def event(data: dict[str, Any]) -> str:
+    """A server-sent event, named by its data's type if that has one."""
+    name = f"event: {data['type']}\n" if "type" in data else ""
+    return f"{name}data: {json.dumps(data)}\n\n"

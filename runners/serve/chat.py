@@ -1,0 +1,147 @@
+"""/v1/chat/completions: what a body asks of the engine, and the messages of a conversation."""
+
+import json
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, Field, field_validator, model_validator
+
+from ling3export.runners.serve.completions import GenerationCall, check_choices, generation, refusing
+from ling3export.runners.serve.schema import (
+    CHOICES,
+    ChoicesBody,
+    ConversationBody,
+    Flag,
+    ListedObject,
+    TopLogprobs,
+    refusal,
+    text_of_parts,
+    validated,
+)
+from ling3export.runners.serve.structure import AnswerFormat, tools
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine.engine import Engine
+
+
+class ChatMessage(ListedObject):
+    """A message of a conversation, its content joined from its parts. A message with tool calls needs no content."""
+
+    role: str
+    content: Annotated[str, BeforeValidator(text_of_parts)]
+    name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spoken(cls, value: Any) -> Any:
+        silent = isinstance(value, dict) and value.get("tool_calls") and value.get("content") is None
+        return {**value, "content": ""} if silent else value
+
+    @field_validator("role")
+    @classmethod
+    def _developer(cls, role: str) -> str:
+        return "system" if role == "developer" else role
+
+
+Messages = Annotated[
+    list[ChatMessage],
+    Field(fail_fast=True, min_length=1, description='a list of messages, [{"role": TEXT, "content": TEXT}, ...]'),
+]
+
+
+class ChatBody(ChoicesBody, ConversationBody):
+    """The body of /v1/chat/completions."""
+
+    prompt_name: ClassVar[str] = "messages"
+
+    logprobs: Flag = False
+    top_logprobs: TopLogprobs = 0
+    tools: Annotated[
+        list[dict[str, Any]],
+        Field(default_factory=list, max_length=CHOICES, description=f"a list of at most {CHOICES} functions"),
+    ]
+    messages: Messages
+
+    @property
+    def top(self) -> int | None:
+        """How many of the most likely tokens are asked for with each token."""
+        return self.top_logprobs if self.logprobs else None
+
+    @property
+    def offered(self) -> list[dict[str, Any]]:
+        """The functions that an answer may call."""
+        return self.tools
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages."""
+        return [message.model_dump(exclude_none=True) for message in self.messages]
+
+
+def chat(body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES) -> GenerationCall:
+    """A call of /v1/chat/completions; the arguments are those of ``completions``.
+
+    Raises:
+        ApiError: The call can never be served.
+        QueueFull: The engine has no room for the call now.
+    """
+    check_messages(body, "messages", engine)
+    asked = validated(ChatBody, body, model)
+    if asked.top_logprobs and not asked.logprobs:
+        raise refusal("top_logprobs", "it with `logprobs` only", str(asked.top_logprobs))
+    return conversation(asked, engine, most, asked.n, asked.limit, asked.kv_transfer_params)
+
+
+def check_messages(body: dict[str, Any], name: str, engine: "Engine") -> None:
+    """Refuses more messages than tokens fit, before anybody looks at them."""
+    messages, context = body.get(name), engine.limits.context
+    if isinstance(messages, list) and len(messages) > context:
+        raise refusal(name, f"at most {context} messages", str(len(messages)))
+
+
+def conversation(
+    asked: ConversationBody,
+    engine: "Engine",
+    most: int,
+    n: int = 1,
+    limit: int | None = None,
+    params: dict[str, Any] | None = None,
+) -> GenerationCall:
+    """What a checked body asks of the engine.
+
+    Args:
+        asked: The body.
+        engine: The engine that is to answer.
+        most: Number of answers that one call may have.
+        n: Answers that are asked for.
+        limit: Tokens that an answer may have; None for what the context leaves.
+        params: Its ``kv_transfer_params``.
+
+    Raises:
+        ApiError, QueueFull: For the reasons that ``chat`` gives.
+    """
+    name, files = asked.prompt_name, engine.files
+    if not files.there or not files.chats:
+        raise refusal(name, "a model with a chat template", "none: use /v1/completions", "no_chat_template")
+    check_choices(asked, engine, n, most)
+    offered = tools(asked, files.template_text)
+    with refusing(name):
+        text = files.render_chat([spoken(each) for each in asked.conversation], tools=offered.offered, name=name)
+    call = generation(asked, engine, [text], limit, n=n, params=params, grammar=offered.grammar, special=False)
+    return replace(call, format=AnswerFormat.of(files.template_text, text, offered))
+
+
+def spoken(message: dict[str, Any]) -> dict[str, Any]:
+    """A message as chat templates take it: arguments of calls are objects, which OpenAI's API writes as text."""
+    for call in message.get("tool_calls", ()):
+        function = call.get("function")
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                arguments = json.loads(function["arguments"])
+            except (ValueError, RecursionError):
+                continue
+            function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+    return message

@@ -1,0 +1,273 @@
+"""/v1/completions: what a body asks of the engine; and what chats and responses have in common with it."""
+
+import hashlib
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
+
+from pydantic import BeforeValidator, Discriminator, Field, Tag
+
+from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.validation import SEEDS, TOP_LOGPROBS
+from ling3export.runners.serve.schema import (
+    COUNT,
+    MOST,
+    ApiError,
+    ChoicesBody,
+    Flag,
+    GenerationBody,
+    Ids,
+    refusal,
+    validated,
+)
+from ling3export.runners.serve.structure import GUIDES, AnswerFormat, asked_grammar
+from ling3export.runners.text.grammar import Grammar, grammar_of
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine.engine import Engine, Prompt
+    from ling3export.runners.text.tokenizer import Tokenizer
+
+MAX_TOKENS = 16  # of /v1/completions if a body does not say, like OpenAI's API
+
+
+def _kind(value: Any) -> str:
+    """Which of the forms of a prompt a value has to have, by its first item."""
+    if isinstance(value, str):
+        return "TEXT"
+    first = value[0] if isinstance(value, list) and value else None
+    return "IDS" if type(first) is int else "IDS_LISTS" if isinstance(first, list) else "TEXTS"
+
+
+class CompletionsBody(ChoicesBody):
+    """The body of /v1/completions."""
+
+    prompt_name: ClassVar[str] = "prompt"
+
+    max_tokens: Annotated[int | None, Field(ge=0, le=MOST, description=COUNT)] = None
+    echo: Flag = False
+    logprobs: Annotated[
+        int | None,
+        Field(ge=0, le=TOP_LOGPROBS.high, description=str(TOP_LOGPROBS)),
+        BeforeValidator(lambda value: None if value is False else value),
+    ] = None
+    prompt: Annotated[
+        Annotated[str, Tag("TEXT")]
+        | Annotated[list[str], Field(fail_fast=True, min_length=1), Tag("TEXTS")]
+        | Annotated[Ids, Tag("IDS")]
+        | Annotated[list[Ids], Field(fail_fast=True), Tag("IDS_LISTS")],
+        Discriminator(_kind),
+        Field(description="a text, a list of texts, a list of token ids or a list of lists of token ids"),
+    ]
+
+    @property
+    def prompts(self) -> "list[Prompt]":
+        """The prompts, each a text or a list of token ids."""
+        one = _kind(self.prompt) in ("TEXT", "IDS")
+        return cast("list[Prompt]", [self.prompt] if one else self.prompt)
+
+    @property
+    def top(self) -> int | None:
+        """How many of the most likely tokens are asked for with each token."""
+        return self.logprobs
+
+
+@dataclass(frozen=True)
+class GenerationCall:
+    """A call that generates, checked.
+
+    Attributes:
+        body: Its body.
+        requests: ``n`` requests for each prompt, in order, unless nothing is to be generated; then those that score.
+        prompts: Token ids of each prompt.
+        tokenizer: Says what text tokens stand for; None where the artifact has none.
+        n: Choices of each prompt.
+        echo: The text of each prompt, to stand before its choices; None where it is not asked for.
+        scores: How many of the requests score a prompt's tokens, where they are asked for.
+        format: What of an answer's text is a thought or the call of a tool; None where all of it is content.
+    """
+
+    body: GenerationBody
+    requests: list[Request]
+    prompts: tuple[tuple[int, ...], ...]
+    tokenizer: "Tokenizer | None" = None
+    n: int = 1
+    echo: tuple[str, ...] | None = None
+    scores: int = 0
+    format: AnswerFormat | None = None
+
+
+def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -> GenerationCall:
+    """A call of /v1/completions.
+
+    Args:
+        body: The object that was sent.
+        engine: The engine that is to answer.
+        model: The name that the model is served under.
+        most: Number of answers that one call may have.
+
+    Raises:
+        ApiError: The call can never be served.
+        QueueFull: The engine has no room for the call now.
+    """
+    _check_lengths(body.get("prompt"), most, engine.limits.context)
+    asked = validated(CompletionsBody, body, model)
+    prompts = asked.prompts
+    if isinstance(prompts[0], str) and not engine.files.there:
+        raise refusal("prompt", "token ids", "text: this model has no tokenizer", "no_tokenizer")
+    check_choices(asked, engine, len(prompts) * asked.n, most)
+    call = generation(asked, engine, prompts, asked.limit or MAX_TOKENS, n=asked.n, params=asked.kv_transfer_params)
+    return _echoed(call, asked, engine) if asked.echo else call
+
+
+def _echoed(call: GenerationCall, asked: CompletionsBody, engine: "Engine") -> GenerationCall:
+    tokenizer = engine.files.tokenizer("echo")
+    texts = (prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in asked.prompts)  # type: ignore[arg-type]
+    call = replace(call, echo=tuple(texts), requests=[] if asked.max_tokens == 0 else call.requests)
+    if asked.stream and asked.max_tokens == 0:
+        raise refusal("stream", "a whole answer where `max_tokens` is 0", "a stream")
+    if asked.logprobs is None:
+        return call
+    if asked.stream or asked.logprobs > 1:
+        found = "a stream" if asked.stream else f"{asked.logprobs} log-probabilities"
+        raise refusal("echo", "a whole answer and at most 1 log-probability with `logprobs`", found)
+    # Nothing is known of a prompt's first token.
+    scores = [Request(ids, 0, name="prompt", score_from=1) for ids in call.prompts if len(ids) > 1]
+    with refusing("echo"):
+        for request in scores:
+            engine.check(request)
+    if scores and asked.logprobs and not engine.scores_best:
+        wanted = "score programs that say how likely the best token is, with `logprobs` of 1"
+        raise refusal("echo", wanted, "those of an older artifact: build it again")
+    return replace(call, requests=[*call.requests, *scores], scores=len(scores))
+
+
+def may_have_grammar(body: dict[str, Any]) -> bool:
+    """Whether a body of any endpoint may say what its answer has to be."""
+    forms = any(body.get(name) for name in ("response_format", "text", *GUIDES))
+    return forms or body.get("tool_choice") not in (None, "auto", "none")
+
+
+@contextmanager
+def refusing(param: str) -> Iterator[None]:
+    """Refuses the call where the block cannot serve it; an ArtifactError says what the artifact lacks."""
+    try:
+        yield
+    except (RequestError, ArtifactError) as error:
+        text = str(error)
+        text = text if param in text else f"`{param}`: {text}"
+        raise ApiError(400, text, param=param, code="invalid_value") from None
+
+
+def check_choices(asked: GenerationBody, engine: "Engine", count: int, most: int) -> None:
+    """Refuses a call of ``count`` answers before any text of it is looked at.
+
+    Raises:
+        ApiError: There may be ``most`` at once, or stop strings need a tokenizer.
+        QueueFull: The engine has no room for them now.
+    """
+    if asked.stop and not engine.files.there:
+        raise refusal("stop", "none", "some: this model has no tokenizer", "no_tokenizer")
+    if count > most:
+        raise refusal("n", f"at most {most} answers", str(count))
+    engine.check_room(count)
+
+
+def generation(
+    asked: GenerationBody,
+    engine: "Engine",
+    prompts: "Sequence[Prompt]",
+    limit: int | None,
+    *,
+    n: int = 1,
+    params: dict[str, Any] | None = None,
+    grammar: Grammar | None = None,
+    special: bool = True,
+) -> GenerationCall:
+    """The requests of a call whose body has been checked.
+
+    Args:
+        asked: The body.
+        engine: The engine that is to answer.
+        prompts: Each a text or token ids.
+        limit: Tokens that an answer may have; None for what the context leaves.
+        n: Choices of each prompt.
+        params: The body's ``kv_transfer_params``, which are of one state, so of the first request alone.
+        grammar: What an answer has to be where no field says so by itself.
+        special: Whether texts begin with the special tokens that the tokenizer adds.
+
+    Raises:
+        ApiError: The call can never be served.
+    """
+    name = asked.prompt_name
+    if (own := asked_grammar(asked)) is not None:
+        field, grammar = own
+    else:
+        field = "tools"
+    if grammar is not None:
+        with refusing(field):
+            engine.files.grammars(engine.limits.vocab_size).check(grammar_of(grammar, field), field)
+    with refusing("logit_bias"):
+        samplings = [_sampling(asked, choice) for choice in range(n)]
+    requests: list[Request] = []
+    for number, prompt in enumerate(prompts):
+        called = name if len(prompts) == 1 else f"{name} {number}"
+        with refusing(name):
+            ids = engine.prompt_ids(prompt, called, special=special)
+            room = max(1, _room(engine, len(ids))) if limit is None else limit
+            first = Request(
+                ids, room, samplings[0], tuple(asked.stop), asked.ignore_eos,
+                name=called, cache_salt=asked.cache_salt, logprobs=asked.top, grammar=grammar,
+            )  # fmt: skip
+            engine.check(first)
+        same = [first, *map(first.sampled, samplings[1:])]
+        if params is not None and not requests:
+            with refusing("kv_transfer_params"):
+                same[0] = replace(first, kv_transfer_params=params)
+                engine.check(same[0])
+        requests += same
+    tokenizer = None if asked.top is None and not engine.files.there else engine.files.tokenizer("logprobs")
+    return GenerationCall(asked, requests, tuple(request.prompt_ids for request in requests[::n]), tokenizer, n)
+
+
+def _sampling(asked: GenerationBody, choice: int) -> Sampling:
+    return Sampling(
+        asked.temperature,
+        asked.top_k,
+        asked.top_p,
+        secrets.randbelow(SEEDS) if asked.seed is None else seed_of(asked.seed, choice),
+        asked.presence_penalty,
+        asked.frequency_penalty,
+        asked.repetition_penalty,
+        tuple(asked.logit_bias),
+    )
+
+
+def seed_of(seed: int, choice: int = 0) -> int:
+    """The program's seed for one of a client's, of up to 64 bits: itself if it is one, else the first 32 bits of the
+    sha256 of its decimal digits. Choices after the first have ``SEED/CHOICE`` in the place of the digits.
+    """
+    if not choice and 0 <= seed < SEEDS:
+        return seed
+    text = f"{seed}/{choice}" if choice else str(seed)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
+
+
+def _check_lengths(prompt: object, most: int, context: int) -> None:
+    """Refuses lists that can never fit before anybody looks at all that is in them."""
+    if not isinstance(prompt, list) or not prompt:
+        return
+    lists = [prompt] if type(prompt[0]) is int else prompt
+    if len(lists) > most:
+        raise refusal("prompt", f"at most {most} prompts", str(len(lists)))
+    longest = max(len(ids) for ids in lists if isinstance(ids, list)) if isinstance(lists[0], list) else 0
+    if longest > context:
+        raise refusal("prompt", f"at most {context} token ids", str(longest))
+
+
+def _room(engine: "Engine", length: int) -> int:
+    """The most tokens that the answer to a prompt of ``length`` tokens may have."""
+    limits = engine.limits
+    return min(limits.context, limits.pages * limits.page_size + 1) - length  # the last token is never fed back
