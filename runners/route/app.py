@@ -32,7 +32,7 @@ from ling3export.runners.route.prompts import Prompts
 from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, best, prefilled
 from ling3export.runners.serve.answers import event
 from ling3export.runners.serve.app import Policy, RequestMiddleware, received
-from ling3export.runners.serve.connection import Bounds
+from ling3export.runners.serve.connection import ConnectionLimits
 from ling3export.runners.serve.run import BACKLOG, address, affordable, http_server
 from ling3export.runners.serve.schema import ApiError, parse, refused
 
@@ -327,7 +327,7 @@ def application(router: Router, policy: Policy) -> Starlette:
     return Starlette(routes=routes, middleware=[Middleware(RequestMiddleware, router.responded, paths, policy)])
 
 
-def serve(router: Router, policy: Policy, listener: socket.socket, bounds: Bounds, grace: int) -> None:
+def serve(router: Router, policy: Policy, listener: socket.socket, bounds: ConnectionLimits, grace: int) -> None:
     """Serves at the address of ``listener`` until SIGTERM or SIGINT; prints it once clients may connect."""
     server = http_server(application(router, policy), affordable(bounds), grace)
 

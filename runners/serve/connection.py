@@ -24,7 +24,7 @@ FOUND = 200  # characters of h11's message about bytes that are no request
 
 
 @dataclass(frozen=True)
-class Bounds:
+class ConnectionLimits:
     """What a client may take of a server.
 
     Attributes:
@@ -49,7 +49,7 @@ class Connection(H11Protocol):
     the new one's request gets 503.
     """
 
-    def __init__(self, bounds: Bounds, **given: Any) -> None:
+    def __init__(self, bounds: ConnectionLimits, **given: Any) -> None:
         super().__init__(**given)
         self.conn = _Parser(h11.SERVER)
         self._bounds = bounds

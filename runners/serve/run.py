@@ -30,7 +30,7 @@ from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.config import ServerConfig
-from ling3export.runners.serve.connection import Bounds, Connection
+from ling3export.runners.serve.connection import Connection, ConnectionLimits
 
 LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
 BACKLOG = 512  # connections that the system keeps until they are taken
@@ -96,7 +96,7 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
             say(f"serve: {host} may be reached by other machines, and no key is asked for: see --api-key-file")
         if events is not None and not is_loopback(events.host):
             say(f"serve: who reaches {events.host} reads in the events which tokens prompts have: see --kv-events")
-        bounds = affordable(Bounds(config.max_connections))
+        bounds = affordable(ConnectionLimits(config.max_connections))
         server = http_server(application(engine, policy, events), bounds, config.grace)
         # These handlers take a signal that comes before uvicorn sets its own handlers, and the one that uvicorn raises
         # again after its end, when the engine has still to end.
@@ -150,7 +150,7 @@ def _watch(engine: Engine, restarts: int, report: Callable[[str], None], left: t
         report(f"serve: {error.message}: restarted, {failed} requests failed")
 
 
-def http_server(app: ASGIApp, bounds: Bounds, grace: float) -> uvicorn.Server:
+def http_server(app: ASGIApp, bounds: ConnectionLimits, grace: float) -> uvicorn.Server:
     """A server of ``app`` that holds its clients to ``bounds``, and ends as ``serve`` says."""
     # The same event loop and the same parser wherever it runs: uvicorn would take others where they are installed.
     config = uvicorn.Config(
@@ -176,7 +176,7 @@ class _Server(uvicorn.Server):
             listener.listen(BACKLOG)  # asyncio lets as many wait as it takes in one turn
 
 
-def affordable(bounds: Bounds) -> Bounds:
+def affordable(bounds: ConnectionLimits) -> ConnectionLimits:
     """``bounds`` with no more connections than this process may still open files."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd")) - SPARE
     if bounds.connections <= most:

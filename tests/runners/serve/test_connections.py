@@ -21,7 +21,7 @@ from ling3export.runners.engine.handle import RequestHandle
 from ling3export.runners.serve import app as server_app
 from ling3export.runners.serve import run
 from ling3export.runners.serve.app import Policy, application
-from ling3export.runners.serve.connection import PIECES, READ, Bounds, Connection
+from ling3export.runners.serve.connection import PIECES, READ, Connection, ConnectionLimits
 from ling3export.runners.serve.run import affordable, bound, http_server, own_names
 from ling3export.runners.serve.schema import ApiError, parse
 from tests.support import toy_artifact
@@ -44,7 +44,7 @@ def serving(app: Any, grace: float = LATE, **bounds: Any) -> Iterator[tuple[str,
     """The address of a server of an application; it is asked to end with the block."""
     with bound("127.0.0.1", 0) as listener:
         listener.listen()
-        server = http_server(app, replace(Bounds(), **bounds), grace)
+        server = http_server(app, replace(ConnectionLimits(), **bounds), grace)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
@@ -199,10 +199,10 @@ def test_connections_leave_files_for_everything_else(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(run, "say", said.append)
     monkeypatch.setattr(run.resource, "getrlimit", lambda kind: (1024, 4096))
-    assert affordable(Bounds(512)) == Bounds(512) and said == []
-    assert 512 < affordable(Bounds(1000)).connections < 1000 and len(said) == 1
+    assert affordable(ConnectionLimits(512)) == ConnectionLimits(512) and said == []
+    assert 512 < affordable(ConnectionLimits(1000)).connections < 1000 and len(said) == 1
     monkeypatch.setattr(run.resource, "getrlimit", lambda kind: (20, 20))
-    assert affordable(Bounds()).connections == 16
+    assert affordable(ConnectionLimits()).connections == 16
 
 
 SMALL = b"1\r\na\r\n" * PIECES
