@@ -32,7 +32,6 @@ LEFT: dict[str, int] = {
     "tests/runners/engine/test_requests.py": 2,
     "tests/runners/evals/test_backend.py": 4,
     "tests/runners/route/test_route.py": 1,
-    "tests/runners/text/test_tokenizer.py": 1,
 }
 
 

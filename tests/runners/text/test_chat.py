@@ -147,25 +147,6 @@ def test_what_published_templates_do_is_still_done():
     assert '{"a": [1.5, null, true, "é"]}' in text
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ('{"eos_token": ' + "[" * 100_000, "more than 16 levels of objects and lists"),
-        (r'{"eos_token": "\ud800"}', "half a character (a lone surrogate)"),
-        ('{"eos_token": 1e999}', "a number beyond the largest"),
-        ('{"eos_token": "a", "eos_token": "b"}', "a key that stands twice in one object"),
-        ("[", "Expecting value"),
-    ],
-)
-def test_a_broken_configuration_of_a_tokenizer_is_a_clear_error(tmp_path, text, found):
-    """A deep one once ended a start with a traceback, and half a character as the end of texts did."""
-    (tmp_path / "tokenizer_config.json").write_text(text)
-    broken = TokenizerFiles(tmp_path, [file_record(tmp_path, "tokenizer_config.json")], [EOS])
-    with pytest.raises(ArtifactError) as caught:
-        broken.eos_token_ids()
-    assert caught.value.message.startswith(f"tokenizer file `tokenizer_config.json`: expected JSON, found {found}")
-
-
 def test_a_tokenizer_at_which_the_library_panics_is_a_clear_error(tmp_path):
     """A prefix that is longer than what it is cut from; a panic is no Exception, and once passed every handler."""
     write_tokenizer(tmp_path, EOS)
