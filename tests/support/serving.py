@@ -1,6 +1,8 @@
-"""`ling3-runner serve` as a process, for tests that are its clients."""
+"""`ling3-runner serve`, as a process and as an application of this one, for tests that are its clients."""
 
+import asyncio
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -9,8 +11,12 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import httpx2
+
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.serve.app import Policy, application
 
 RUNNER = [sys.executable, "-m", "ling3export.runners.cli"]
 WAIT = 60  # seconds, for what takes a few
@@ -88,3 +94,20 @@ class Server:
 def data_lines(lines: Iterator[str]) -> Iterator[str]:
     """What server-sent events hold."""
     return (line.removeprefix("data: ") for line in lines if line)
+
+
+def asked(
+    engine: Engine, policy: Policy, path: str, body: Any = None, *, method: str = "POST", **headers: str
+) -> httpx2.Response:
+    """The answer to one request, from the application in this process; ``body`` is sent as JSON unless it is bytes."""
+    content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
+    given = {"Content-Type": "application/json"} if content is not None else {}
+    given |= {name.replace("_", "-"): value for name, value in headers.items()}
+
+    async def ask() -> httpx2.Response:
+        transport = httpx2.ASGITransport(application(engine, policy))
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            encoded = {name: value.encode("latin-1") for name, value in given.items()}
+            return await client.request(method, path, content=content, headers=encoded)
+
+    return asyncio.run(ask())

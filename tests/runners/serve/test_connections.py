@@ -24,6 +24,7 @@ from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.connection import PIECES, READ, Connection, ConnectionLimits
 from ling3export.runners.serve.run import affordable, bound, http_server, own_names
 from ling3export.runners.serve.schema import ApiError, parse
+from tests.support import serving as serving_support
 from tests.support import toy_artifact
 from tests.support.serving import RUNNER, Server
 
@@ -268,12 +269,7 @@ def test_requests_behind_each_other_are_answered_in_order(engine):
 
 
 def asked(engine: Engine, policy: Policy, path: str = "/v1/models", **headers: str) -> httpx2.Response:
-    async def ask() -> httpx2.Response:
-        transport = httpx2.ASGITransport(application(engine, policy))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.get(path, headers={name: value.encode("latin-1") for name, value in headers.items()})
-
-    return asyncio.run(ask())
+    return serving_support.asked(engine, policy, path, method="GET", **headers)
 
 
 @pytest.mark.parametrize("given", ["Bearer key-1", "bearer key-1", "BEARER  key-1"])

@@ -1,6 +1,5 @@
 """What OpenAI's clients ask for beyond a text: choices, log-probabilities, penalties, structure, tools, thoughts."""
 
-import asyncio
 import itertools
 import json
 import random
@@ -14,19 +13,20 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve import structure
 from ling3export.runners.serve.answers import ChoicesAnswer
-from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.chat import ChatBody, spoken
 from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, seed_of
 from ling3export.runners.serve.schema import ApiError, validated
 from ling3export.runners.serve.structure import AnswerFormat, AnswerParser
 from ling3export.runners.text.chat import ChatTemplate
-from tests.support import toy_artifact
+from tests.support import serving, toy_artifact
 from tests.support.choosing import greedy, log_softmax, most_likely
 from tools import api_fields
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 IDS: dict[str, Any] = {"model": "toy", "prompt": [5, 9, 7], "temperature": 0, "ignore_eos": True, "max_tokens": 6}
 SAID: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A"}], "temperature": 0}
+POLICY = Policy("toy", None, 8, 100_000)
 TABLE = toy_artifact.table()
 # The shape that Ling's published templates have, cut to what is parsed here.
 PUBLISHED = (
@@ -63,12 +63,7 @@ def engine():
 
 
 def call(engine: Engine, path: str, body: Any = None) -> httpx2.Response:
-    async def ask() -> httpx2.Response:
-        transport = httpx2.ASGITransport(application(engine, Policy("toy", None, 8, 100_000)))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://toy") as client:
-            return await (client.get(path) if body is None else client.post(path, json=body))
-
-    return asyncio.run(ask())
+    return serving.asked(engine, POLICY, path, body, method="GET" if body is None else "POST")
 
 
 def asked(engine: Engine, path: str, body: Any) -> dict[str, Any]:

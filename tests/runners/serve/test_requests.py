@@ -19,7 +19,7 @@ from ling3export.runners.engine.handle import EngineStopped, RequestHandle, wake
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import SequenceOutput
 from ling3export.runners.serve.answers import ChoicesAnswer, events
-from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.chat import ChatBody, chat
 from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, completions
 from ling3export.runners.serve.metrics import Metrics
@@ -27,6 +27,7 @@ from ling3export.runners.serve.run import api_key
 from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, parse, validated
 from ling3export.runners.text.tokenizer import Tokenizer
 from tests.support import toy_artifact
+from tests.support.serving import asked
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)
@@ -52,19 +53,8 @@ def wordless(tmp_path_factory):
         yield engine
 
 
-def call(
-    engine: Engine, path: str, body: Any, *, method: str = "POST", policy: Policy = POLICY, **headers: str
-) -> httpx2.Response:
-    """One request; ``body`` is sent as JSON unless it is bytes."""
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", **{name.replace("_", "-"): v for name, v in headers.items()}}
-
-    async def ask() -> httpx2.Response:
-        transport = httpx2.ASGITransport(application(engine, policy))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://toy") as client:
-            return await client.request(method, path, content=content, headers=headers)
-
-    return asyncio.run(ask())
+def call(engine: Engine, path: str, body: Any, *, policy: Policy = POLICY, **how: str) -> httpx2.Response:
+    return asked(engine, policy, path, body, **how)
 
 
 def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str | None]:
@@ -443,7 +433,7 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(engine, mon
     most = engine.limits.context * engine.files.tokenizer("test").longest
     assert most == 64 * len("<|startoftext|>")
 
-    def asked(size: int) -> dict[str, Any]:
+    def body(size: int) -> dict[str, Any]:
         if path == COMPLETIONS:
             return {"model": "toy", "prompt": "a" * size}
         return {"model": "toy", "messages": [{"role": "user", "content": "a" * size}]}
@@ -453,14 +443,14 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(engine, mon
     for size in (4_000_000, most - around + 1):
         whole = size + around
         found = f"{whole:,} bytes, which are {-(-whole // 15):,} tokens or more: none has over 15 bytes"
-        message, param, _ = refused(call(engine, path, asked(size), policy=replace(POLICY, max_body=5_000_000)), 400)
+        message, param, _ = refused(call(engine, path, body(size), policy=replace(POLICY, max_body=5_000_000)), 400)
         assert (param, message) == (
             name,
             f"{name}: expected text within the context of 64 tokens, found {found}\n"
             "hint: shorten the prompt, or build the artifact with a larger --context",
         )
     assert tokenized == []
-    message, _, _ = refused(call(engine, path, asked(most - around)), 400)
+    message, _, _ = refused(call(engine, path, body(most - around)), 400)
     assert f"{name}: expected prompt and answer within the context of 64 tokens, found a prompt of " in message
     assert tokenized == [most]
 

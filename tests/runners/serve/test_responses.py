@@ -1,6 +1,5 @@
 """/v1/responses: items that become a chat, and a chat's answer as items and as the events in which they grow."""
 
-import asyncio
 import json
 import random
 from typing import Any
@@ -13,12 +12,13 @@ from pydantic import TypeAdapter
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import Piece
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.completions import GenerationCall
 from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ApiError, validated
 from ling3export.runners.serve.structure import AnswerFormat
 from tests.support import toy_artifact
+from tests.support.serving import asked
 
 ASKED: dict[str, Any] = {"model": "toy", "input": "A", "temperature": 0, "max_output_tokens": 8}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
@@ -31,12 +31,7 @@ def engine():
 
 
 def call(engine: Engine, body: Any, path: str = "/v1/responses") -> httpx2.Response:
-    async def ask() -> httpx2.Response:
-        transport = httpx2.ASGITransport(application(engine, Policy("toy", None, 8, 100_000)))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://toy") as client:
-            return await client.post(path, json=body)
-
-    return asyncio.run(ask())
+    return asked(engine, Policy("toy", None, 8, 100_000), path, body)
 
 
 def streamed(engine: Engine, body: Any) -> list[dict[str, Any]]:
@@ -230,10 +225,10 @@ def test_items_of_an_answer_go_back_as_a_history():
 
 def test_tools_are_a_chats_tools():
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
-    asked = validated(ResponsesBody, ASKED | {"tools": [tool], "tool_choice": {"type": "function", "name": "f"}}, "toy")
+    body = validated(ResponsesBody, ASKED | {"tools": [tool], "tool_choice": {"type": "function", "name": "f"}}, "toy")
     function = {"name": "f", "parameters": {"type": "object"}, "strict": True}
-    assert asked.offered == [{"type": "function", "function": function}]
-    assert asked.repeated()["tools"] == [tool | {"description": None}]
+    assert body.offered == [{"type": "function", "function": function}]
+    assert body.repeated()["tools"] == [tool | {"description": None}]
 
 
 def answer_of(engine: Engine, form: AnswerFormat | None) -> ResponsesAnswer:
