@@ -28,8 +28,8 @@ from ling3export.runners.engine.request import Request, request_of
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
-from ling3export.runners.load.arrays import packed, unpacked
 from ling3export.runners.load.segments import PendingSave
+from ling3export.runners.load.sharded import packed, unpacked
 from ling3export.runners.state.prefix_cache import PrefixCache
 from ling3export.runners.state.sequence_state import SequenceState, Token, TransferredState
 

@@ -4,13 +4,15 @@ A state that goes back to the devices that it came from needs nothing of other h
 gathered on host 0, and then is a ``SequenceState`` (:mod:`ling3export.runners.state.sequence_state`).
 """
 
+import json
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ling3export.runners.load.arrays import packed, unpacked
+from ling3export.foundation.dtypes import BY_NAME
 
 if TYPE_CHECKING:  # receipts import this before the loader has said what jax needs in the environment
     import jax
@@ -139,3 +141,28 @@ def call_of(arrays: Mapping[str, np.ndarray], places: np.ndarray) -> dict[str, S
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> Place:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
+
+
+def packed(said: object, arrays: Iterable[np.ndarray]) -> bytes:
+    """Arrays in a message between hosts: a JSON value with the arrays' forms, a zero byte, and their bytes.
+
+    Args:
+        said: Any JSON value.
+        arrays: Of dtypes that a state has.
+    """
+    whole = [np.ascontiguousarray(each) for each in arrays]
+    head = json.dumps([said, [[each.dtype.name, each.shape] for each in whole]]).encode()
+    return b"".join([head, b"\0", *(each.reshape(-1).view(np.uint8).data for each in whole)])
+
+
+def unpacked(message: bytes) -> tuple[Any, list[np.ndarray]]:
+    """What ``packed`` was given; the arrays lie in the message."""
+    at = message.index(b"\0") + 1
+    said, forms = json.loads(message[: at - 1])
+    found = []
+    for name, shape in forms:
+        dtype = BY_NAME[name].numpy
+        size = dtype.itemsize * math.prod(shape)
+        found.append(np.frombuffer(message, np.uint8, size, at).view(dtype).reshape(shape))
+        at += size
+    return said, found

@@ -12,8 +12,7 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
-from ling3export.runners.load.arrays import packed, unpacked
-from ling3export.runners.load.sharded import PAGED, ShardedState, Shards
+from ling3export.runners.load.sharded import PAGED, ShardedState, Shards, packed, unpacked
 from ling3export.runners.state.layout import CONV, LATENT, RECURRENT
 from ling3export.runners.state.sequence_state import SequenceState, TransferredState
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
