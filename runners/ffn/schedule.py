@@ -60,7 +60,7 @@ class TokenBuffers:
         row_bytes: Bytes of one pair's data, with its scale.
 
     Attributes:
-        context: As it was when the buffers were opened.
+        context: The context at the time when the buffers were opened.
         data: uint8 ``[A, M, BS, K1, HS]``, a view.
 
     Raises:

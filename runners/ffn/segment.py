@@ -1,8 +1,9 @@
 """One FFN worker's segment of shared memory: its schedule context, who is there, and the buffers both ways.
 
 The segment is a file of ``/dev/shm``. It begins with the context; behind it stand what the worker computes and how it
-ended. Whoever takes part holds a lock on a byte of the file, which the kernel takes back from a process that dies: so a
-death is seen without a heartbeat. The name is removed once all sessions came, or by whoever finds the worker dead.
+ended. Each process that takes part holds a lock on a byte of the file, which the kernel takes back when the process
+dies: so a death is seen without a heartbeat. The name is removed once all sessions came, or by a process that finds the
+worker dead.
 """
 
 import fcntl
@@ -273,7 +274,7 @@ class Segment:
             )
 
     def unlink(self) -> None:
-        """Removes the segment's name, if it is still this one's; who has it open keeps it."""
+        """Removes the segment's name, if it is still this one's; processes that have it open keep it."""
         _unlink(path_of(self.name), self._descriptor)
 
     def close(self) -> None:

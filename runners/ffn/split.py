@@ -225,7 +225,7 @@ class SplitRunner:
         return getattr(self._runner, name)
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Any:
-        """As ``ModelRunner.step``; a decode step has ended when this returns."""
+        """Does what ``ModelRunner.step`` does; a decode step has ended when this returns."""
         if phase != "decode":
             return self._runner.step(phase, padding, fields)
         link = self._connector

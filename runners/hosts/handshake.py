@@ -54,8 +54,8 @@ def listening(host: str, port: int) -> socket.socket:
 class Listener:
     """Answers every caller of a port in a thread of its own, so that a slow one delays nobody.
 
-    While there are ``CALLERS`` that were not admitted, who comes next takes the place of the first of them: who is
-    silent keeps nobody out.
+    While there are ``CALLERS`` that were not admitted, the next caller takes the place of the first of them, so that
+    silent callers keep nobody out.
 
     Args:
         answer: Speaks with a caller, and closes the connection unless it is kept; calls what it gets beside once the
@@ -72,7 +72,7 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Closes the port; those who are being answered are not waited for."""
+        """Closes the port; callers that are being answered are not waited for."""
         self._closed = True
         with suppress(OSError):
             self._bound.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
@@ -165,8 +165,8 @@ def proof_of(secret: str, role: str, nonces: tuple[str, str], host: int) -> str:
 
     Args:
         secret: The key.
-        role: Who proves it, so that neither can send the other's proof back.
-        nonces: Those of who answers and of the caller.
+        role: The side that proves it, so that neither side can send the other's proof back.
+        nonces: That of the listener and that of the caller.
         host: Number of the caller.
     """
     text = " ".join(("ling3", str(PROTOCOL), role, *nonces, str(host)))
@@ -180,7 +180,7 @@ def challenge(caller: socket.socket, secret: str, until: float, roles: tuple[str
         caller: The connection.
         secret: What both ends know.
         until: When both have to be done, on the monotonic clock.
-        roles: Who calls, and who answers: a proof for one purpose serves no other.
+        roles: Names of the caller and of the listener: a proof for one purpose serves no other.
 
     Raises:
         OSError, ValueError: The caller does not know the secret, or is too slow.

@@ -38,7 +38,7 @@ from ling3export.runners.hosts.handshake import (
 from ling3export.runners.hosts.hosts import Hosts
 
 IDENTITY, WELCOME, FAILED = b"I", b"W", b"F"
-ROLES = ("caller", "host 0")  # who calls, and who answers
+ROLES = ("caller", "host 0")  # names of both sides in their proofs
 ANSWERING = 10.0  # seconds that host 0 stays to say why it ends before it has met the others
 PAUSE = 0.1  # seconds between two calls
 

@@ -47,10 +47,10 @@ class RoutingPolicy:
     """How a router chooses.
 
     Attributes:
-        weight: Of a prompt's known share.
+        weight: What the share of a prompt that a server knows counts, against the server's load.
         every: Seconds between two looks at each server.
-        most_local: A prompt that lacks no more tokens than these is prefilled by who decodes it.
-        most_queued: And so is any prompt while each server that prefills has so many requests.
+        most_local: A prompt that lacks no more tokens than these is prefilled by the server that decodes it.
+        most_queued: While each server that prefills has so many requests, so is every prompt.
     """
 
     weight: float = 1.0

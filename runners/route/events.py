@@ -31,8 +31,8 @@ class EventSource(msgspec.Struct, frozen=True):
     """Where a server tells its events, as its ``/health`` says; both ports are at the server's own address.
 
     Attributes:
-        port: Of the events.
-        replay_port: Of the questions.
+        port: The port of the events.
+        replay_port: The port where missed events are asked for.
         topic: What messages begin with.
         block_size: Tokens a block.
         instance: Another one after each start of the server.

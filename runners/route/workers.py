@@ -151,7 +151,8 @@ class PrefillRefusedError(Exception):
 
 
 async def prefilled(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Has a server prefill the prompt of a client's body; gives the ``kv_transfer_params`` of who decodes.
+    """Has a server prefill the prompt of a client's body; gives the ``kv_transfer_params`` for the server that
+    decodes.
 
     Leaving early closes the connection, by which the server frees what it has computed.
 

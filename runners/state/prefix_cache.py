@@ -33,7 +33,7 @@ class Stored(NamedTuple):
         parent: The name before them; None for the first blocks of a sequence.
         tokens: Theirs.
         block: Tokens a block.
-        salt: Who gives another one finds none of them.
+        salt: Requests with another salt cannot find them.
         state: Whether the recurrent state behind each is meant, and not its latents.
     """
 
@@ -63,13 +63,13 @@ class Pools(Protocol):
     """What the cache needs of a block manager."""
 
     def incref(self, pages: Sequence[int]) -> None:
-        """Notes one more who holds pages."""
+        """Adds one to the reference counts of pages."""
 
     def decref(self, pages: Sequence[int]) -> None:
-        """Notes one less who holds pages."""
+        """Takes one from the reference counts of pages."""
 
     def is_unshared(self, page: int) -> bool:
-        """Whether a single one holds a page."""
+        """Whether a page has one reference."""
 
     def take_snapshot(self) -> int | None:
         """A free snapshot's slot."""
@@ -88,9 +88,10 @@ class Node:
         page: Where its latents are.
         depth: Blocks up to its end.
         snapshot: The slot of the state behind it, if one is kept.
-        transient: Whether that is the end of a turn so far, which goes first: the turn's next end replaces it.
-        children: Nodes behind it.
-        through: Snapshots behind it and behind the nodes that follow: while there is one, a prompt can hit the block.
+        transient: Whether the snapshot is the latest one of a decode. It is evicted before snapshots of prompts, and
+            the next one of the same decode replaces it.
+        children: How many nodes have this one as their parent.
+        through: How many snapshots this node and its descendants have: while there is one, a prompt can hit the block.
     """
 
     name: bytes
@@ -104,7 +105,7 @@ class Node:
 
 
 class Text(NamedTuple):
-    """What a sequence says: its salt, and its tokens from one position to another."""
+    """A sequence's salt, and what gives its tokens from one position to another."""
 
     salt: str
     tokens: Callable[[int, int], Sequence[int]]
@@ -135,7 +136,7 @@ class SnapshotCost(NamedTuple):
     Attributes:
         keep: What copying one state costs.
         token: What prefilling one token costs.
-        unit: Of both: ``s`` as measured or estimated, or ``bytes`` that are moved where nobody knows the device. The
+        unit: The unit of both: ``s``, measured or estimated, or ``bytes`` that are moved, where no times are known. The
             bytes of prefill leave out what its products compute, and loops count once, so a snapshot is kept too rarely
             rather than too often.
     """
@@ -158,7 +159,7 @@ class PrefixCache:
     """A tree of blocks.
 
     Args:
-        pools: Who gives pages and snapshots.
+        pools: The block manager, which gives pages and snapshots.
         block: Tokens a block: those of a page.
         root: What names of nodes begin with: artifacts whose states differ have different ones.
         every: Tokens between the snapshots of a prompt: a multiple of ``block``, else the next one.
@@ -224,8 +225,8 @@ class PrefixCache:
         """The longest known beginning of a prompt that a sequence can go on from; nothing changes.
 
         Args:
-            names: Of the prompt's blocks.
-            most: No more than so many tokens: the last one has to be computed, for its logits.
+            names: The names of the prompt's blocks.
+            most: The most tokens that may be hit: the last one has to be computed, for its logits.
         """
         path = self.path(names)
         usable = path[: most // self.block]
@@ -264,8 +265,8 @@ class PrefixCache:
         """Makes the nodes of a sequence's first blocks, at least one, where there are none yet.
 
         Args:
-            names: Of the blocks, all stored.
-            pages: Of the blocks; the tree holds those of its new nodes from now on.
+            names: The names of the blocks, all of which are stored.
+            pages: The pages of the blocks; the tree holds those of its new nodes from now on.
 
         Returns:
             The node of the last block.
@@ -400,7 +401,7 @@ class PrefixCache:
 
 
 def chain_start(root: str, salt: str) -> bytes:
-    """The name before the first block of a sequence: another for each ``salt``, so who gives another shares nothing."""
+    """The name before the first block of a sequence: another for each ``salt``, so that two salts share nothing."""
     return hashlib.sha256(root.encode() + salt.encode("utf-8", "surrogatepass")).digest()
 
 

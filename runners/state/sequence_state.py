@@ -58,8 +58,8 @@ class SequenceState:
     """The state behind a sequence's tokens.
 
     Attributes:
-        descriptor: As JSON: ``state``, what decides who may go on from it (``description_of``), and what its writer
-            says beside.
+        descriptor: A JSON object: ``state``, which decides what artifacts can continue from it (``description_of``),
+            and what its writer adds.
         tokens: int32 ``[n]``: those whose latents are here.
         arrays: By name, in canonical order: the latents of these tokens, and the recurrent and conv state behind the
             last of them. Empty where there is no token.

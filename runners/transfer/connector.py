@@ -48,7 +48,7 @@ class TransferRequest(NamedTuple):
     Attributes:
         request_id: Its id.
         prompt_ids: Its prompt.
-        cache_salt: Who gives another one shares nothing.
+        cache_salt: Requests with different salts share nothing.
         kv_transfer_params: What the client or a router gave, of any form; None where nothing is transferred.
     """
 

@@ -2,8 +2,8 @@
 
 A file is there whole or not at all: it is written under another name. Its writer holds a lock on it for as long as it
 writes, and on a leased one until the lease has ended; the system drops the locks of a process that is killed. So one
-look tells what somebody waits for from what was left behind. The time of a leased file is when its lease began: whoever
-waits for the state renews the lease by setting the time, and takes the state by removing the file.
+look tells files that a process waits for from files that were left behind. The time of a leased file is when its lease
+began: the reader renews the lease by setting the time, and takes the state by removing the file.
 """
 
 import fcntl
@@ -177,7 +177,7 @@ class FolderStore:
     def trim(self, most: int) -> set[str]:
         """Removes the files that were not used for longest until the others have ``most`` bytes; their names.
 
-        Who reads one of them meanwhile has all of it: it is open.
+        A process that reads one of them meanwhile still gets all of it, because it has the file open.
         """
         found = sorted(
             (status.st_mtime_ns, path, status.st_size) for path, status in _files(self._folder, self._prefix)

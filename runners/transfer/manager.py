@@ -46,7 +46,7 @@ class KVTransferManager:
     """Saves states for other engines, and loads theirs.
 
     Args:
-        connector: Who does it.
+        connector: What saves and loads them.
         store: What the connector uses, for its counts.
         groups: The layers of each of the connector's groups.
         vocab_size: Token ids are below it.
@@ -76,7 +76,7 @@ class KVTransferManager:
         self._thread.start()
 
     def save(self, number: int, request: Any, exported: Exported | None, done: Saved) -> None:
-        """Offers the state behind a prompt to whoever ``done`` tells of it.
+        """Saves the state behind a prompt for another engine.
 
         Args:
             number: The request's.
@@ -199,7 +199,7 @@ class KVTransferManager:
                 self._take_back(params)
 
     def _take_back(self, params: Mapping[str, Any]) -> None:
-        """Frees what was offered, as whoever wants it no more does."""
+        """Frees a state that was saved for another engine, as that engine would do."""
         self._connector.give_back(StateAddress(params["transfer_id"], params["remote_host"], params["remote_port"]))
 
     def _load(self, ticket: TransferRequest, begun: float, done: Loaded) -> None:

@@ -33,7 +33,7 @@ class Transfer:
         port: With ``tcp``, its port; 0 for any that is free.
         folder: With ``file``, where the states are.
         limit: Bytes that states may take: in shared memory those of all processes of this user, else of this one.
-        lease: Seconds that a state is kept for whoever was promised it.
+        lease: Seconds that a state is kept for its reader.
         deadline: Seconds that taking a state may last.
         secret: With ``tcp``, what both ends know; needed where other machines reach the address.
 

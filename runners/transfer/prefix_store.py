@@ -2,8 +2,8 @@
 
 A thread of its own reads and writes. A request whose beginning is longer in the folder than in the cache arrives with
 that state. When a sequence ends, the snapshots of its path are written, each with the latents since the snapshot before
-it. Files are there whole or not at all, and whoever reads one checks it: a process may be killed at any time, and two
-may write one file. One whose predecessor is gone is removed, too, and written again when the prompt comes again.
+it. Files are there whole or not at all, and each is checked when it is read: a process may be killed at any time, and
+two may write one file. A file whose predecessor is gone is removed, too, and written again with the next such prompt.
 """
 
 import hashlib

@@ -1,4 +1,4 @@
-"""States over TCP: whoever has them listens, and whoever wants one takes it by its name, once.
+"""States over TCP: their holder listens, and a taker gets a state by its name, once.
 
 Both ends prove to each other that they know the secret (:mod:`handshake <ling3export.runners.hosts.handshake>`) before
 either says more. Then:
