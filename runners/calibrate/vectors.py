@@ -175,11 +175,9 @@ class VectorRunner:
 
     def split(self, manifest: Manifest, padding: int, pairs: int) -> Logits:
         """:meth:`decode` through ``attend@padding``, ``dispatch@pairs`` and their like."""
-        sizes, phases = split.Sizes(manifest, self._target), Phases()
-        exchange = split.LocalExperts(split.ExpertPrograms(self._runner, sizes, (pairs,), phases))
-        return self.decode(
-            padding, lambda fields: split.decode(self._runner, sizes, exchange, fields, padding, 1, phases)
-        )
+        sizes = split.Sizes(manifest, self._target)
+        exchange = split.LocalExperts(split.ExpertPrograms(self._runner, sizes, (pairs,), Phases()), padding)
+        return self.decode(padding, lambda fields: split.decode(self._runner, sizes, exchange, fields))
 
     def decode(self, padding: int, step: Callable[[Fields], np.ndarray] | None = None) -> Logits:
         """Prefills every prompt at the smallest padding, then decodes the given tokens, as many rows a step as fit.

@@ -16,7 +16,19 @@ if TYPE_CHECKING:
 
 
 class Exchange(Protocol):
-    """Where routed experts are computed."""
+    """Where routed experts are computed.
+
+    Attributes:
+        tokens: The most tokens of a micro batch: a padding of ``attend``.
+        micro_batches: How many micro batches may be in flight; their numbers are below it.
+        synchronous: Whether each number must have as many micro batches as the others, in turn: empty ones, if need be.
+        phases: Where the programs' times go.
+    """
+
+    tokens: int
+    micro_batches: int
+    synchronous: bool
+    phases: Phases
 
     def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
         """Gives the tokens of a micro batch away."""
@@ -70,7 +82,7 @@ class ExpertPrograms:
     """
 
     def __init__(self, runner: "ModelRunner", sizes: Sizes, paddings: tuple[int, ...], phases: Phases) -> None:
-        self._runner, self._sizes, self.paddings, self._phases = runner, sizes, paddings, phases
+        self._runner, self._sizes, self.paddings, self.phases = runner, sizes, paddings, phases
 
     def __call__(self, data: np.ndarray, expert_ids: np.ndarray, layer_ids: np.ndarray) -> np.ndarray:
         """What each pair's expert makes of it.
@@ -97,10 +109,10 @@ class ExpertPrograms:
             fields[name] = np.full(padding, rest, np.int32)
             fields[name][:count] = values
         fields["out_num"] = np.array([count], np.int32)
-        with self._phases.timed("dispatch"):
+        with self.phases.timed("dispatch"):
             found = self._runner.call(f"dispatch@{padding}", fields, {"token_data": rows})
             place, live = self._runner.read(found["gather_idx"]), int(self._runner.read(found["actual_token_num"])[0])
-        with self._phases.timed("experts"):
+        with self.phases.timed("experts"):
             batch = {name: value for name, value in found.items() if name in ("y", "group_list", "dynamic_scale")}
             done = self._runner.read(self._runner.call(f"experts@{padding}", {}, batch)["results"])
         results = np.zeros(padding, self._sizes.back)
@@ -109,10 +121,17 @@ class ExpertPrograms:
 
 
 class LocalExperts:
-    """An exchange that travels nowhere: for receipts, and to compare with."""
+    """An exchange that travels nowhere: for receipts, and to compare with.
 
-    def __init__(self, programs: ExpertPrograms) -> None:
-        self._programs = programs
+    Args:
+        programs: What computes the experts.
+        tokens: The most tokens of a micro batch.
+    """
+
+    micro_batches, synchronous = 1, False
+
+    def __init__(self, programs: ExpertPrograms, tokens: int) -> None:
+        self._programs, self.tokens, self.phases = programs, tokens, programs.phases
         self._done: dict[int, np.ndarray] = {}
 
     def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
@@ -127,38 +146,25 @@ class LocalExperts:
         return self._done.pop(micro_batch)
 
 
-def decode(
-    runner: "ModelRunner",
-    sizes: Sizes,
-    exchange: Exchange,
-    fields: Mapping[str, np.ndarray],
-    tokens: int,
-    in_flight: int,
-    phases: Phases,
-    *,
-    in_turn: bool = False,
-) -> np.ndarray:
-    """A decode step as micro batches, of which up to ``in_flight`` wait for their experts.
+def decode(runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+    """A decode step as micro batches, of which some wait for their experts while others are computed.
 
     Its sequences are divided evenly among those, so that there is one to compute while another is away.
 
     Args:
         runner: The loaded programs.
         sizes: Those of the target.
-        exchange: Where experts are computed.
+        exchange: Where experts are computed, and how many micro batches may wait for it.
         fields: Those of ``decode``.
-        tokens: The most sequences of a micro batch: a padding of ``attend``.
-        in_flight: How many there may be at once; their numbers are below it.
-        phases: Where the programs' times go.
-        in_turn: Whether the last micro batches are followed by empty ones, until each number had as many.
 
     Returns:
         Logits, fp32 ``[rows, vocab]``.
     """
+    tokens, in_flight = exchange.tokens, exchange.micro_batches
     used = int(np.max(np.flatnonzero(fields["slot"]), initial=0)) + 1
     size = min(tokens, -(-used // in_flight))
     parts = -(-used // size)
-    parts += -parts % in_flight if in_turn else 0
+    parts += -parts % in_flight if exchange.synchronous else 0
     starts, free = deque(range(0, parts * size, size)), deque(range(in_flight))
     out: dict[int, np.ndarray] = {}
     running: deque[tuple[int, int, Iterator[Any]]] = deque()
@@ -166,7 +172,7 @@ def decode(
         while starts and free:
             start, number = starts.popleft(), free.popleft()
             part = {name: _part(value[start : start + size], tokens) for name, value in fields.items()}
-            running.append((start, number, _micro_batch(runner, sizes, exchange, part, number, phases)))
+            running.append((start, number, _micro_batch(runner, sizes, exchange, part, number)))
         start, number, work = running.popleft()
         logits = next(work)  # until its tokens are sent, or to the end
         if logits is None:
@@ -185,13 +191,13 @@ def _part(values: np.ndarray, count: int) -> np.ndarray:
 
 
 def _micro_batch(
-    runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: dict[str, np.ndarray], number: int, phases: Phases
+    runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: dict[str, np.ndarray], number: int
 ) -> Iterator[Any]:
     """One micro batch through all layers: None whenever its tokens are away, in the end its logits."""
     count = len(fields["slot"])
     hidden: Any = np.zeros((count, *sizes.back.shape), np.float32)
     for layer in range(sizes.layers):
-        with phases.timed("attend"):
+        with exchange.phases.timed("attend"):
             at = fields | {"layer": np.array([layer], np.int32)}
             out = runner.call(f"attend@{count}", at, {"hidden": hidden})
             tokens, chosen = runner.read(out["tokens"]), runner.read(out["expert_ids"])
@@ -201,7 +207,7 @@ def _micro_batch(
         exchange.send_attn_output(number, layer - sizes.dense, tokens, chosen)
         yield None
         results = exchange.recv_ffn_output(number)
-        with phases.timed("combine"):
+        with exchange.phases.timed("combine"):
             batch = {name: out[name] for name in ("residual", "expert_ids", "weights")} | {"results": results}
             hidden = runner.call(f"combine@{count}", {}, batch)["hidden"]
     yield runner.call(f"head@{count}", {}, {"hidden": hidden})["logits"]
@@ -228,18 +234,8 @@ class SplitRunner:
         """Does what ``ModelRunner.step`` does; a decode step has ended when this returns."""
         if phase != "decode":
             return self._runner.step(phase, padding, fields)
-        link = self._connector
         with self.phases.timed("decode"):
-            logits = decode(
-                self._runner,
-                self._sizes,
-                link,
-                fields,
-                link.tokens,
-                link.micro_batches,
-                link.phases,
-                in_turn=link.synchronous,
-            )
+            logits = decode(self._runner, self._sizes, self._connector, fields)
         return self._runner.logits(logits)
 
 

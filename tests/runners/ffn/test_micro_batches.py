@@ -41,7 +41,10 @@ class Runner:
 class Exchange:
     """Notes how many micro batches are away."""
 
-    def __init__(self) -> None:
+    tokens, phases = TOKENS, Phases()
+
+    def __init__(self, micro_batches: int, synchronous: bool) -> None:
+        self.micro_batches, self.synchronous = micro_batches, synchronous
         self.away: dict[int, np.ndarray] = {}
         self.sent: list[int] = []
         self.most = 0
@@ -65,17 +68,8 @@ def test_every_row_gets_its_logits_whatever_is_in_flight(rows: int, in_flight: i
     slots = np.zeros(padding, np.int32)
     slots[:rows] = np.arange(1, rows + 1)
     fields = {"slot": slots, "page_table": np.zeros((padding, 3), np.int32)}
-    runner, exchange = Runner(), Exchange()
-    logits = decode(
-        runner,
-        SIZES,
-        exchange,
-        fields,
-        TOKENS,
-        in_flight,
-        Phases(),
-        in_turn=in_turn,  # type: ignore[arg-type]
-    )
+    runner, exchange = Runner(), Exchange(in_flight, in_turn)
+    logits = decode(runner, SIZES, exchange, fields)  # type: ignore[arg-type]
     assert logits.shape == (padding, VOCABULARY)
     assert (logits[:rows] == (slots[:rows] + LAYERS + 10 * (LAYERS - DENSE))[:, None]).all()
     assert exchange.away == {}

@@ -28,7 +28,7 @@ from ling3export.runners.calibrate.receipts import relative_error
 from ling3export.runners.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.ffn.segment import FOLDER, PREFIX, FfnGone
+from ling3export.runners.ffn.segment import FOLDER, PREFIX
 from ling3export.runners.ffn.worker import FfnWorker
 from tests.support.artifacts_fixture import Artifacts
 from tests.support.serving import Server
@@ -140,20 +140,6 @@ def test_tokens_are_those_of_one_engine(
     assert [found[session] for session in range(attention)] == expected[:attention]
 
 
-def test_a_worker_that_ends_fails_what_runs_and_says_why(folder: Path):
-    """SIGTERM clears the run flag; here it is cleared beside it."""
-    base = name()
-    worker = FfnWorker(folder, base, check="programs", report=quiet)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    with Engine(folder, check="programs", report=quiet, ffn=[base]) as engine:
-        assert len(engine.generate([[1, 2]], max_tokens=SHORT, ignore_eos=True)[0].token_ids) == SHORT
-        worker.segment.buffers.stop()
-        thread.join(30)
-        with pytest.raises(EngineStopped, match=r"ffn worker `split-.*`: expected it to answer, found it ended"):
-            engine.generate([[1, 2]], max_tokens=SHORT, ignore_eos=True)
-
-
 def test_an_artifact_without_split_programs_is_refused(artifact: Artifacts):
     whole = artifact("micro-tp1")
     with pytest.raises(ArtifactError, match="expected the programs of `build --afd`, found none"):
@@ -165,11 +151,6 @@ def test_an_artifact_without_split_programs_is_refused(artifact: Artifacts):
 def test_more_sessions_than_were_built_for_are_refused(folder: Path):
     with pytest.raises(ArtifactError, match=r"micro batches of 2 tokens of 4 sessions: .* experts at \[8, 24\] pairs"):
         FfnWorker(folder, name(), sessions=4, report=quiet)
-
-
-def test_no_worker_ends_the_start(folder: Path):
-    with pytest.raises(FfnGone, match=r"expected an FFN worker within 0\.1 s"):
-        Engine(folder, check="programs", report=quiet, ffn=["nobody"], ffn_timeout=0.1)
 
 
 def test_receipts_have_the_split_cells(folder: Path):
