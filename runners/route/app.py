@@ -59,13 +59,6 @@ class RoutingPolicy:
     most_queued: int = 64
 
 
-class _BadAnswer(Exception):
-    """An answer that another server would not improve: it goes to the client unchanged."""
-
-    def __init__(self, status: int, data: bytes) -> None:
-        self.status, self.data = status, data
-
-
 class Router:
     """Sends requests on.
 
@@ -135,6 +128,7 @@ class Router:
 
         Raises:
             ApiError: No server is there.
+            PrefillRefusedError: The request is wrong for every server.
         """
         prompt = await self._tokens(path, body)
         self._known.labels("load" if prompt is None else "events").inc()
@@ -194,7 +188,7 @@ class Router:
         """The ``kv_transfer_params`` of a server that prefilled the prompt; None if none could.
 
         Raises:
-            _BadAnswer: The request is wrong for every server.
+            PrefillRefusedError: The request is wrong for every server.
         """
         tried: list[Worker] = []
         while (worker := self._pick(self.prefill, prompt, tried)) is not None:
@@ -203,7 +197,7 @@ class Router:
                     params = await prefilled(worker.endpoint, path, body)
             except PrefillRefusedError as error:
                 if error.wrong:
-                    raise _BadAnswer(error.status, error.data) from None
+                    raise
                 self._falls.labels("prefill_refused").inc()
             except Ling3Error:
                 worker.lost()
@@ -256,7 +250,7 @@ class _Call:
                     if reply.data:
                         await send({"type": "http.response.body", "body": reply.data, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
-        except _BadAnswer as error:
+        except PrefillRefusedError as error:  # another server would not improve it
             await Response(error.data, error.status, media_type="application/json")(scope, receive, send)
         except ApiError as error:
             await refused(error)(scope, receive, send)

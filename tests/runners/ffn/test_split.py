@@ -37,7 +37,7 @@ from tests.support.tolerances import BFLOAT16_MEDIAN, SAME
 pytestmark = pytest.mark.build
 
 MICRO = 2  # tokens of a micro batch
-LONG, SHORT = 7, 3
+LONG = 7
 
 
 @pytest.fixture(scope="module")

@@ -8,8 +8,8 @@ import pytest
 
 from bench.pd import PHASES
 from bench.pd import main as demo
-from ling3export.runners.route.app import Router, RoutingPolicy, _BadAnswer, application, workers_of
-from ling3export.runners.route.workers import WorkerLoad, best, scores
+from ling3export.runners.route.app import Router, RoutingPolicy, application, workers_of
+from ling3export.runners.route.workers import PrefillRefusedError, WorkerLoad, best, scores
 from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.schema import ApiError
 from tests.support.routers import FakeServer
@@ -122,7 +122,7 @@ def test_the_prompt_of_a_response_is_computed_where_it_is_answered():
 def test_a_wrong_request_is_refused_by_whoever_sees_it_first():
     p, d = Fake((400, {"error": {"message": "wrong"}})), Fake()
     error, _, _ = routed([p], [d])
-    assert isinstance(error, _BadAnswer) and error.status == 400 and not d.asked
+    assert isinstance(error, PrefillRefusedError) and error.status == 400 and not d.asked
 
 
 @pytest.mark.parametrize("failing", [None, (503, {})])
