@@ -124,22 +124,26 @@ def receive(peer: socket.socket, largest: int = LARGEST, until: float | None = N
         ConnectionError: The other end is gone, or does not speak this protocol.
         TimeoutError: It has been silent for the socket's timeout, or is too slow.
     """
-    kind, length = HEAD.unpack(_exactly(peer, HEAD.size, until))
+    head = bytearray(HEAD.size)
+    receive_into(peer, head, until)
+    kind, length = HEAD.unpack(head)
     if length > largest:
         raise ConnectionError(f"a message of {length:,} bytes")
-    return kind, _exactly(peer, length, until)
+    payload = bytearray(length)
+    receive_into(peer, payload, until)
+    return kind, bytes(payload)
 
 
-def _exactly(peer: socket.socket, count: int, until: float | None) -> bytes:
-    data = bytearray()
-    while len(data) < count:
+def receive_into(peer: socket.socket, buffer: Any, until: float | None) -> None:
+    """Fills all of a buffer; the arguments and errors are those of :func:`receive`."""
+    view = memoryview(buffer).cast("B")
+    while view.nbytes:
         if until is not None:
             peer.settimeout(max(0.001, until - time.monotonic()))
-        part = peer.recv(min(count - len(data), 1 << 20))
-        if not part:
+        count = peer.recv_into(view, min(view.nbytes, 1 << 20))
+        if not count:
             raise ConnectionError("its connection was closed")
-        data += part
-    return bytes(data)
+        view = view[count:]
 
 
 def tell(peer: socket.socket, kind: bytes, **said: object) -> None:

@@ -34,6 +34,7 @@ from ling3export.runners.hosts.handshake import (
     listening,
     prove,
     receive,
+    receive_into,
     send,
     tell,
 )
@@ -257,10 +258,6 @@ class _Coming(io.RawIOBase):
     def __init__(self, peer: socket.socket, until: float) -> None:
         self._peer, self._until = peer, until
 
-    def readable(self) -> bool:
-        """It is."""
-        return True
-
     def read(self, size: int = -1) -> bytes:
         """So many bytes."""
         data = bytearray(size)
@@ -269,11 +266,5 @@ class _Coming(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Fills all of a buffer."""
-        view = memoryview(buffer).cast("B")
-        while view.nbytes:
-            self._peer.settimeout(max(0.001, self._until - time.monotonic()))
-            count = self._peer.recv_into(view, min(view.nbytes, 1 << 20))
-            if not count:
-                raise ConnectionError("its connection was closed")
-            view = view[count:]
+        receive_into(self._peer, buffer, self._until)
         return memoryview(buffer).nbytes
