@@ -175,7 +175,7 @@ class Router:
         return True
 
     def _lacking(self, body: dict[str, Any], prompt: Tokens | None) -> int:
-        """How many tokens of a prompt the servers that decode lack; about that where the tokens are not known."""
+        """How many tokens of a prompt no server that decodes has cached; an estimate where the tokens are not known."""
         if prompt is not None:
             hits = [worker.events.hit(prompt) for worker in self.decode if worker.events.live]
             return prompt.length - max(hits, default=0)

@@ -21,7 +21,7 @@ _BATCH = msgspec.msgpack.Decoder(tuple[float, list[BlockStored | BlockRemoved | 
 
 
 class MalformedError(ValueError):
-    """A message has another form than events have."""
+    """A message does not have the form of events."""
 
 
 def events_of(data: bytes) -> list[BlockEvent]:
@@ -66,7 +66,7 @@ class Tokens:
 
 
 class Blocks:
-    """What one server has.
+    """The blocks and states of one server.
 
     Args:
         block: Tokens a block: another size is refused.

@@ -77,7 +77,7 @@ class KVEventSubscriber:
 
     @property
     def live(self) -> bool:
-        """Whether what is known is all that the server has."""
+        """Whether all blocks of the server are known."""
         return self._blocks is not None
 
     @property
@@ -108,7 +108,7 @@ class KVEventSubscriber:
         self._said = number
 
     def end(self) -> None:
-        """Forgets all, and asks nobody."""
+        """Forgets everything, and stops listening."""
         if self._task is not None:
             self._task.cancel()
         self._task = self._source = self._blocks = None
@@ -147,7 +147,7 @@ class KVEventSubscriber:
             await asyncio.sleep(pause)
 
     async def _asked(self, context: zmq.asyncio.Context, source: EventSource) -> Blocks:
-        """All that the server has, by its own answer.
+        """Asks the server for all of its blocks.
 
         Raises:
             MalformedError: The answer is none.
@@ -172,7 +172,7 @@ class KVEventSubscriber:
         return blocks
 
     async def _heard(self, heard: zmq.asyncio.Socket, blocks: Blocks) -> str:
-        """Takes messages until one is not the next; why it is none."""
+        """Takes messages until one is not the next; returns why it is not."""
         before = -1
         while True:
             frames = await heard.recv_multipart()

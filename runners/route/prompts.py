@@ -19,7 +19,7 @@ AGAIN = 10.0  # seconds until the next question after a failure
 
 
 class Prompts:
-    """Asks servers.
+    """Asks servers for the tokens of prompts.
 
     Args:
         workers: Whom to ask.

@@ -118,7 +118,7 @@ class Worker:
 
 
 def _samples(text: str) -> dict[str, float]:
-    """What a page of metrics says, by name; nothing where it is none."""
+    """The values of a page of metrics, by name; empty where the text is no such page."""
     try:
         found = [each for family in text_string_to_metric_families(text) for each in family.samples]
     except ValueError:
@@ -136,7 +136,7 @@ def best(workers: Sequence[Worker], weight: float, tokens: Tokens | None = None)
 
 
 class PrefillRefusedError(Exception):
-    """A server answered, and gave no state away.
+    """A server answered, and did not prefill for another one.
 
     Attributes:
         status: Its answer's status; 200 where the answer has no ``kv_transfer_params``.

@@ -1,1 +1,1 @@
-"""What sequences leave behind for others: the prefix cache."""
+"""The state of a sequence, and the prefix cache, which keeps states for later prompts."""

@@ -1,4 +1,4 @@
-"""What the states of an artifact's sequences hold, and which other artifacts may go on from them."""
+"""The arrays of sequence states, and which artifacts can continue from each other's states."""
 
 import json
 import math
@@ -18,7 +18,7 @@ Form = tuple[str, tuple[int, ...], str]  # name, shape and dtype of an array
 
 
 class StateMismatch(Ling3Error):
-    """Two artifacts whose sequences cannot go on from each other's state."""
+    """Two artifacts whose sequences cannot continue from each other's states."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def nbytes(form: Form) -> int:
 
 
 def layout_of(target: Target, what: str = "transfer") -> StateLayout:
-    """What the states of a target's sequences hold.
+    """The layout of the states of a target's sequences.
 
     Raises:
         ArtifactError: It has no programs that move states; ``what`` says who needs them.
@@ -79,7 +79,7 @@ def layout_of(target: Target, what: str = "transfer") -> StateLayout:
 
 
 def description_of(manifest: Manifest, target: Target) -> dict[str, object]:
-    """What decides whether states fit, in few words: they name what differs."""
+    """The fields that decide whether states fit; an error names those that differ."""
     config = {name: value for name, value in manifest.config.items() if not name.endswith("token_id")}
     weights = {name: tensor.sha256 for name, tensor in manifest.weights.index.items()}
     layout = layout_of(target)
@@ -93,7 +93,7 @@ def description_of(manifest: Manifest, target: Target) -> dict[str, object]:
 
 
 def root_of(manifest: Manifest, target: Target) -> str:
-    """What names of states begin with: another one where the form of the state or the weights differ."""
+    """The root of the names of states: artifacts whose weights or layouts differ have different ones."""
     (name,) = (name for name, each in manifest.targets.items() if each is target)
     return sha256_of(manifest.state_of(name))
 

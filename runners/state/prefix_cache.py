@@ -113,7 +113,7 @@ class Text(NamedTuple):
 
 @dataclass(frozen=True)
 class Hit:
-    """What the tree knows of a prompt.
+    """The longest beginning of a prompt that is in the tree.
 
     Attributes:
         tokens: From here on the prompt must be computed.
@@ -151,7 +151,7 @@ class SnapshotCost(NamedTuple):
         return int(self.keep / self.token) + 1
 
     def record(self) -> dict[str, float | str]:
-        """Both sides and what follows, as JSON."""
+        """Both costs and the fewest tokens that follow from them, as JSON."""
         return {"keep": self.keep, "prefill_token": self.token, "unit": self.unit, "least_tokens": self.least}
 
 
@@ -204,7 +204,7 @@ class PrefixCache:
         return len(self._nodes)
 
     def record(self) -> dict[str, Any]:
-        """What it holds, what it gave up, and both sides of what a snapshot is worth, as JSON."""
+        """Counts of what it holds and has evicted, and the cost of a snapshot, as JSON."""
         return {
             "pages": len(self._nodes),
             "snapshots": len(self._kept),
@@ -222,7 +222,7 @@ class PrefixCache:
         yield from chained(before, tokens[: len(tokens) // self.block * self.block], self.block)
 
     def look_up(self, names: Sequence[bytes], most: int) -> Hit:
-        """The longest known beginning of a prompt that a sequence can go on from; nothing changes.
+        """The longest known beginning of a prompt from which a sequence can continue; nothing changes.
 
         Args:
             names: The names of the prompt's blocks.
@@ -254,7 +254,7 @@ class PrefixCache:
         return found
 
     def use(self, names: Sequence[bytes], hit: Hit) -> None:
-        """Notes that a sequence goes on from ``hit``: its blocks and its snapshot were used last."""
+        """Notes that a sequence continues from ``hit``: its blocks and its snapshot are now the most recently used."""
         count = hit.tokens // self.block
         if count:
             self._kept[names[count - 1]].transient = False
@@ -284,7 +284,7 @@ class PrefixCache:
         return node
 
     def room(self, *, transient: bool) -> int | None:
-        """A snapshot's slot, evicting one if need be: a ``transient`` one takes the place of another such alone."""
+        """A slot for a snapshot. If none is free, one is evicted: for a ``transient`` snapshot only a transient one."""
         slot = self._pools.take_snapshot()
         if slot is None and (node := self._cheapest(transient)) is not None:
             self._give_up(node)
@@ -414,7 +414,7 @@ def chained(before: bytes, tokens: Sequence[int], block: int) -> Iterator[bytes]
 
 
 def snapshot_cost(target: Target, measured: Mapping[str, float]) -> SnapshotCost | None:
-    """What snapshots of a target with programs that move states are worth; None where nothing says so.
+    """The cost of a snapshot of a target with programs that move states; None where nothing tells it.
 
     Args:
         target: The manifest's.

@@ -50,7 +50,7 @@ Token = tuple[int, tuple[float, tuple[tuple[int, float], ...]] | None]  # and wh
 
 
 class StateFileError(Ling3Error):
-    """A file is no whole saved state."""
+    """A file is not a whole saved state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +148,7 @@ def fill(state: SequenceState, pools: Arrays, layers: Mapping[str, range] | None
 
 
 def token_of(token: Any, likely: Any, vocab_size: int) -> Token:
-    """A token that another process sampled, and what it said of it.
+    """A token that another process sampled, with its log probabilities.
 
     Raises:
         LookupError, TypeError, ValueError: It has another form.
@@ -283,7 +283,7 @@ def load_state(path: Path, layout: StateLayout, description: Mapping[str, object
 
 
 def refused(path: Path, found: str) -> StateFileError:
-    """The error for a file that is none of ours."""
+    """The error for a file that is not a saved state."""
     return StateFileError(
         f"state `{path.name}`: expected a whole file that Engine.save wrote, found {found}, in {path.parent}",
         "copy it again, or save it again",
@@ -291,7 +291,7 @@ def refused(path: Path, found: str) -> StateFileError:
 
 
 def _record(file: BinaryIO | io.RawIOBase, size: int) -> tuple[bytes, str, str, dict[str, Any]]:
-    """All bytes before the arrays of a file of so many, and of them the record's text, the crc32, and the record."""
+    """The bytes before the arrays of a file of ``size`` bytes, the record's text, the crc32, and the record."""
     length = file.read(LENGTH.size)
     if len(length) != LENGTH.size or (count := LENGTH.unpack(length)[0]) > min(size, LARGEST_HEAD):
         raise ValueError("no safetensors file")
@@ -310,7 +310,7 @@ def _record(file: BinaryIO | io.RawIOBase, size: int) -> tuple[bytes, str, str, 
 
 
 def _head(forms: Iterable[Form], text: str, check: str) -> bytes:
-    """What stands before the tensors of a safetensors file, of a length that is a multiple of 64."""
+    """The header of a safetensors file, padded to a multiple of 64 bytes."""
     tree: dict[str, Any] = {"__metadata__": {RECORD: text, CHECK: check}}
     at = 0
     for form in forms:

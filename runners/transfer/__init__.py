@@ -1,1 +1,1 @@
-"""One sequence's state on its way to another process: objects, the backends that carry them, and the connector."""
+"""One sequence's state on its way to another process: the stores that carry it, and the connector."""

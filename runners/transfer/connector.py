@@ -39,7 +39,7 @@ FORM = {  # of what a prefill instance says
 
 
 class ProtocolError(Ling3Error):
-    """An engine calls its connector in another order than the one agreed."""
+    """An engine called its connector in the wrong order."""
 
 
 class TransferRequest(NamedTuple):
@@ -59,7 +59,7 @@ class TransferRequest(NamedTuple):
 
 
 class PendingLoad(NamedTuple):
-    """A state that is loaded: the request's id, where the state is, and how long its holder keeps it, if it says so."""
+    """A state that is to be loaded: the request's id, the state's address, and its lease in seconds, if it is known."""
 
     request_id: str
     address: StateAddress
@@ -67,7 +67,7 @@ class PendingLoad(NamedTuple):
 
 
 class ConnectorMetadata(NamedTuple):
-    """What the worker's side does in one step: loads, saves, and states that are given back."""
+    """The work of one step: states to load, requests whose states are saved, and states that are given back."""
 
     loads: tuple[PendingLoad, ...] = ()
     saves: tuple[TransferRequest, ...] = ()
@@ -75,7 +75,7 @@ class ConnectorMetadata(NamedTuple):
 
 
 class _UnusableError(Exception):
-    """What a request brought cannot be used; ``reason`` is counted, and the state is given back where it is known."""
+    """A request's parameters cannot be used; ``reason`` is counted, and the state is given back where it is known."""
 
     def __init__(self, reason: str, text: str, load: PendingLoad | None = None) -> None:
         super().__init__(text)
@@ -157,14 +157,14 @@ class Connector:
             self._refused.append(load.address)
 
     def build_connector_meta(self, scheduled: Sequence[TransferRequest]) -> ConnectorMetadata:
-        """What this step's worker does, of requests whose prompts it ends; forgets it for the next step."""
+        """The work of this step, in which the prompts of these requests end; the next step begins without it."""
         saves = (each for each in scheduled if (each.kv_transfer_params or {}).get("do_remote_decode"))
         meta = ConnectorMetadata(tuple(self._loads.values()), tuple(saves), tuple(self._refused))
         self._loads, self._refused = {}, []
         return meta
 
     def request_finished(self, request: TransferRequest) -> tuple[bool, dict[str, Any] | None]:
-        """Whether what the request holds must stay for now, and what its client is given. Comes once."""
+        """Whether the request's memory must be kept for now, and the parameters for its client. Is called once."""
         name = self._saved.pop(request.request_id, None)
         if name is None:
             return False, None
@@ -214,7 +214,7 @@ class Connector:
         self._check_group(group)
 
     def save_kv_layer(self, group: int, states: Mapping[str, Callable[[], Arrays]]) -> None:
-        """Copies a group of layers into the store, by the request's id: each is waited for, by the name of the pool."""
+        """Copies a group of layers into the store; ``states`` has, by request id, a call that waits for its arrays."""
         meta = self._bound("save_kv_layer")
         self._check_group(group)
         _check(group in self._unsaved, f"one save_kv_layer of group {group} a step", "two")
@@ -236,13 +236,13 @@ class Connector:
         self._writes = {}
 
     def get_finished(self) -> tuple[set[str], set[str]]:
-        """Requests whose states were sent or are over, and those whose loads have ended, since the last call."""
+        """Requests whose saved states have ended, and those whose loads have ended, since the last call."""
         with self._lock:
             received, self._received = self._received, set()
         return {request for name in self._store.ended() if (request := self._sent.pop(name, None))}, received
 
     def handle_preemptions(self, ids: set[str]) -> None:
-        """Loads of these requests deliver nothing from now on, and what is being saved of them is given up."""
+        """Drops the loads of these requests, and gives up the states of them that are being saved."""
         with self._lock:
             self._running -= ids
         for request_id in ids & self._writes.keys():
@@ -288,7 +288,7 @@ class Connector:
         return found.hex()
 
     def _load_of(self, request: TransferRequest) -> PendingLoad | None:
-        """Where a request's state is; None where it brought nothing.
+        """The state that a request names; None where it names none.
 
         Raises:
             _UnusableError: What it brought is of another prompt or artifact, or has another form.

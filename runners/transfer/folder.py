@@ -79,7 +79,7 @@ class FolderStore:
     def create(
         self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, first: int = 0
     ) -> PendingWrite | None:
-        """A file for a state; its bytes are reserved, so that writing cannot meet a full disk or memory."""
+        """Makes the file of a state; its bytes are reserved, so that writing cannot fail for want of disk or memory."""
         path, place = self._path(name), -1
         if path.exists():
             self.counts["exists"] += 1
@@ -124,7 +124,7 @@ class FolderStore:
         return PendingWrite(data, done)
 
     def get(self, address: StateAddress, until: float) -> SequenceState | None:
-        """A state; a damaged file is removed, and so is one that was leased."""
+        """Reads a state; a damaged file is removed, and so is one that was leased."""
         state, reason = self._read(address.name) if time.monotonic() < until else (None, "timeout")
         self.counts[reason] += 1
         if reason == "corrupt" or (self._lease is not None and state is not None):
@@ -152,7 +152,7 @@ class FolderStore:
         return "renewed"
 
     def ended(self) -> set[str]:
-        """Leased states whose files are gone, or whose leases are over."""
+        """Names of leased states whose files are gone, or whose leases are over."""
         assert self._lease is not None
         found = set()
         for name, place in [*self._held.items()]:
@@ -165,7 +165,7 @@ class FolderStore:
         return found
 
     def touch(self, names: list[str]) -> set[str]:
-        """Notes that files were used now, the first one last; gives those that are not there."""
+        """Sets the times of files to now, that of the first one last; returns the names of those that are not there."""
         gone = set()
         for name in reversed(names):
             try:
@@ -237,7 +237,7 @@ class FolderStore:
 def collect(
     folder: Path, *, dry_run: bool = False, clock: Callable[[], float] = time.time
 ) -> Iterator[tuple[str, int, str]]:
-    """Removes what nobody can use any more; gives name, bytes and reason of each.
+    """Removes files that no process can use any more; gives name, bytes and reason of each.
 
     That is what a killed writer did not end, what is no state, and leased states whose process is gone. In shared
     memory a state without a lock is one without a process. In a folder, where processes of other machines may write,
@@ -297,7 +297,7 @@ def _files(folder: Path, prefix: str) -> list[tuple[Path, os.stat_result]]:
 
 
 def _unlocked(place: int) -> bool:
-    """Whether nobody has a lock on a file. A file system without locks has none."""
+    """Whether no process has a lock on a file. On a file system without locks it counts as locked."""
     try:
         fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:

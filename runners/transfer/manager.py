@@ -1,4 +1,4 @@
-"""States of an engine's sequences on their way out and in, in a thread of their own that drives the connector.
+"""A thread that drives an engine's connector: it saves states for other engines, and loads theirs.
 
 The engine's thread only dispatches: what leaves is offloaded to host memory and written here, and what comes is in host
 memory, whole and checked, before the engine hears of it.
@@ -103,7 +103,7 @@ class KVTransferManager:
         self._jobs.put(lambda: self._load(_named(number, request), begun, done))
 
     def drop(self, number: int) -> None:
-        """Nobody waits for a request's load any more, or will take its state."""
+        """Frees what a request holds here, because its client left: its load is not waited for, its state not taken."""
         self._jobs.put(lambda: self._drop(str(number)))
 
     def record(self) -> dict[str, int]:
@@ -112,7 +112,7 @@ class KVTransferManager:
         return dict(sorted(sum((each.copy() for each in counted), Counter[str]()).items()))
 
     def close(self) -> None:
-        """Ends the thread; what has not been carried is not. May be called again.
+        """Ends the thread; jobs that wait are not done. May be called again.
 
         A thread that waits for a device which does not answer is left.
         """
@@ -190,7 +190,7 @@ class KVTransferManager:
             self._take_back(params)
 
     def _drop(self, request_id: str) -> None:
-        """Frees what was saved of a request whose client will not hear of it."""
+        """Frees the state that was saved for a request whose client has left."""
         self._connector.handle_preemptions({request_id})
         self._loads.pop(request_id, None)
         if (ticket := self._early.pop(request_id, None)) is not None:
@@ -219,7 +219,7 @@ class KVTransferManager:
             done(None)
 
     def _finish(self) -> None:
-        """Tells those whose loads have ended."""
+        """Tells the requests whose loads have ended."""
         _, received = self._connector.get_finished()
         for request_id in received:
             state = self._buffers.pop(request_id, None)
@@ -245,7 +245,7 @@ def _nothing() -> None:
 
 
 def _phases(given: object) -> dict[str, float]:
-    """Milliseconds by name that another process measured; nothing where it is of another form."""
+    """Milliseconds by name that another process measured; values of another form are left out."""
     if not isinstance(given, Mapping):
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What a prefix cache knows, in a folder: it outlives its process, and several servers share it.
+"""The entries of a prefix cache in a folder: they outlive the process, and several servers share them.
 
 A thread of its own reads and writes. A request whose beginning is longer in the folder than in the cache arrives with
 that state. When a sequence ends, the snapshots of its path are written, each with the latents since the snapshot before
@@ -133,7 +133,7 @@ class PrefixStore:
             self._jobs.put(lambda: self._forget(self._folder.touch(kept)))
 
     def _pieces(self, path: Sequence[Node]) -> list[_Piece]:
-        """What is to be written of a path."""
+        """The pieces of a path that are not in the folder yet."""
         found: list[_Piece] = []
         first = 0
         for at, node in enumerate(path):
@@ -168,7 +168,7 @@ class PrefixStore:
 
     @staticmethod
     def _name(block: bytes) -> str:
-        """The file's of a state, by the digest of all tokens up to its end."""
+        """The name of a state's file, from the digest of all tokens up to its end."""
         return hashlib.blake2b(block, digest_size=16).hexdigest()
 
     def _load(self, request: Any, done: Callable[[TransferredState | None], None]) -> None:
@@ -197,7 +197,7 @@ class PrefixStore:
         return None
 
     def _read(self, names: Sequence[bytes], prompt: Sequence[int]) -> SequenceState | None:
-        """The state behind some blocks, of as many files as it takes; they are removed where one of them is gone."""
+        """The state behind some blocks, from one or more files; where one is missing, the others are removed."""
         size, until = self._layout.page, time.monotonic() + DEADLINE
         count, files, read = len(names), list[str](), list[SequenceState]()
         while count:
@@ -217,7 +217,7 @@ class PrefixStore:
         return SequenceState(last.descriptor, tokens, {**last.arrays, LATENT: latents})
 
     def _fits(self, state: SequenceState, count: int, prompt: Sequence[int]) -> bool:
-        """Whether a state is that of a prompt behind so many blocks."""
+        """Whether a state ends behind so many blocks of a prompt and has its tokens."""
         size = self._layout.page
         whole = state.stop == count * size and state.first < state.stop and not state.first % size
         return whole and state.tokens.tolist() == [*prompt[state.first : state.stop]]

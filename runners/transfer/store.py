@@ -1,4 +1,4 @@
-"""What every store of states does: it takes whole states under a name, and gives whole ones that were checked.
+"""The interface of stores of states: a state is written under a name, and read whole and checked, or not at all.
 
 A reader never gets bytes that are damaged or of another artifact, and never waits longer than until its deadline.
 Whatever goes wrong is a miss with a reason, which is counted. What is *leased* is for one reader: it is there until it
@@ -23,7 +23,7 @@ class TransferError(Ling3Error):
 
 
 class StateAddress(NamedTuple):
-    """Where a state is.
+    """The address of a state.
 
     Attributes:
         name: Its name: 32 hexadecimal digits.
@@ -65,7 +65,7 @@ class PendingWrite:
 
 
 class StateStore(Protocol):
-    """A way for states from one process to another.
+    """Carries states from one process to another.
 
     Attributes:
         counts: What happened how often, by name.
@@ -81,20 +81,20 @@ class StateStore(Protocol):
         """Begins a state; None where it is there already, or finds no room (``exists``, ``full``)."""
 
     def get(self, address: StateAddress, until: float) -> SequenceState | None:
-        """A whole state, None where it is missed; by ``until`` on the monotonic clock at the latest. One that is
-        leased is taken with that."""
+        """A whole state, or None for a miss, by ``until`` on the monotonic clock at the latest. A leased state can be
+        got once."""
 
     def release(self, address: StateAddress, until: float) -> None:
-        """Says that nobody wants a leased state: it is free at once."""
+        """Frees a leased state at once: no reader wants it."""
 
     def renew(self, address: StateAddress, until: float) -> str:
-        """Has a leased state kept for another lease from now on: ``renewed``, or why it is not."""
+        """Begins the lease of a state again: returns ``renewed``, or why that failed."""
 
     def ended(self) -> set[str]:
         """Names of leased states that were taken or given back, or whose lease is over, since the last call."""
 
     def close(self) -> None:
-        """Ends what this process has leased."""
+        """Frees the states that this process has leased."""
 
 
 def put(store: StateStore, name: str, state: SequenceState) -> bool:

@@ -102,7 +102,7 @@ class TcpStore:
     def create(
         self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, first: int = 0
     ) -> PendingWrite | None:
-        """A state in memory."""
+        """Makes a state in memory."""
         data = StateBytes(self._layout, descriptor, tokens, first)
         size = data.memory.nbytes
         with self._lock:
@@ -150,12 +150,12 @@ class TcpStore:
         return state
 
     def release(self, address: StateAddress, until: float) -> None:
-        """Tells the holder."""
+        """Tells the holder that no reader wants a state."""
         with suppress(OSError, ValueError, SecretError), self._asking(address, RELEASE, until) as peer:
             receive(peer, 0, until)
 
     def renew(self, address: StateAddress, until: float) -> str:
-        """Asks the holder."""
+        """Asks the holder to begin a lease again."""
         try:
             with self._asking(address, RENEW, until) as peer:
                 return "renewed" if receive(peer, 0, until)[0] == DONE else "refused"
@@ -245,7 +245,7 @@ class TcpStore:
 
 
 class _Coming(io.RawIOBase):
-    """What comes from a connection.
+    """The bytes that come from a connection.
 
     Args:
         peer: The connection.
