@@ -208,7 +208,7 @@ class Segment:
             time.sleep(LOOK)
 
     def lock(self, byte: int) -> bool:
-        """Takes a byte; False where another has it."""
+        """Takes the lock of a byte; False where another process has it."""
         try:
             _locking(self._descriptor, fcntl.F_OFD_SETLK, fcntl.F_WRLCK, byte)
         except (BlockingIOError, PermissionError):
@@ -216,11 +216,11 @@ class Segment:
         return True
 
     def unlock(self, byte: int) -> None:
-        """Gives a byte back."""
+        """Gives the lock of a byte back."""
         _locking(self._descriptor, fcntl.F_OFD_SETLK, fcntl.F_UNLCK, byte)
 
     def held(self, byte: int) -> bool:
-        """Whether another holds a byte: whether that process lives."""
+        """Whether another process holds the lock of a byte, and so lives."""
         return _holder(self._descriptor, byte)
 
     def claim(self, session: int | None = None) -> int:
@@ -246,16 +246,16 @@ class Segment:
         self.unlock(1 + session)
 
     def say(self, text: str) -> None:
-        """Leaves word for the sessions why the worker ends."""
+        """Writes down for the sessions why the worker ends."""
         data = text.encode()[: SAID_BYTES - 1]
         self.memory[SAID : SAID + SAID_BYTES] = data.ljust(SAID_BYTES, b"\0")
 
     def said(self) -> str:
-        """Why the worker ended, as it said."""
+        """The reason that the worker wrote down when it ended; empty for none."""
         return bytes(self.memory[SAID : SAID + SAID_BYTES]).partition(b"\0")[0].decode(errors="replace")
 
     def check_worker(self) -> None:
-        """For sessions that wait.
+        """Passes while the worker lives and runs; sessions that wait call it.
 
         Raises:
             FfnGone: The worker is dead, or has ended; the name of a dead one's segment is removed.

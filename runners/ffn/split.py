@@ -227,7 +227,7 @@ class SplitRunner:
         self.close, self.phases = connector.close, connector.phases
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever is not a decode step is the model runner's."""
+        """Everything but decode steps is the model runner's."""
         return getattr(self._runner, name)
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Any:
