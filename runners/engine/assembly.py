@@ -34,7 +34,7 @@ COLD = (
 
 
 @dataclass(frozen=True)
-class Parts:
+class EngineParts:
     """The parts of an engine.
 
     Attributes:
@@ -70,7 +70,7 @@ def load_parts(
     hosts: Hosts | None,
     report: Callable[[str], None],
     tell: "Callable[[Event], None] | None" = None,
-) -> Parts:
+) -> EngineParts:
     """Loads an artifact and assembles its engine. The arguments are those of ``Engine``, and equal on all hosts.
 
     Raises:
@@ -98,7 +98,7 @@ def load_parts(
 
 def _assembled(
     loaded: Loaded, config: EngineConfig, report: Callable[[str], None], tell: "Callable[[Event], None] | None"
-) -> Parts:
+) -> EngineParts:
     # numpy comes with these.
     from ling3export.artifacts.paddings import Shapes
     from ling3export.runners.engine.block_manager import BlockManager
@@ -205,4 +205,4 @@ def _assembled(
     if channel and channel.leads:
         channel.parts(b"")  # the others give theirs when they begin to follow
     again = None if channel else renew
-    return Parts(loaded, files, limits, blocks, counters, core(), shared, again, store, split, segmented)
+    return EngineParts(loaded, files, limits, blocks, counters, core(), shared, again, store, split, segmented)
