@@ -89,6 +89,24 @@ class EngineConfig:
         if hosts is not None and self.ffn:
             raise RequestError(*FFN_ALONE)
 
+    def check_transfer(self, name: str, *, gives: bool) -> None:
+        """Refuses a request whose state would have to leave this engine, or to come to it, where states do not.
+
+        Args:
+            name: What messages call the request.
+            gives: Whether the state leaves; else it comes.
+
+        Raises:
+            RequestError: There is no transfer, or its role is the other one.
+        """
+        how = self.transfer
+        if how is None or not (how.gives if gives else how.takes):
+            needed, found = "prefill" if gives else "decode", "none" if how is None else f"--role {how.role}"
+            raise RequestError(
+                f"{name}: expected an engine with --transfer and --role {needed} or both for these "
+                f"kv_transfer_params, found {found}"
+            )
+
     @property
     def agreed(self) -> dict[str, Any]:
         """The settings that decide which calls come in which order, by name: they must be the same on all hosts."""

@@ -341,7 +341,7 @@ class Engine:
             raise RequestError(f"request: expected a Request, found {shown(request)}", "engine.request makes one")
         self.limits.check(request)
         if request.do_remote_decode or request.do_remote_prefill:
-            self._check_transfer(request)
+            self.config.check_transfer(request.name, gives=request.do_remote_decode)
         if (request.adjusts or request.logprobs is not None) and not self._record.paddings("logits_processor"):
             raise ArtifactError(
                 f"{request.name}: expected logits_processor programs in target `{self.target}` for log-probabilities, "
@@ -354,16 +354,6 @@ class Engine:
             check_cells(self._record, self.target, self._artifact)
         if request.stop:
             self.files.tokenizer(f"{request.name}: stop strings")
-
-    def _check_transfer(self, request: Request) -> None:
-        how = self.config.transfer
-        if how is None or not (how.gives if request.do_remote_decode else how.takes):
-            needed = "prefill" if request.do_remote_decode else "decode"
-            found = "none" if how is None else f"--role {how.role}"
-            raise RequestError(
-                f"{request.name}: expected an engine with --transfer and --role {needed} or both for these "
-                f"kv_transfer_params, found {found}"
-            )
 
     @property
     def scores_best(self) -> bool:
