@@ -19,16 +19,13 @@ from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,
     cluster_options,
-    engine_option,
-    programs_option,
+    engine_options,
     shard_option,
-    step_timeout_option,
     stop_option,
-    target_option,
     temperature_option,
-    trust_option,
 )
 from ling3export.runners.cli.references import ARTIFACT
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
@@ -126,9 +123,7 @@ def evaluate() -> None:
     click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
 )
 @section("Work", shard_option("batch"))
-@section(
-    "Artifact", target_option, programs_option, trust_option, step_timeout_option, engine_option("prefix_cache", "off")
-)
+@engine_options("target", "programs", "step_timeout", "prefix_cache", prefix_cache="off")
 @cluster_options
 @host_options
 def run(
@@ -138,10 +133,7 @@ def run(
     data: Path | None,
     limit: int | None,
     force: bool,
-    target: str | None,
-    programs: str,
-    step_timeout: float | None,
-    prefix_cache: bool,
+    engine: EngineConfig,
     shard: Shard,
     place: dict[str, Any],
     on: str | None,
@@ -156,15 +148,16 @@ def run(
     from ling3export.runners.evals.backend import OVERLAP
     from ling3export.runners.evals.run import run_suite
 
-    options: dict[str, Any] = {"target": target, "programs": programs, "prefix_cache": prefix_cache}
+    engine = replace(engine, overlap=OVERLAP)
+    options = {"artifact": artifact.resolve(), "config": engine}
     each = None if on is None else hosts_each(place)
-    hosts = leading(artifact, place, overlap=OVERLAP, **options) if on is None else None
+    hosts = leading(artifact, place, engine) if on is None else None
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
     opened: AbstractContextManager[EvalBackend] = (
-        open_backend(artifact, target, programs, hosts, step_timeout, prefix_cache)
+        open_backend(artifact, engine, hosts)
         if on is None
-        else _on(on, replicas, resources, loaded, each, {"artifact": artifact.resolve(), **options}, step_timeout)
+        else _on(on, replicas, resources, loaded, each, options, engine.step_timeout)
     )
     with opened as backend, progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, shard=shard, force=force, progress=told)
@@ -210,7 +203,7 @@ def merge(shards: tuple[Path, ...], run_folder: Path, force: bool) -> None:
     ),
 )
 @section("Answers", max_tokens_option, stop_option, batch_option)
-@section("Artifact", target_option, programs_option, trust_option, step_timeout_option)
+@engine_options("target", "programs", "step_timeout")
 @host_options
 def determinism(
     artifact: Path,
@@ -222,9 +215,7 @@ def determinism(
     max_tokens: int,
     stop: tuple[str, ...],
     batch: int,
-    target: str | None,
-    programs: str,
-    step_timeout: float | None,
+    engine: EngineConfig,
     place: dict[str, Any],
 ) -> None:
     """Run a suite again; exit with 3 if a token id differs.
@@ -234,12 +225,13 @@ def determinism(
     from ling3export.runners.evals import compare
     from ling3export.runners.evals.backend import OVERLAP, PromptRequest
 
-    hosts = leading(artifact, place, target=target, programs=programs, overlap=OVERLAP, prefix_cache=False)
+    engine = replace(engine, overlap=OVERLAP, prefix_cache=False)
+    hosts = leading(artifact, place, engine)
     with announced(hosts):
         loaded = _suite_of(suite, data, limit)
     max_tokens = loaded.settings.get("max_tokens", max_tokens)
     asks = [PromptRequest(task.id, task.prompt, max_tokens, stop=stop) for task in loaded.tasks]
-    opened = open_backend(artifact, target, programs, hosts, step_timeout)
+    opened = open_backend(artifact, engine, hosts)
     with opened as backend, progress("determinism") as told:
         found = compare.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
     click.echo(json.dumps(asdict(found), ensure_ascii=False, indent=1))
@@ -308,20 +300,11 @@ def check(task: Path) -> None:
     click.echo(f"{len(tasks)} tasks: the reference solution passes, an empty answer fails")
 
 
-def open_backend(
-    artifact: Path,
-    target: str | None,
-    programs: str,
-    hosts: Hosts | None,
-    step_timeout: float | None,
-    prefix_cache: bool = False,
-) -> "EngineBackend":
+def open_backend(artifact: Path, config: EngineConfig, hosts: Hosts | None) -> "EngineBackend":
     """The engine that answers an evaluation's prompts; loads jax."""
     from ling3export.runners.evals.backend import EngineBackend
 
-    return EngineBackend(
-        artifact, target=target, programs=programs, hosts=hosts, step_timeout=step_timeout, prefix_cache=prefix_cache
-    )
+    return EngineBackend(artifact, config, hosts=hosts)
 
 
 @contextmanager

@@ -12,13 +12,15 @@ from typing import Any, Protocol
 
 from ling3export.foundation.errors import RankDivergence, RequestError
 from ling3export.machine.environment import compiler_flags
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
 from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.evals.trials import EvalError, InfraError
 from ling3export.runners.hosts.hosts import Hosts
 
-OVERLAP, PREFIX_CACHE = False, False  # the settings of the reference evaluation
+OVERLAP = False  # of the reference evaluation, like the next
+REFERENCE = EngineConfig(overlap=OVERLAP, prefix_cache=False)
 
 
 @dataclass(frozen=True)
@@ -95,12 +97,9 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
 
     Args:
         artifact: The artifact's folder.
-        target: Name of a target; None takes the only one that fits this machine.
-        programs: ``prebuilt-only``, or ``allow-compile``.
-        check: ``all``, or ``programs``.
+        config: How it runs.
         hosts: This process's place among several hosts, which is the first; None if it runs alone.
-        step_timeout: Seconds after which a call of the devices that did not return stops the engine.
-        prefix_cache: Whether prompts that begin alike are computed once.
+        settings: Fields of ``EngineConfig`` that replace those of ``config``.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -108,29 +107,11 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
     """
 
     def __init__(
-        self,
-        artifact: str | Path,
-        *,
-        target: str | None = None,
-        programs: str = "prebuilt-only",
-        check: str = "all",
-        hosts: Hosts | None = None,
-        step_timeout: float | None = None,
-        prefix_cache: bool = PREFIX_CACHE,
+        self, artifact: str | Path, config: EngineConfig = REFERENCE, *, hosts: Hosts | None = None, **settings: Any
     ) -> None:
         from ling3export.runners.engine.engine import Engine
 
-        self._prefix_cache = prefix_cache
-        self._engine = Engine(
-            artifact,
-            target=target,
-            programs=programs,
-            check=check,
-            overlap=OVERLAP,
-            hosts=hosts,
-            step_timeout=step_timeout,
-            prefix_cache=prefix_cache,
-        )
+        self._engine = Engine(artifact, config, hosts=hosts, **settings)
 
     def check(self, ask: PromptRequest) -> None:
         self._engine.check(self._request(ask))
@@ -168,8 +149,8 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
             "max_running": plan.max_running,
             "page_size": plan.page_size,
             "context": self._engine.limits.context,
-            "overlap": OVERLAP,
-            "prefix_cache": self._prefix_cache,
+            "overlap": self._engine.config.overlap,
+            "prefix_cache": self._engine.config.prefix_cache,
             "devices": f"{len(devices)} × {devices[0].device_kind}",
             "python": ".".join(map(str, sys.version_info[:3])),
             "versions": {name: _version(name) for name in ("ling3export", "jax", "jaxlib", "numpy", "tokenizers")},
