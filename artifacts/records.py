@@ -1,9 +1,10 @@
 """Records as JSON: strict reading of text, one canonical spelling, and frozen dataclasses checked type by type.
 
 A dataclass is its own schema. Field types are ``str``, ``int``, ``float``, ``bool``, ``None``, ``Literal``, ``Path``,
-unions, ``tuple[X, ...]``, ``dict[str, X]`` and other dataclasses; ``Annotated[X, Rule(...)]`` narrows one. Whole
-numbers lie in 0 … 2**53, floats are finite, texts are printable (so that no terminal escape passes) unless a rule says
-otherwise. A field with the default None is left out of the JSON where it is None, and never null there.
+unions, ``tuple[X, ...]``, ``list[X]``, ``dict[str, X]``, ``Any`` and other dataclasses; ``Annotated[X, Rule(...)]``
+narrows one. Whole numbers lie in 0 … 2**53, floats are finite, texts are printable (so that no terminal escape passes)
+unless a rule says otherwise (UNBOUNDED, FREE). A field with the default None is left out of the JSON where it is None,
+and never null there.
 """
 
 import functools
@@ -59,6 +60,8 @@ def one_of(*words: str) -> Rule:
 
 
 UNBOUNDED = Rule("a number", lambda value: True)  # a float that may be infinite
+FREE = Rule("a text", lambda value: True)  # of any length, with any characters
+Text = Annotated[str, FREE]
 Digest = Annotated[str, Rule("a sha256 in hex", re.compile(r"[0-9a-f]{64}").fullmatch)]
 
 
@@ -69,10 +72,12 @@ class WrongRecordError(ValueError):
         expected: In words.
         found: The value, shortened, control characters escaped.
         path: Keys and indices that lead to the value.
+        unknown: The key that a record does not have, where it is that.
     """
 
-    def __init__(self, expected: str, found: str, path: tuple[object, ...] = ()) -> None:
+    def __init__(self, expected: str, found: str, path: tuple[object, ...] = (), unknown: str | None = None) -> None:
         super().__init__(expected, found)
+        self.unknown = unknown
         self.expected, self.found, self.path = expected, found, list(path)[::-1]
 
     @property
@@ -183,6 +188,8 @@ def _decoder(kind: Any) -> Decoder:
         return _union([_decoder(each) for each in parameters])
     if origin is tuple and len(parameters) == 2 and parameters[1] is Ellipsis:
         return _list(_decoder(parameters[0]))
+    if origin is list:
+        return lambda value: list(_list(_decoder(parameters[0]))(value))
     if origin is dict:
         return _mapping(_decoder(parameters[0]), _decoder(parameters[1]))
     if isinstance(kind, type) and is_dataclass(kind):
@@ -220,13 +227,17 @@ SCALARS: dict[object, Decoder] = {
     int: _checked(lambda value: type(value) is int and 0 <= value <= LARGEST_WHOLE, "a whole number"),
     float: _number,
     bool: _checked(lambda value: type(value) is bool, "true or false"),
+    Any: lambda value: value,
     type(None): _checked(lambda value: value is None, "null"),
     Path: lambda value: Path(str(value)),  # of messages between our own processes, where any name may stand
 }
 
 
+ANY_TEXT = _checked(lambda value: type(value) is str, FREE.words)
+
+
 def _ruled(kind: Any, rules: tuple[Rule, ...]) -> Decoder:
-    inner = _any_number if UNBOUNDED in rules else _decoder(kind)
+    inner = _any_number if UNBOUNDED in rules else ANY_TEXT if FREE in rules else _decoder(kind)
 
     def decode(value: object) -> object:
         decoded = inner(value)
@@ -294,7 +305,7 @@ def _record(kind: type) -> Decoder:
             raise WrongRecordError("an object", shown(value))
         for key in value:
             if key not in decoders:
-                raise WrongRecordError(f"only the fields {listed(list(decoders), 20)}", shown(key))
+                raise WrongRecordError(f"only the fields {listed(list(decoders), 20)}", shown(key), unknown=key)
         if missing := [name for name in decoders if name not in value and name not in defaults]:
             raise WrongRecordError(f"the field {listed(missing)}", "none")
         record: Any = object.__new__(kind)  # without the slow assignments of a frozen dataclass's __init__

@@ -27,24 +27,13 @@ def answer_id(run: str, number: int) -> str:
     return f"batch_req_{run}_{number}"
 
 
-def custom_id(value: object, number: int) -> str:
-    """The name that a line of the input gives itself; ``line-7`` where it gives none."""
-    name = value.get("custom_id") if isinstance(value, dict) else None
-    return name if isinstance(name, str) else f"line-{number}"
-
-
-def is_answer(text: bytes, number: int, line: bytes, run: str) -> bool:
-    """Whether a line of the output is the answer to a line of the input, by both names of it."""
+def is_answer(text: bytes, number: int, run: str) -> bool:
+    """Whether a line of the output is this run's answer to the line of the input with this number."""
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    try:
-        asked = parse_json(line, LONGEST)
-    except (ValueError, RecursionError):
-        asked = None
-    wanted = {"id": answer_id(run, number), "custom_id": custom_id(asked, number)}
-    return isinstance(found, dict) and all(found.get(name) == value for name, value in wanted.items())
+    return isinstance(found, dict) and found.get("id") == answer_id(run, number)
 
 
 class Line:
@@ -88,7 +77,8 @@ class Line:
             raise ApiError(400, f"line: expected JSON, found {error}", code="invalid_json") from None
         if not isinstance(value, dict):
             raise ApiError(400, f"line: expected {WANTED}, found {shown(value)}", code="invalid_line")
-        self.custom_id = custom_id(value, self.number)
+        if isinstance(value.get("custom_id"), str):
+            self.custom_id = value["custom_id"]
         plain = [field for field in PLAIN if field in value]
         if len(plain) == 1 and value.keys() <= {plain[0], "custom_id"}:
             asked = value[plain[0]]

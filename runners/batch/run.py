@@ -135,7 +135,7 @@ def answer_file(
         else:
             file.truncate(0)
         replace_file(record, json.dumps(asdict(asked), indent=1).encode() + b"\n")
-        earlier = _earlier(file, source, asked, mine, partial)
+        earlier = _earlier(file, asked, mine, partial)
         todo = mine[earlier:]
         refused = 0
         for number, (answer, wrong) in enumerate(answered(asked, _lines(source, todo)), earlier + 1):
@@ -324,7 +324,7 @@ def _opened(partial: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _earlier(file: BinaryIO, source: Path, asked: BatchRecord, mine: Sequence[int], partial: Path) -> int:
+def _earlier(file: BinaryIO, asked: BatchRecord, mine: Sequence[int], partial: Path) -> int:
     """How many answers an earlier run has left in ``partial``; a line that was broken off is cut away.
 
     Raises:
@@ -332,12 +332,10 @@ def _earlier(file: BinaryIO, source: Path, asked: BatchRecord, mine: Sequence[in
     """
     file.seek(0)
     count = end = 0
-    lines = _lines(source, mine)
     for text in file:
         if not text.endswith(b"\n"):
             break
-        number, line = next(lines, (-1, b""))
-        if number < 0 or not is_answer(text, number, line, asked.input_sha256[:12]):
+        if count == len(mine) or not is_answer(text, mine[count], asked.input_sha256[:12]):
             found = f"found another one as line {count + 1}, in {partial}"
             raise BatchError(f"batch output: expected the answers to the first of {len(mine)} lines, {found}", ANEW)
         count, end = count + 1, end + len(text)

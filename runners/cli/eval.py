@@ -59,7 +59,7 @@ def finished_run(path: Path, artifact: str | None) -> tuple[str, float, list[str
     if run.environment.get("artifact") != artifact:
         found = str(run.environment.get("artifact"))[:64]
         raise EvalError(f"run `{path.name}`: expected one of artifact {artifact}, found {found}, in {path}")
-    return run.suite["name"], rate, [name for name in (RUN, TASKS, PREDICTIONS, REPORT) if (path / name).exists()]
+    return run.suite.name, rate, [name for name in (RUN, TASKS, PREDICTIONS, REPORT) if (path / name).exists()]
 
 
 def _suite_options(*more: Decorator) -> Decorator:
@@ -191,7 +191,7 @@ def merge(shards: tuple[Path, ...], run_folder: Path, force: bool) -> None:
     from ling3export.runners.evals.merge import merge as merged
 
     summary, run = merged(shards, run_folder, force=force)
-    _end(run_folder, summary, run.config["max_infra"])
+    _end(run_folder, summary, run.config.max_infra)
 
 
 @evaluate.command(common="suite data limit runs alone max_tokens batch target programs".split())
@@ -318,7 +318,7 @@ def _on(
     step_timeout: float | None,
 ) -> Iterator["EvalBackend"]:
     """What answers an evaluation's prompts on a cluster."""
-    from ling3export.runners.evals.fleet import EvalWorker, PoolBackend
+    from ling3export.runners.evals.backend import EvalWorker, PoolBackend
 
     if suite.product:
         hint = "run it on each node without --on"

@@ -17,6 +17,7 @@ from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
 from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.evals.trials import EvalError, InfraError
+from ling3export.runners.fleet.pool import WorkerLost, WorkerPool
 from ling3export.runners.hosts.hosts import Hosts
 
 OVERLAP = False  # of the reference evaluation, like the next
@@ -82,7 +83,6 @@ class LocalBackend(EvalBackend, Protocol):
     """What answers prompts in this process."""
 
     def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
-        """The answers to each batch, in order."""
         return (answered(self, batch, retry) for batch in batches)
 
     def check(self, ask: PromptRequest) -> None:
@@ -170,6 +170,62 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
         self._engine.close()
 
 
+@dataclass
+class EvalWorker:
+    """An engine on a node of a cluster, or on several, for ``WorkerPool``: it answers whole batches.
+
+    Args:
+        options: The arguments of EngineBackend; ``artifact`` is a path that every node sees.
+        step_timeout: Seconds after which a call of the devices that did not return stops the engine.
+    """
+
+    options: dict[str, Any]
+    step_timeout: float | None = None
+    backend: EngineBackend = field(init=False)
+
+    def start(self, hosts: Hosts | None) -> dict[str, Any]:
+        """Loads the artifact; the environment of the run."""
+        if hosts is not None and hosts.number:
+            from ling3export.runners.engine.follower import follow
+
+            follow(**self.options, hosts=hosts, overlap=OVERLAP)
+            return {}
+        self.backend = EngineBackend(**self.options, hosts=hosts, step_timeout=self.step_timeout)
+        return self.backend.environment()
+
+    def work(self, piece: tuple[Sequence[PromptRequest], int]) -> list[PromptResult]:
+        """The answers to a batch."""
+        try:
+            return answered(self.backend, *piece)
+        except EngineStopped as error:
+            raise WorkerLost(error.message) from None
+
+
+class PoolBackend(EvalBackend):
+    """A pool of EvalWorker.
+
+    Args:
+        pool: Its workers have one batch each at a time, so that batches are what they are on one engine.
+    """
+
+    def __init__(self, pool: WorkerPool) -> None:
+        self._pool = pool
+
+    def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
+        return self._pool.map((batch, retry) for batch in batches)
+
+    def stats(self) -> dict[str, Any]:
+        """Nothing: each engine has counters of its own."""
+        return {}
+
+    def digests(self) -> Sequence[bytes]:
+        """Nothing: each engine compares its own hosts."""
+        return ()
+
+    def environment(self) -> dict[str, Any]:
+        return dict(self._pool.about)
+
+
 def answered(backend: LocalBackend, asks: Sequence[PromptRequest], retry: int) -> list[PromptResult]:
     """The answers to a batch. Prompts that are refused are left out first."""
     refused: dict[int, PromptResult] = {}
@@ -180,57 +236,39 @@ def answered(backend: LocalBackend, asks: Sequence[PromptRequest], retry: int) -
             served.append(ask)
         except RequestError as error:
             refused[place] = PromptResult(error)
-    done = iter(_answers(backend, served, retry) if served else ())
+    # The failure of a batch says nothing yet about any one of its prompts: each gets another attempt in any case.
+    done = iter(_answers(backend, served, retry if len(served) == 1 else max(retry, 1)) if served else ())
     return [refused[place] if place in refused else next(done) for place in range(len(asks))]
 
 
-def _answers(backend: LocalBackend, asks: Sequence[PromptRequest], retry: int) -> list[PromptResult]:
-    """Completes a batch. After an error it tries the halves, down to the prompts that are at fault, each alone."""
-    found = _attempt(backend, asks)
-    if not isinstance(found, Exception):
-        return [PromptResult(each) for each in found]
-    # What is refused was not started, and that is said of one prompt alone.
-    failed = () if isinstance(found, RequestError) else (InfraError.of(found),)
-    # The failure of a batch says nothing yet about any one of its prompts: each gets another attempt in any case.
-    return _halved(backend, asks, retry if len(asks) == 1 else max(retry, 1), found, failed)
-
-
-def _halved(
-    backend: LocalBackend, asks: Sequence[PromptRequest], tries: int, error: Exception, failed: tuple[InfraError, ...]
+def _answers(
+    backend: LocalBackend, asks: Sequence[PromptRequest], tries: int, failed: tuple[InfraError, ...] | None = None
 ) -> list[PromptResult]:
-    """Tries the halves of a batch that failed with ``error``; a prompt alone is tried ``tries`` times."""
-    found: Sequence[Completion] | Exception
-    if len(asks) == 1:
-        for _ in range(tries):
-            found = _attempt(backend, asks)
-            if not isinstance(found, Exception):
-                return [PromptResult(found[0], failed)]
-            error = found
-            if isinstance(error, RequestError):
-                break
-            failed = (*failed, InfraError.of(error))
-        return [PromptResult(error, failed)]
-    answers: list[PromptResult] = []
-    for half in (asks[: len(asks) // 2], asks[len(asks) // 2 :]):
-        found = error if len(half) == 1 else _attempt(backend, half)
-        if isinstance(found, Exception):
-            answers += _halved(backend, half, tries, found, failed)
-        else:
-            answers += [PromptResult(each, failed) for each in found]
-    return answers
+    """Completes a batch. After an error it tries the halves, down to the prompts that are at fault.
 
-
-def _attempt(backend: LocalBackend, asks: Sequence[PromptRequest]) -> list[Completion] | Exception:
-    """The completions of a batch, or the error that it ended with, unless that ends the run."""
+    Args:
+        backend: Answers.
+        asks: The batch.
+        tries: How often a prompt alone is tried again.
+        failed: The error of the whole batch, once it has failed, and those of a prompt alone; None before.
+    """
     try:
         done = backend.generate(asks)
+        if len(done) != len(asks):
+            raise EvalError(f"backend: expected {len(asks)} completions, found {len(done)}")
+        return [PromptResult(each, failed or ()) for each in done]
     except (RankDivergence, EngineStopped):
         raise
     except Exception as error:
-        return error
-    if len(done) != len(asks):
-        raise EvalError(f"backend: expected {len(asks)} completions, found {len(done)}")
-    return done
+        # What is refused was not started, and that is said of one prompt alone.
+        attempt = () if isinstance(error, RequestError) else (InfraError.of(error),)
+        if len(asks) == 1:
+            failed = (*(failed or ()), *attempt)
+            final = not attempt or tries == 0
+            return [PromptResult(error, failed)] if final else _answers(backend, asks, tries - 1, failed)
+        failed = attempt if failed is None else failed
+    halves = asks[: len(asks) // 2], asks[len(asks) // 2 :]
+    return [each for half in halves for each in _answers(backend, half, tries - (len(half) == 1), failed)]
 
 
 def _version(name: str) -> str | None:

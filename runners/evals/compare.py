@@ -74,19 +74,18 @@ def determinism(
     """
     if runs < 2 or not asks:
         raise EvalError(f"determinism: expected 2 runs and a prompt or more, found {runs} and {len(asks)}")
-    total = runs * len(asks) + min(alone, len(asks))
-    tokens: list[list[list[int]]] = []
-    for number in range(runs):
-        tokens.append([])
-        for start in range(0, len(asks), batch):
-            tokens[-1] += [list(done.token_ids) for done in backend.generate(asks[start : start + batch])]
+    rounds = [(asks, batch)] * runs + [(asks[:alone], 1)]
+    total = sum(len(asked) for asked, _ in rounds)
+    answers: list[list[list[int]]] = []
+    for asked, size in rounds:
+        answers.append([])
+        for start in range(0, len(asked), size):
+            answers[-1] += [list(done.token_ids) for done in backend.generate(asked[start : start + size])]
             if progress:
-                progress(number * len(asks) + len(tokens[-1]), total)
-    singles = [list(backend.generate([ask])[0].token_ids) for ask in asks[:alone]]
-    if progress:
-        progress(total, total)
-    same = _sameness(backend, asks, tokens[0], tokens[1:])
-    invariance = _sameness(backend, asks, tokens[0], [singles]) if singles else None
+                progress(sum(map(len, answers)), total)
+    first, *others, singles = answers
+    same = _sameness(backend, asks, first, others)
+    invariance = _sameness(backend, asks, first, [singles]) if singles else None
     return Determinism(same.identical, same.first_divergence, invariance)
 
 
@@ -147,8 +146,8 @@ def diff(a: Path, b: Path) -> Difference:
         EvalError: A run is not finished, or they have no task in common.
     """
     runs = [read_predictions(path) for path in (a, b)]
-    everywhere = read_run(a).config["threshold"]
-    thresholds = {name: everywhere or task["threshold"] for name, task in read_tasks(a).items()}
+    everywhere = read_run(a).config.threshold
+    thresholds = {task.id: everywhere or task.threshold for task in read_tasks(a)}
     prompts = [{record.task_id: record.prompt_sha256 for record in run} for run in runs]
     counts = [_scored(run) for run in runs]
     common = [

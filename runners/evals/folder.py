@@ -12,28 +12,37 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, BinaryIO, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
 from ling3export.artifacts.files import open_own, refuse_links, replace_file, write_new, writing
-from ling3export.artifacts.records import sha256_of
-from ling3export.foundation.errors import listed
+from ling3export.artifacts.records import Digest, Rule, Text, WrongRecordError, from_json, sha256_of
+from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.reading import opened
 from ling3export.foundation.shards import FORM as SHARD
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.foundation.strict_json import parse_json, read_json
-from ling3export.runners.evals.tasks import RECORDED, Task, prompt_sha256
-from ling3export.runners.evals.trials import REFUSED, EvalError, RunConfig, Transcript, Trial
+from ling3export.runners.evals.tasks import Task, TaskRecord
+from ling3export.runners.evals.trials import REFUSED, EvalError, InfraError, RunConfig, Transcript, Trial
 
 PREDICTIONS, RUN, TASKS, REPORT = "predictions.jsonl", "run.json", "tasks.jsonl", "report.md"
 PARTIAL = "predictions.jsonl.partial"
-FORMAT = 1
 UNCHANGED = "nothing was changed: choose another folder, or begin anew with --force"
 TRANSCRIPTS, TRANSCRIPT = "transcripts", re.compile(r"\d+-\d+\.json")
 Pair = tuple[str, int]  # task id, trial
-TaskRecord = Mapping[str, Any]  # ``Task.record()``
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """What failed in a trial: whether it ended in an infrastructure error, and the errors of its attempts.
+
+    The kind of an attempt is ``refused`` for a prompt that can never be served.
+    """
+
+    ended: bool
+    attempts: list[InfraError]
 
 
 @dataclass(frozen=True)
@@ -41,20 +50,18 @@ class Prediction:
     """The record of a trial: one line of predictions.jsonl, its keys in this order."""
 
     idx: int  # the task's place in the suite
-    task_id: str  # which task
+    task_id: Text  # which task
     trial: int  # number of the try, from 0
-    prompt_sha256: str  # digest of the prompt
-    text: str  # what the model wrote; empty if it wrote nothing
+    prompt_sha256: Digest  # digest of the prompt
+    text: Text  # what the model wrote; empty if it wrote nothing
     output_token_ids: list[int]  # the generated tokens
     # ``eos``, ``length``, ``stop``; ``error`` after an infrastructure error, ``refused`` for a prompt that can never be
     # served.
-    stop_reason: str
-    answer: str | None  # what a grader took for the answer
-    target: str  # the right answer
+    stop_reason: Text
+    answer: Text | None  # what a grader took for the answer
+    target: Text  # the right answer
     passed: bool | None  # whether all required graders pass; None after an infrastructure error
-    # None if nothing failed; else ``ended``, whether the trial ended in an infrastructure error, and ``attempts``, each
-    # with ``kind`` (``refused`` for a prompt that can never be served) and ``message``.
-    infra: dict[str, Any] | None
+    infra: Attempts | None  # None if nothing failed
     ttft_ms: float | None  # milliseconds to the first token
     e2e_ms: float | None  # milliseconds to the last token
     n_prompt: int | None  # number of prompt tokens
@@ -65,19 +72,18 @@ class Prediction:
         """The record of a trial at the task with the place ``idx``."""
         ran, reason = trial.transcript is not None, REFUSED if trial.status == REFUSED else "error"
         said = trial.transcript or Transcript(stop_reason=reason)
-        attempts = [vars(attempt) for attempt in trial.attempts]
         return cls(
             idx,
             task.id,
             trial.trial,
-            task.prompt_sha256,
+            task.record().prompt_sha256,
             said.text,
             said.output_token_ids,
             said.stop_reason,
             trial.answer,
             task.target,
             trial.passed,
-            {"ended": trial.infra is not None, "attempts": attempts} if attempts else None,
+            Attempts(trial.infra is not None, trial.attempts) if trial.attempts else None,
             round(said.ttft_ms, 3) if ran else None,
             round(said.e2e_ms, 3) if ran else None,
             len(said.prompt_token_ids) if ran else None,
@@ -95,33 +101,48 @@ class Prediction:
         return f"{self.task_id}#{self.trial}" if self.trial else self.task_id
 
 
-KEYS = tuple(field.name for field in fields(Prediction))
-TYPES = get_type_hints(Prediction)
+@dataclass(frozen=True)
+class SuiteRecord:
+    """A suite in the record of a run."""
+
+    name: Text
+    tasks: int
+    files: dict[Text, Digest]  # sha256 of every file that the tasks came from
+    notes: list[Text]
+    reference: float | None  # score of the reference evaluation
+    tasks_sha256: Digest
 
 
 @dataclass(frozen=True)
 class RunRecord:
     """The record of a run, which run.json holds."""
 
-    format: int  # FORMAT
-    suite: dict[str, Any]  # name, notes, reference score and digests of the suite
-    config: dict[str, Any]  # the settings (RunConfig)
-    environment: dict[str, Any]  # what decides the tokens beside the prompts (``LocalBackend.environment``)
-    sha256: str  # digest of suite, settings and environment: of all that decides the predictions
-    totals: dict[str, Any] | None = None  # the totals (Summary), and whether the run is ``invalid``; None while it runs
-    status: str = "running"  # ``running`` or ``complete``
-    shard: str = str(WHOLE)  # which share of the batches, as ``I/N``
+    format: Literal[1]
+    suite: SuiteRecord
+    config: RunConfig
+    environment: dict[Text, Any]  # what decides the tokens beside the prompts (``LocalBackend.environment``)
+    sha256: Digest  # digest of suite, settings and environment: of all that decides the predictions
+    totals: dict[Text, Any] | None = (
+        None  # the totals (Summary), and whether the run is ``invalid``; None while it runs
+    )
+    status: Text = "running"  # ``running`` or ``complete``
+    # Which share of the batches, as ``I/N``.
+    shard: Annotated[Text, Rule("a shard I/N", SHARD.fullmatch)] = str(WHOLE)
 
     @classmethod
-    def of(cls, suite: dict[str, Any], config: RunConfig, environment: dict[str, Any], shard: Shard) -> "RunRecord":
+    def of(cls, suite: SuiteRecord, config: RunConfig, environment: dict[str, Any], shard: Shard) -> "RunRecord":
         """The record of a run that begins."""
-        settings = json.loads(json.dumps(asdict(config)))
-        decided = {"suite": suite, "config": settings, "environment": environment}
-        return cls(FORMAT, suite, settings, environment, sha256_of(decided), shard=str(shard))
+        run = cls(1, suite, config, environment, "", shard=str(shard))
+        return replace(run, sha256=sha256_of(json.loads(json.dumps(run.decided))))
+
+    @property
+    def decided(self) -> dict[str, dict[str, Any]]:
+        """What decides the predictions, as JSON."""
+        return {"suite": asdict(self.suite), "config": asdict(self.config), "environment": self.environment}
 
     def differing(self, other: "RunRecord") -> list[str]:
         """Names of what decides the predictions and is not the same in another run."""
-        parts = ((name, getattr(self, name), getattr(other, name)) for name in ("suite", "config", "environment"))
+        parts = ((part, before, other.decided[part]) for part, before in self.decided.items())
         return [
             f"{part}.{name}"
             for part, before, now in parts
@@ -138,10 +159,10 @@ class RunRecord:
         Args:
             tasks: The suite's tasks.
         """
-        shard, batch = Shard.parse(self.shard), self.config["batch"]
-        places = [(task["id"], (place, prompt_sha256(task["input"]))) for place, task in enumerate(tasks)]
-        pairs = [((task, trial), place) for task, place in places for trial in range(self.config["trials"])]
-        return {pair: place for number, (pair, place) in enumerate(pairs) if shard.has(number // batch)}
+        shard = Shard.parse(self.shard)
+        places = [(task.id, (place, task.prompt_sha256)) for place, task in enumerate(tasks)]
+        pairs = [((task, trial), place) for task, place in places for trial in range(self.config.trials)]
+        return {pair: place for number, (pair, place) in enumerate(pairs) if shard.has(number // self.config.batch)}
 
 
 class RunFolder:
@@ -159,7 +180,7 @@ class RunFolder:
 
     def add(self, record: Prediction) -> None:
         """Writes the record of a trial; a kill of this process no longer loses it when this returns."""
-        self._file.write(json_line(vars(record)))
+        self._file.write(json_line(record))
         self._file.flush()
         self.done[record.pair] = record
 
@@ -173,7 +194,7 @@ class RunFolder:
         """Writes the run's record with its totals, and the report; then gives the predictions their final name."""
         if report is not None:
             replace_file(self.path / REPORT, report.encode())
-        replace_file(self.path / RUN, json_line(vars(run), indent=1))
+        replace_file(self.path / RUN, json_line(run, indent=1))
         os.fsync(self._file.fileno())
         os.replace(self.path / PARTIAL, self.path / PREDICTIONS)
 
@@ -191,8 +212,6 @@ def open_folder(path: Path, run: RunRecord, tasks: Sequence[TaskRecord], *, forc
     Raises:
         EvalError: The folder holds a finished run, another run, or something else; or another process writes it.
     """
-    if path.exists() and not path.is_dir():
-        raise EvalError(f"run `{path.name}`: expected a folder, found a file, in {path.parent}")
     try:
         path.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDONLY)
@@ -203,13 +222,18 @@ def open_folder(path: Path, run: RunRecord, tasks: Sequence[TaskRecord], *, forc
     listed_tasks = b"".join(json_line(task) for task in tasks)
     try:
         _prepare(path, descriptor, run, listed_tasks, force)
-        for name, data in ((RUN, json_line(vars(run), indent=1)), (TASKS, listed_tasks)):  # RUN says whose the rest is
+        for name, data in ((RUN, json_line(run, indent=1)), (TASKS, listed_tasks)):  # RUN says whose the rest is
             if not (path / name).exists():
                 replace_file(path / name, data)
         with writing(path / PARTIAL), open_own(path / PARTIAL, append=True) as file:
             yield RunFolder(path, file, _whole_lines(file, path, run.trials(tasks)))
     finally:
         os.close(descriptor)
+
+
+def tasks_digest(tasks: Sequence[TaskRecord]) -> str:
+    """The sha256 of the records of a suite's tasks."""
+    return sha256_of([asdict(task) for task in tasks])
 
 
 def read_run(path: Path) -> RunRecord:
@@ -219,43 +243,28 @@ def read_run(path: Path) -> RunRecord:
         EvalError: There is no such file, or it holds something else.
     """
     try:
-        run = read_json(path / RUN)
-    except (OSError, ValueError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
-        raise EvalError(f"run `{path.name}`: expected {RUN}, found {found}, in {path.parent}") from error
-    given = run if isinstance(run, dict) else {"format": type(run).__name__}
-    if given.get("format") != FORMAT:
-        raise EvalError(f"run `{path.name}`: expected format {FORMAT}, found {given.get('format')}, in {path / RUN}")
-    if {"shard", *given} != {field.name for field in fields(RunRecord)}:  # earlier versions wrote none
-        raise EvalError(f"run `{path.name}`: expected the record of a run, found {listed([*given])}, in {path / RUN}")
-    decided: dict[str, Any] = {name: given[name] for name in ("suite", "config", "environment")}
-    parts = all(isinstance(part, dict) for part in decided.values()) and isinstance(decided["suite"].get("name"), str)
-    if not parts or {*decided["config"]} != {field.name for field in fields(RunConfig)}:
-        raise EvalError(f"run `{path.name}`: expected suite, config and environment, found others, in {path / RUN}")
-    if not SHARD.fullmatch(str(given.get("shard", WHOLE))):
-        raise EvalError(f"run `{path.name}`: expected a shard I/N, found {given['shard']!r}, in {path / RUN}")
-    for name in ("trials", "batch"):
-        if type(number := decided["config"][name]) is not int or number < 1:
-            raise EvalError(f"run `{path.name}`: expected a number as config.{name}, found {number!r}, in {path / RUN}")
-    if (found := sha256_of(decided)) != given["sha256"]:
-        wanted = str(given["sha256"])[:64]
-        raise EvalError(f"run `{path.name}`: expected settings of sha256 {wanted}, found {found}, in {path / RUN}")
-    return RunRecord(**given)
+        given = from_json(dict[Text, Any], read_json(path / RUN))
+        present = {name: value for name, value in given.items() if value is not None}
+        config = given.get("config")
+        if isinstance(config, dict):
+            present["config"] = {name: value for name, value in config.items() if value is not None}
+        run = from_json(RunRecord, present)
+        replace(run.config)  # checks its bounds
+    except (OSError, ValueError, Ling3Error) as error:
+        found = f"expected {RUN}, found {error.strerror}" if isinstance(error, OSError) else f"{RUN}: {error}"
+        raise EvalError(f"run `{path.name}`: {found}, in {path.parent}") from error
+    if (found := sha256_of({name: given[name] for name in run.decided})) != run.sha256:
+        raise EvalError(f"run `{path.name}`: expected settings of sha256 {run.sha256}, found {found}, in {path / RUN}")
+    return run
 
 
-def read_tasks(path: Path) -> dict[str, dict[str, Any]]:
-    """The tasks of a run by id, as far as others look at them: ``threshold`` is a number.
+def read_tasks(path: Path) -> list[TaskRecord]:
+    """The tasks of a run.
 
     Raises:
         EvalError: There is no such file, or a line is something else.
     """
-    tasks = {}
-    for number, task in enumerate(read_lines(path / TASKS), 1):
-        wrong = [name for name, kind in (("id", str), ("threshold", float)) if not _is(task.get(name), kind)]
-        if wrong:
-            raise EvalError(f"line {number}: expected a task, found another `{wrong[0]}`, in {path / TASKS}")
-        tasks[task["id"]] = task
-    return tasks
+    return _read_lines(TaskRecord, path / TASKS)
 
 
 def read_predictions(path: Path, shard: str = str(WHOLE)) -> list[Prediction]:
@@ -276,26 +285,39 @@ def read_predictions(path: Path, shard: str = str(WHOLE)) -> list[Prediction]:
     if not (path / PREDICTIONS).is_file():
         hint = "resume it with the command that began it" if (path / PARTIAL).exists() else None
         raise EvalError(f"run `{path.name}`: expected {PREDICTIONS}, found none, in {path.parent}", hint)
-    return _predictions(read_lines(path / PREDICTIONS), path / PREDICTIONS)
+    return _read_lines(Prediction, path / PREDICTIONS)
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines that a run wrote.
+def json_line(record: Any, indent: int | None = None) -> bytes:
+    """The line of JSON that a record is written as; with ``indent``, a member a line."""
+    return (json.dumps(asdict(record), ensure_ascii=False, allow_nan=False, indent=indent) + "\n").encode()
 
-    Raises:
-        EvalError: The file cannot be read, or a line is something else.
-    """
+
+def _read_lines(kind: type[T], path: Path) -> list[T]:
+    """The records of a file of JSON lines that a run wrote."""
     try:
         with opened(path.parent, path.name) as file:
-            return _objects(file.read(), path)
+            return _records(kind, file.read(), path)
     except OSError as error:
         found = error.strerror
         raise EvalError(f"file `{path.name}`: expected a readable file, found {found}, in {path.parent}") from error
 
 
-def json_line(value: object, indent: int | None = None) -> bytes:
-    """The line of JSON that a value is written as; with ``indent``, a member a line."""
-    return (json.dumps(value, ensure_ascii=False, allow_nan=False, indent=indent) + "\n").encode()
+def _records(kind: type[T], data: bytes, path: Path) -> list[T]:
+    """The record of each line of ``data``."""
+    found = []
+    for number, line in enumerate(data.split(b"\n")[:-1], 1):
+        try:
+            record = from_json(kind, parse_json(line))
+            if isinstance(record, Prediction) and record.passed is None and record.infra is None:
+                raise WrongRecordError("an error of a trial without a verdict", "none", ("infra",))
+            found.append(record)
+        except ValueError as error:
+            name = "task" if kind is TaskRecord else "trial"
+            raise EvalError(
+                f"line {number}: expected the record of a {name}, found another: {error}, in {path}"
+            ) from error
+    return found
 
 
 def _prepare(path: Path, descriptor: int, run: RunRecord, tasks: bytes, force: bool) -> None:
@@ -311,10 +333,8 @@ def _prepare(path: Path, descriptor: int, run: RunRecord, tasks: bytes, force: b
             "wait until it ends, or choose another folder",
         ) from error
     there = (path / RUN).exists()
-    begun = [item for item in path.iterdir() if not item.name.startswith(".")] == [path / TASKS] and (
-        _of_a_run(path / TASKS) if force else (path / TASKS).read_bytes() == tasks
-    )
-    if not there and not begun and any(not item.name.startswith(".") for item in path.iterdir()):
+    names = [item.name for item in path.iterdir() if not item.name.startswith(".")]
+    if names and not there and not (names == [TASKS] and _are_of_a_run(path, tasks, force)):
         raise EvalError(f"run `{path.name}`: expected a new or empty folder, found other files, in {path.parent}")
     if force:
         refuse_links(path, [TRANSCRIPTS])
@@ -336,12 +356,15 @@ def _prepare(path: Path, descriptor: int, run: RunRecord, tasks: bytes, force: b
         )
 
 
-def _of_a_run(path: Path) -> bool:
-    """Whether a file of tasks is one that a run wrote."""
+def _are_of_a_run(path: Path, tasks: bytes, force: bool) -> bool:
+    """Whether a folder's tasks are those of this run; with ``force``, whether they are those of any run."""
+    if not force:
+        return (path / TASKS).read_bytes() == tasks
     try:
-        return all(tuple(record) == RECORDED for record in read_lines(path))
+        read_tasks(path)
     except EvalError:
         return False
+    return True
 
 
 def _whole_lines(file: BinaryIO, path: Path, trials: Mapping[Pair, tuple[int, str]]) -> dict[Pair, Prediction]:
@@ -349,62 +372,14 @@ def _whole_lines(file: BinaryIO, path: Path, trials: Mapping[Pair, tuple[int, st
     file.seek(0)
     data = file.read()
     whole = data.rfind(b"\n") + 1
-    partial = path / PARTIAL
     done: dict[Pair, Prediction] = {}
-    for number, record in enumerate(_predictions(_objects(data[:whole], partial), partial), 1):
+    for number, record in enumerate(_records(Prediction, data[:whole], path / PARTIAL), 1):
         if record.pair in done or trials.get(record.pair) != (record.idx, record.prompt_sha256):
             found = "it again" if record.pair in done else "a record of another run"
             raise EvalError(
-                f"line {number}: expected each trial of this run once, found {found}, in {partial}", UNCHANGED
+                f"line {number}: expected each trial of this run once, found {found}, in {path / PARTIAL}", UNCHANGED
             )
         done[record.pair] = record
     if whole != len(data):
         file.truncate(whole)
     return done
-
-
-def _predictions(records: Sequence[dict[str, Any]], path: Path) -> list[Prediction]:
-    for number, record in enumerate(records, 1):
-        if tuple(record) != KEYS:
-            raise EvalError(f"line {number}: expected the record of a trial, found {listed(list(record))}, in {path}")
-        wrong = [name for name, kind in TYPES.items() if not _is(record[name], kind)]
-        if record["passed"] is None and record["infra"] is None:  # what has no verdict has an error
-            wrong.append("passed")
-        if wrong or not _is_infra(record["infra"]):
-            name = wrong[0] if wrong else "infra"
-            raise EvalError(f"line {number}: expected the record of a trial, found another `{name}`, in {path}")
-    return [Prediction(**record) for record in records]
-
-
-def _is(value: object, kind: Any) -> bool:
-    """Whether a value of JSON is one of the types that fields of a record have."""
-    origin, parts = get_origin(kind), get_args(kind)
-    if origin is UnionType:
-        return any(_is(value, part) for part in parts)
-    if origin is list:
-        return type(value) is list and all(_is(each, parts[0]) for each in value)
-    return type(value) in (int, float) if kind is float else type(value) is (origin or kind)
-
-
-def _is_infra(value: dict[str, Any] | None) -> bool:
-    return value is None or (
-        value.keys() == {"ended", "attempts"}
-        and type(value["ended"]) is bool
-        and _is(value["attempts"], list[dict[str, Any]])
-        and len(value["attempts"]) > 0
-        and all(_is(attempt.get(name), str) for attempt in value["attempts"] for name in ("kind", "message"))
-    )
-
-
-def _objects(data: bytes, path: Path) -> list[dict[str, Any]]:
-    """The object of each line of ``data``."""
-    found = []
-    for number, line in enumerate(data.split(b"\n")[:-1], 1):
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            raise EvalError(f"line {number}: expected JSON, found {error}, in {path}") from error
-        if not isinstance(record, dict):
-            raise EvalError(f"line {number}: expected an object, found {line[:60]!r}, in {path}")
-        found.append(record)
-    return found

@@ -8,11 +8,13 @@ import operator
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, make_dataclass
 from decimal import Decimal
+from functools import cache
 from inspect import signature
 from typing import Any, Protocol
 
+from ling3export.artifacts.records import Text
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.evals.trials import GraderError, GraderResult, Outcome, text_of
 
@@ -152,13 +154,13 @@ def exact(task: Gradable, transcript: object, outcome: object) -> Verdict:
     return _compared(answer == task.target.strip(), task.target.strip(), answer)
 
 
-def regex(task: Gradable, transcript: object, outcome: object, pattern: str) -> Verdict:
+def regex(task: Gradable, transcript: object, outcome: object, pattern: Text) -> Verdict:
     """The text has a match of ``pattern``."""
     match = re.search(pattern, text_of(transcript))
     return _compared(match is not None, pattern, match and match.group())
 
 
-def response_contains(task: Gradable, transcript: object, outcome: object, value: list[str] | str) -> Verdict:
+def response_contains(task: Gradable, transcript: object, outcome: object, value: list[Text] | Text) -> Verdict:
     """The text contains ``value``, or all of several values."""
     wanted = [value] if isinstance(value, str) else value
     missing = [item for item in wanted if item not in text_of(transcript)]
@@ -170,8 +172,8 @@ def transcript_constraints(
     transcript: object,
     outcome: object,
     max_turns: int | None = None,
-    must_not_contain: list[str] | None = None,
-    must_contain: list[str] | None = None,
+    must_not_contain: list[Text] | None = None,
+    must_contain: list[Text] | None = None,
 ) -> Verdict:
     """The transcript keeps its limits: how often the model was asked, what the text must and must not contain."""
     text, turns = text_of(transcript), getattr(transcript, "turns", 1)
@@ -183,7 +185,7 @@ def transcript_constraints(
 
 
 def steps_required(
-    task: Gradable, transcript: object, outcome: object, steps: list[str], ordered: bool = False
+    task: Gradable, transcript: object, outcome: object, steps: list[Text], ordered: bool = False
 ) -> Verdict:
     """The transcript has every named step (a tool call by its name), in this order if ``ordered``."""
     names = [step.name or step.kind for step in getattr(transcript, "steps", ())]
@@ -194,7 +196,7 @@ def steps_required(
     return {"passed": not missing, "explanation": f"missing: {missing}, found {names}" if missing else ""}
 
 
-def state_check(task: Gradable, transcript: object, outcome: object, path: str, **comparison: Any) -> Verdict:
+def state_check(task: Gradable, transcript: object, outcome: object, path: Text, **comparison: Any) -> Verdict:
     """The outcome has a value at ``path`` (``$.counters['prefill@16'].calls``), and it compares as asked."""
     state = outcome.state if isinstance(outcome, Outcome) else outcome
     try:
@@ -241,15 +243,18 @@ KINDS: dict[str, Grader] = {"choice_letter": choice, **{each.__name__: each for 
 AUTHORITY = {"state_check": STATE, "steps_required": TOOL_CALL, "callable": RUBRIC}
 
 
-def arguments_of(kind: str) -> dict[str, tuple[Any, bool]]:
-    """The arguments of a kind by name: the type of each, and whether a task file has to give it."""
-    found: dict[str, tuple[Any, bool]] = {}
+@cache
+def arguments_of(kind: str) -> type:
+    """The record of a kind's arguments in a task file: those of its function behind the first three."""
+    given: list[Any] = []
     for each in list(signature(KINDS[kind]).parameters.values())[3:]:
         if each.kind is each.VAR_KEYWORD:
-            found |= dict.fromkeys(COMPARISONS, (each.annotation, False))
+            given += [(name, Any, field(default=...)) for name in COMPARISONS]
         else:
-            found[each.name] = (each.annotation, each.default is each.empty)
-    return found
+            given.append(
+                (each.name, each.annotation, field(default=MISSING if each.default is each.empty else each.default))
+            )
+    return make_dataclass(kind, given, kw_only=True, frozen=True)
 
 
 def grade(task: Gradable, transcript: object, outcome: object) -> tuple[list[GraderResult], bool, float]:

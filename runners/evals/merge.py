@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ling3export.artifacts.records import sha256_of
 from ling3export.foundation.errors import listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.shards import WHOLE, Shard, in_order
@@ -15,15 +14,15 @@ from ling3export.runners.evals.folder import (
     Pair,
     Prediction,
     RunRecord,
-    TaskRecord,
     open_folder,
-    read_lines,
     read_predictions,
     read_run,
+    read_tasks,
+    tasks_digest,
 )
 from ling3export.runners.evals.run import concluded
 from ling3export.runners.evals.statistics import Summary
-from ling3export.runners.evals.tasks import RECORDED
+from ling3export.runners.evals.tasks import TaskRecord
 from ling3export.runners.evals.trials import EvalError
 
 LARGEST = 1 << 30  # bytes of a transcript
@@ -55,7 +54,9 @@ def merge(folders: Sequence[Path], to: Path, *, force: bool = False) -> tuple[Su
     whole = replace(runs[0], shard=str(WHOLE), status="running", totals=None)
     if to.resolve() in [folder.resolve() for folder in folders]:
         raise EvalError(f"eval merge: expected another folder than those of shards, found {to}")
-    tasks = _tasks(parts[0], whole)
+    tasks = read_tasks(parts[0])
+    if tasks_digest(tasks) != whole.suite.tasks_sha256:
+        raise EvalError(f"eval merge: expected the tasks of the run's record, found others, in {parts[0] / TASKS}")
     found: dict[Pair, tuple[Prediction, Path]] = {}
     for number, folder in enumerate(parts):
         run = replace(whole, shard=str(Shard(number, len(parts))))
@@ -64,31 +65,21 @@ def merge(folders: Sequence[Path], to: Path, *, force: bool = False) -> tuple[Su
         for pair in whole.trials(tasks):
             record, folder = found[pair]
             if pair not in merged.done:
-                if whole.config["transcripts"]:
+                if whole.config.transcripts:
                     merged.keep_transcript(record.idx, record.trial, _transcript(folder, record))
                 merged.add(record)
         summary = concluded(merged, whole, tasks)
     return summary, whole
 
 
-def _tasks(folder: Path, run: RunRecord) -> list[TaskRecord]:
-    """The tasks of a shard, which are those that the run's record names."""
-    tasks: list[TaskRecord] = [*read_lines(folder / TASKS)]
-    if any(tuple(task) != RECORDED for task in tasks) or sha256_of(tasks) != run.suite.get("tasks_sha256"):
-        raise EvalError(f"eval merge: expected the tasks of the run's record, found others, in {folder / TASKS}")
-    return tasks
-
-
 def _records(folder: Path, run: RunRecord, tasks: Sequence[TaskRecord]) -> list[Prediction]:
-    """The records of a shard, which are those of its trials."""
+    """The records of a shard, which are those of its trials, each once."""
     records, wanted = read_predictions(folder, run.shard), run.trials(tasks)
-    if len(records) != len(wanted) or {record.pair for record in records} != wanted.keys():
-        what = f"the {len(wanted)} trials of shard {run.shard}, each once"
-        raise EvalError(f"eval merge: expected {what}, found {len(records)} records, in {folder / PREDICTIONS}")
-    for record in records:
-        if wanted[record.pair] != (record.idx, record.prompt_sha256):
-            found = f"found another one of `{record.label}`, in {folder / PREDICTIONS}"
-            raise EvalError(f"eval merge: expected records of this run, {found}")
+    found = {record.pair: (record.idx, record.prompt_sha256) for record in records}
+    if found != wanted or len(records) != len(wanted):
+        other = [record.label for record in records if wanted.get(record.pair) != found[record.pair]]
+        said = f"found {len(records)} records, {listed(other) or 'none'} of another run, in {folder / PREDICTIONS}"
+        raise EvalError(f"eval merge: expected the {len(wanted)} trials of shard {run.shard}, each once, {said}")
     return records
 
 

@@ -2,13 +2,15 @@
 
 import json
 from collections.abc import Iterable, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
 from ling3export.foundation.errors import listed
-from ling3export.runners.evals.folder import Prediction, RunRecord, TaskRecord
+from ling3export.runners.evals.folder import Prediction, RunRecord
 from ling3export.runners.evals.statistics import Summary, completion_line, wilson
 from ling3export.runners.evals.suites import REFERENCE_SETTINGS
+from ling3export.runners.evals.tasks import TaskRecord
 from ling3export.runners.evals.trials import REFUSED
 
 SHOWN = 10  # names in a list
@@ -41,9 +43,9 @@ def report(run: RunRecord, records: Sequence[Prediction], summary: Summary, task
     differing = [(name, _json(wanted), _json(here)) for name, wanted, here in reference_differences(run)]
     rates = [
         (rate.k, rate.tasks, *map(_number, (rate.at_k, rate.hat_k, rate.plug_at_k, rate.plug_hat_k)))
-        for rate in summary.rates(run.config["trials"])
+        for rate in summary.rates(run.config.trials)
     ]
-    suite = {name: run.suite[name] for name in ("tasks", "files", "tasks_sha256", "notes")}
+    suite = {name: getattr(run.suite, name) for name in ("tasks", "files", "tasks_sha256", "notes")}
     sections = {
         "pass@k and pass^k": _table(("k", "tasks", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rates),
         "Categories": _categories(records, tasks),
@@ -53,10 +55,10 @@ def report(run: RunRecord, records: Sequence[Prediction], summary: Summary, task
         "Against the reference evaluation": _table(("setting", "reference", "here"), differing)
         or ["All its settings are the same."],
         "Suite": _settings(suite),
-        "Settings": _settings(run.config),
+        "Settings": _settings(asdict(run.config)),
         "Environment": _settings(run.environment),
     }
-    lines = [f"# {run.suite['name']}", *_score(run, summary)]
+    lines = [f"# {run.suite.name}", *_score(run, summary)]
     for title, found in sections.items():
         lines += ["", f"## {title}", "", *found] if found else []
     return "\n".join([*lines, "", f"Record of the run: {run.sha256}"]) + "\n"
@@ -64,7 +66,7 @@ def report(run: RunRecord, records: Sequence[Prediction], summary: Summary, task
 
 def reference_differences(run: RunRecord) -> list[tuple[str, Any, Any]]:
     """Settings that differ from the reference evaluation: (name, reference, here)."""
-    here = {**run.environment, **run.config}
+    here = {**run.environment, **asdict(run.config), "stop": list(run.config.stop)}
     return [(name, wanted, here.get(name)) for name, wanted in REFERENCE_SETTINGS.items() if here.get(name) != wanted]
 
 
@@ -75,9 +77,9 @@ def invalid_line(summary: Summary, max_infra: float) -> str:
 
 def _score(run: RunRecord, summary: Summary) -> list[str]:
     lines = ["", completion_line(summary.passed, summary.total), ""]
-    if summary.invalid(run.config["max_infra"]):
-        lines[1:1] = [f"**{invalid_line(summary, run.config['max_infra'])}**", ""]
-    reference = run.suite["reference"]
+    if summary.invalid(run.config.max_infra):
+        lines[1:1] = [f"**{invalid_line(summary, run.config.max_infra)}**", ""]
+    reference = run.suite.reference
     rows = [
         ("success rate (C / N)", f"{_number(summary.success_rate)} {_interval(summary.passed, summary.total)}"),
         (
@@ -92,7 +94,7 @@ def _score(run: RunRecord, summary: Summary) -> list[str]:
 
 
 def _categories(records: Sequence[Prediction], tasks: Sequence[TaskRecord]) -> list[str]:
-    category = {task["id"]: task["category"] for task in tasks}
+    category = {task.id: task.category for task in tasks}
     if not any(category.values()):
         return []
     counts: dict[str, list[int]] = {}

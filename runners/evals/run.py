@@ -6,20 +6,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.records import sha256_of
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.evals.backend import EvalBackend, PromptRequest, PromptResult
-from ling3export.runners.evals.folder import Prediction, RunFolder, RunRecord, TaskRecord, open_folder
+from ling3export.runners.evals.folder import Prediction, RunFolder, RunRecord, SuiteRecord, open_folder, tasks_digest
 from ling3export.runners.evals.graders import choice_letter, extract_answer
 from ling3export.runners.evals.harness import graded
 from ling3export.runners.evals.report import report
 from ling3export.runners.evals.statistics import Summary
 from ling3export.runners.evals.suites import Suite
-from ling3export.runners.evals.tasks import Task
+from ling3export.runners.evals.tasks import Task, TaskRecord
 from ling3export.runners.evals.trials import (
     EvalError,
     Outcome,
@@ -66,8 +65,9 @@ def run_suite(
     if not suite.tasks:
         raise EvalError(f"suite `{suite.name}`: expected at least one task, found none")
     config = replace(config, **suite.settings)
-    run = RunRecord.of(_suite_record(suite), config, backend.environment(), shard)
     tasks = [task.record() for task in suite.tasks]
+    recorded = SuiteRecord(suite.name, len(tasks), suite.files, list(suite.notes), suite.reference, tasks_digest(tasks))
+    run = RunRecord.of(recorded, config, backend.environment(), shard)
     trials = [Trial(*pair, trial_seed(config.seed, *pair)) for pair in run.trials(tasks)]
     with open_folder(folder, run, tasks, force=force) as opened:
         runner = _Runner(suite, backend, config, opened)
@@ -86,36 +86,41 @@ def run_suite(
 def concluded(folder: RunFolder, run: RunRecord, tasks: Sequence[TaskRecord]) -> Summary:
     """Ends a run all of whose trials have a record; returns their totals. Those of a shard are written nowhere."""
     records = [folder.done[pair] for pair in run.trials(tasks)]
-    everywhere = run.config["threshold"]
-    thresholds = {task["id"]: task["threshold"] if everywhere is None else everywhere for task in tasks}
+    everywhere = run.config.threshold
+    thresholds = {task.id: task.threshold if everywhere is None else everywhere for task in tasks}
     summary = Summary([(record.task_id, record.passed) for record in records], thresholds)
     run = replace(run, status="complete")
     if run.shard != str(WHOLE):
         folder.finish(run, None)
         return summary
-    run = replace(run, totals={**summary.record(), "invalid": summary.invalid(run.config["max_infra"])})
+    run = replace(run, totals={**summary.record(), "invalid": summary.invalid(run.config.max_infra)})
     folder.finish(run, report(run, records, summary, tasks))
     return summary
 
 
 class _Runner:
-    """Runs batches of trials and writes their records."""
+    """Writes the records of batches of trials."""
 
     def __init__(self, suite: Suite, backend: EvalBackend, config: RunConfig, folder: RunFolder) -> None:
-        self._suite = suite
+        self._suite, self._backend, self._config, self._folder = suite, backend, config, folder
         self._tasks = {task.id: (place, task) for place, task in enumerate(suite.tasks)}
-        self._backend = backend
-        self._config = config
-        self._folder = folder
         self._worked = bool(folder.done)
 
     def run(self, batches: Sequence[Sequence[Trial]]) -> Iterator[None]:
         """Runs batches, in order; stops behind each, whose records are then written."""
-        answers = self._backend.answers(([self.ask(trial) for trial in batch] for batch in batches), self._config.retry)
+        answers = self._backend.answers((self._asked(batch) for batch in batches), self._config.retry)
         for batch in batches:
             before = self._counters()
             self._write(batch, next(answers), before)
             yield
+
+    def _asked(self, batch: Sequence[Trial]) -> list[PromptRequest]:
+        config = self._config
+        tasks = [self._tasks[trial.task_id][1] for trial in batch]
+        return [
+            PromptRequest(f"task `{task.id}`", task.prompt, config.max_tokens, config.sampling(trial.seed), config.stop)
+            for task, trial in zip(tasks, batch, strict=True)
+        ]
 
     def _write(self, trials: Sequence[Trial], answers: Sequence[PromptResult], before: dict[str, Any]) -> None:
         refusals = [each.said for each in answers if isinstance(each.said, Ling3Error)]
@@ -132,7 +137,7 @@ class _Runner:
             elif isinstance(answer.said, Exception):
                 trial.status = "infra_error"
             else:
-                graded(trial, task, transcript_of(answer.said), self.outcome(task, answer.said, before, after))
+                graded(trial, task, transcript_of(answer.said), self._outcome(task, answer.said, before, after))
             if self._config.transcripts:
                 text = json.dumps(trial.record(), ensure_ascii=False, indent=1) + "\n"
                 self._folder.keep_transcript(place, trial.trial, text.encode())
@@ -141,13 +146,7 @@ class _Runner:
     def _counters(self) -> dict[str, Any]:
         return self._backend.stats() if self._suite.product else {}
 
-    def ask(self, trial: Trial) -> PromptRequest:
-        task, config = self._tasks[trial.task_id][1], self._config
-        return PromptRequest(
-            f"task `{task.id}`", task.prompt, config.max_tokens, config.sampling(trial.seed), config.stop
-        )
-
-    def outcome(self, task: Task, completion: Completion, before: dict[str, Any], after: dict[str, Any]) -> Outcome:
+    def _outcome(self, task: Task, completion: Completion, before: dict[str, Any], after: dict[str, Any]) -> Outcome:
         """What came of a trial; with what it left behind, for suites whose graders look at the product."""
         text, ids = completion.text or "", completion.token_ids
         extracted = extract_answer(text) if task.choices is None else choice_letter(text, len(task.choices))
@@ -171,17 +170,6 @@ def transcript_of(completion: Completion) -> Transcript:
         ttft_ms=completion.ttft_ms,
         e2e_ms=completion.e2e_ms,
     )
-
-
-def _suite_record(suite: Suite) -> dict[str, Any]:
-    return {
-        "name": suite.name,
-        "tasks": len(suite.tasks),
-        "files": suite.files,
-        "notes": list(suite.notes),
-        "reference": suite.reference,
-        "tasks_sha256": sha256_of([task.record() for task in suite.tasks]),
-    }
 
 
 def _grown(before: Any, after: Any) -> Any:

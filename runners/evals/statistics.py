@@ -119,14 +119,6 @@ class Summary:
             counts[name] = (n + (passed is not None), c + (passed is True))
         return counts
 
-    def pass_at_k(self, k: int) -> float | None:
-        """The unbiased figure, as the mean over the tasks with ``k`` scored trials or more; None without any."""
-        return macro_mean(pass_at_k(n, c, k) for n, c in self.by_task.values())
-
-    def pass_hat_k(self, k: int) -> float | None:
-        """The unbiased figure, as the mean over the tasks with ``k`` scored trials or more; None without any."""
-        return macro_mean(pass_hat_k(n, c, k) for n, c in self.by_task.values())
-
     @property
     def solved(self) -> list[str]:
         """Tasks whose share of passes reaches their threshold."""
@@ -134,12 +126,12 @@ class Summary:
 
     def rates(self, most: int) -> list[Rate]:
         """The figures at each of KS up to ``most``, and at ``most``."""
-        rows = []
-        mean = self.pass_at_k(1)
+        counts, rows = self.by_task.values(), []
+        mean = macro_mean(pass_at_k(n, c, 1) for n, c in counts)
         for k in sorted({*(k for k in KS if k <= most), most}):
-            tasks = sum(n >= k for n, _ in self.by_task.values())
+            at, hat = (macro_mean(figure(n, c, k) for n, c in counts) for figure in (pass_at_k, pass_hat_k))
             plug = (None, None) if mean is None else plug_in(mean, k)
-            rows.append(Rate(k, tasks, self.pass_at_k(k), self.pass_hat_k(k), *plug))
+            rows.append(Rate(k, sum(n >= k for n, _ in counts), at, hat, *plug))
         return rows
 
     def record(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from ling3export.runners.evals.demo import SEED, demo_records
 from ling3export.runners.evals.folder import PARTIAL
 from ling3export.runners.evals.graders import LETTERS, GraderSpec, Verdict
 from ling3export.runners.evals.task_files import check_unique, load_tasks, read_records
-from ling3export.runners.evals.tasks import FieldLocation, Task
+from ling3export.runners.evals.tasks import FieldError, Task
 from ling3export.runners.evals.trials import EvalError, Outcome
 
 SHOTS = 4
@@ -178,8 +178,10 @@ def _suite(name: str, tasks: list[Task], files: Sequence[Path] = (), **more: Any
 
 
 def _task(name: str, prompt: Any, grader: str, **fields: Any) -> Task:
-    place = FieldLocation(where=lambda path: f"in record {name}")
-    return Task(name, {"prompt": prompt}, graders=[grader], place=place, **fields)
+    try:
+        return Task(name, {"prompt": prompt}, graders=[grader], **fields)
+    except FieldError as error:
+        raise EvalError(f"{error.what}, in record {name}") from None
 
 
 def _given(suite: str, data: Path | None, wanted: str) -> Path:

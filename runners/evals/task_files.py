@@ -14,7 +14,7 @@ from ling3export.artifacts.files import replace_file
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.evals.graders import KINDS, grade
-from ling3export.runners.evals.tasks import FieldLocation, FieldPath, Predicates, Task, known, task_from
+from ling3export.runners.evals.tasks import FieldError, FieldPath, Predicates, Task, check_keys, task_from
 from ling3export.runners.evals.trials import EvalError, Outcome, Transcript
 
 YAML = (".yaml", ".yml")
@@ -49,16 +49,15 @@ def load_tasks(path: str | Path, predicates: Predicates | None = None) -> list[T
     path = Path(path)
     text = _text(path)
     document, line_of = _yaml(text, path) if path.suffix in YAML else _json(text, path)
-
-    def where(field: FieldPath) -> str:
-        return f"in {path.name} line {line_of(field)}"
-
     tasks: list[Task] = []
     for value, field in _items(document):
-        place = FieldLocation(field, where)
-        if isinstance(value, dict) and "input" not in value and value.keys() & {"prompt", "question"}:
-            value = _problem(value, f"{path.stem}-{len(tasks)}", place)
-        tasks.append(task_from(value, place, suite=path.stem, predicates=predicates))
+        try:
+            if isinstance(value, dict) and "input" not in value and value.keys() & {"prompt", "question"}:
+                value = _problem(value, f"{path.stem}-{len(tasks)}")
+            tasks.append(task_from(value, path.stem, predicates))
+        except FieldError as error:
+            line = line_of((*field, *error.path))
+            raise EvalError(f"{error.what}, in {path.name} line {line}", error.hint) from None
     if not tasks:
         raise EvalError(f"task file `{path.name}`: expected at least one task, found none, in {path.parent}")
     check_unique(tasks, path.name)
@@ -145,14 +144,12 @@ def _failed(task: Task, text: str) -> list[str]:
     return [f"{item.name} ({item.explanation})" for item in grades if item.required and not item.passed]
 
 
-def _problem(value: dict[str, Any], name: str, place: FieldLocation) -> dict[str, Any]:
+def _problem(value: dict[str, Any], name: str) -> dict[str, Any]:
     """A problem with its prompt, as the JSON of a task that is graded by the last number."""
-    known(value, PROBLEM_FIELDS, place)
+    check_keys(value, PROBLEM_FIELDS)
     answers = [value[key] for key in ("answer", "target") if key in value]
     if len(answers) != 1 or ("prompt" in value) == ("question" in value):
-        raise EvalError(
-            f"problem: expected prompt or question, and answer or target, found {', '.join(value)}, {place}"
-        )
+        raise FieldError(f"problem: expected prompt or question, and answer or target, found {', '.join(value)}")
     target = answers[0]
     if isinstance(target, (int, float)) and not isinstance(target, bool):
         target = str(target)

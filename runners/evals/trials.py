@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ling3export.artifacts.records import Text
 from ling3export.foundation.errors import Ling3Error, RankDivergence, RequestError
 from ling3export.runners.engine.request import Sampling
 
@@ -63,7 +64,7 @@ class RunConfig:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    stop: tuple[str, ...] = ()
+    stop: tuple[Text, ...] = ()
     seed: int = 0
     batch: int = 256
     retry: int = 1
@@ -73,7 +74,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         self.sampling(0)
-        for name, least in (("trials", 1), ("max_tokens", 1), ("batch", 1), ("retry", 0)):
+        for name, least in (("trials", 1), ("max_tokens", 1), ("batch", 1), ("retry", 0), ("seed", 0)):
             if getattr(self, name) < least:
                 raise EvalError(f"`{name}`: expected {least} or more, found {getattr(self, name)}")
 
@@ -174,8 +175,8 @@ class InfraError:
         message: The exception's type and message.
     """
 
-    kind: str
-    message: str
+    kind: Text
+    message: Text
 
     @classmethod
     def of(cls, error: Exception) -> "InfraError":

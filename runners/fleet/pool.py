@@ -1,8 +1,9 @@
 """Workers in a Ray cluster: pieces go out as workers are free, and their results come back in order.
 
 A worker is an actor, or one for each host of an engine on several hosts, in a placement group of its own. Ray starts an
-actor again whose process or node has ended, and repeats what it was doing. Of several hosts, host 0 listens for the
-others and does the pieces; when one ends, the others end themselves, and all find each other again.
+actor again whose process or node has ended. What it was doing is done by whichever worker is free first (Ray's
+ActorPool would wait for the same one, whose node may be gone). Of several hosts, host 0 listens for the others and does
+the pieces; when one ends, the others end themselves, and all find each other again.
 
 Ray carries Python objects between its processes by pickle: whoever reaches a cluster's ports can run code on it.
 """
@@ -12,8 +13,9 @@ import os
 import secrets
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
 from typing import Any, Protocol
 
@@ -23,6 +25,7 @@ from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import HostsError
 
 TRIES = 3  # attempts at a piece before it is declared bad
+RESTARTS = 16  # of a worker's process
 AHEAD = 4  # pieces for each worker that may be done before the one whose turn it is
 ANSWERED = "what was answered is kept: the same command goes on from there"
 
@@ -89,14 +92,14 @@ class _Host:
         return self._hosts.coordinator
 
     def start(self) -> tuple[dict[str, Any], str]:
-        """Gets ready once; what the worker's start returned, and the name of this process."""
+        """Gets ready once; what the worker's start returned, and the name of this node."""
         with self._lock:
             if self._worker is None:
                 worker = self._make()
                 with _node_named():
                     self._about = worker.start(self._hosts)
                 self._worker = worker
-        return self._about, f"{socket.gethostname()}:{os.getpid()}"
+        return self._about, socket.gethostname()
 
     def follow(self, first: Any) -> None:
         """Follows host 0 until that ends; then this process ends, too, and Ray starts it and this call again."""
@@ -108,15 +111,11 @@ class _Host:
             self._make().start(place)
         os._exit(1)
 
-    def work(self, number: int, piece: Any, alike: dict[str, Any]) -> tuple[int, Any, str]:
-        """A piece's number, its result and the name of the process that did it."""
-        about, process = self.start()
-        check_alike(about, alike, process)
-        assert self._worker is not None
-        try:
-            return number, self._worker.work(piece), process
-        except WorkerLost:
-            os._exit(1)
+    def work(self, piece: Any) -> Any:
+        """The result of a piece, by a worker that has started."""
+        if self._worker is None:
+            raise WorkerLost("its process was started again")
+        return self._worker.work(piece)
 
 
 @contextlib.contextmanager
@@ -128,17 +127,11 @@ def _node_named() -> Iterator[None]:
         raise ClusterError(f"ray: {error.message}; on node {socket.gethostname()}", error.hint) from None
 
 
-def check_alike(about: dict[str, Any], alike: dict[str, Any], process: str) -> None:
-    """Refuses a worker whose ``start`` returned something else than those of the others.
-
-    Raises:
-        ClusterError: Names what differs.
-    """
-    if differing := [name for name in sorted({*about, *alike}) if about.get(name) != alike.get(name)]:
-        raise ClusterError(
-            f"ray: expected nodes that are alike, found another {listed(differing)}, on {process}",
-            "all nodes need the same artifact and the same versions of Python's packages",
-        )
+@dataclass
+class _Job:
+    number: int
+    piece: Any
+    tries: int = 0
 
 
 class WorkerGroup:
@@ -174,8 +167,8 @@ class WorkerGroup:
         def actor(number: int) -> Any:
             hosts = cluster.hosts and replace(cluster.hosts, number=number, secret=secret)
             options = cluster.options | {
-                "max_restarts": -1,
-                "max_task_retries": -1 if number else TRIES - 1,
+                "max_restarts": RESTARTS,
+                "max_task_retries": -1,  # of starts and of what hosts ask each other; not of pieces
                 "max_concurrency": 1 if number else at_once + cluster.each,  # beside pieces, other hosts ask host 0
                 "scheduling_strategy": in_bundle(self.group, number),
             }
@@ -184,6 +177,10 @@ class WorkerGroup:
         self.first, *self._actors = map(actor, range(cluster.each))
         self.started = self.first.start.remote()
         self.others = [each.follow.remote(self.first) for each in self._actors]
+
+    def work(self, piece: Any) -> Any:
+        """The reference of a piece's result. The pool repeats it, where it may be with another worker."""
+        return self.first.work.options(max_task_retries=0).remote(piece)
 
 
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
@@ -218,7 +215,6 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self._ray, self._cluster, self._at_once, self._start_timeout = ray, cluster, at_once, start_timeout
         self._report = report
         self._groups: list[WorkerGroup] = []
-        self._processes: set[str] = set()
         self.about: dict[str, Any] = {}
         dashboard = connect(ray, cluster)
         try:
@@ -242,75 +238,89 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         """The results of pieces, in order; pieces are taken as workers are free.
 
         Raises:
-            ClusterError: A piece ends one worker after the other, or workers are gone and have no room to start again.
+            ClusterError: A piece ends one worker after the other, or all workers are gone and find no room.
             Ling3Error: What a worker raised.
         """
-        from ray.util import ActorPool
-
-        pool = ActorPool([each.first for each in self._groups for _ in range(self._at_once)])
-        ahead = AHEAD * len(self._groups) * self._at_once
         source, taken, following, more = enumerate(pieces), 0, 0, True
+        ahead = AHEAD * len(self._groups) * self._at_once
+        idle = deque(each for _ in range(self._at_once) for each in self._groups)
+        running: dict[Any, tuple[_Job, WorkerGroup]] = {}
+        starting: dict[Any, WorkerGroup] = {}  # once for each piece that was lost
+        again: deque[_Job] = deque()
         done: dict[int, Any] = {}
-        while more or pool.has_next():
-            while more and pool.has_free() and taken - following < ahead:
-                if more := (piece := next(source, None)) is not None:
-                    pool.submit(lambda host, numbered: host.work.remote(*numbered, self.about), piece)
-                    taken += 1
-            if pool.has_next():
-                number, result = self._next(pool)
-                done[number] = result
+        while more or again or running:
+            while idle and (again or (more and taken - following < ahead)):
+                if again:
+                    job = again.popleft()
+                elif more := (piece := next(source, None)) is not None:
+                    job, taken = _Job(*piece), taken + 1
+                else:
+                    break
+                group = idle.popleft()
+                running[group.work(job.piece)] = job, group
+            for reference in self._ready([*running, *starting], None if running else self._start_timeout):
+                if reference in starting:
+                    self._admit(reference)
+                    idle.append(starting.pop(reference))
+                    continue
+                job, group = running.pop(reference)
+                try:
+                    done[job.number] = self._result(reference, group)
+                    idle.append(group)
+                except WorkerLost as error:
+                    job.tries += 1
+                    if job.tries == TRIES:
+                        said = f"expected piece {job.number} done, found {TRIES} dead workers: {error.message}"
+                        raise ClusterError(f"ray: {said}", ANSWERED) from None
+                    again.append(job)
+                    if group not in starting.values():
+                        self._report(f"ray: a worker is gone ({error.message}); it starts again where there is room")
+                    starting[group.first.start.remote()] = group
             while following in done:
                 yield done.pop(following)
                 following += 1
 
     def _start(self) -> None:
-        """Waits until all workers have started, and compares them."""
+        """Waits until all workers have started."""
         starting = [each.started for each in self._groups]
         others = [reference for each in self._groups for reference in each.others]
         while starting:
-            ready, _ = self._ray.wait([*starting, *others], timeout=self._start_timeout)
-            if not ready:
-                free = self._ray.available_resources()
-                found = listed([f"{name} {free.get(name, 0):g}" for name in self._cluster.resources])
-                wanted = f"{len(self._groups)} workers within {self._start_timeout:g} s"
-                raise ClusterError(
-                    f"ray: expected {wanted}, found {len(starting)} that did not start; free now: {found}", ANSWERED
-                )
-            with self._clear_errors():
-                about, process = self._ray.get(ready[0])
-            starting.remove(ready[0])
-            self._processes.add(process)
-            self.about = self.about or about
-            check_alike(about, self.about, process)
+            for reference in self._ready([*starting, *others], self._start_timeout):
+                self._admit(reference)
+                starting.remove(reference)
 
-    def _next(self, pool: Any) -> tuple[int, Any]:
-        """The number and the result of a piece that is done."""
-        while True:
-            with self._clear_errors():
-                try:
-                    number, result, process = pool.get_next_unordered(timeout=self._start_timeout)
-                    break
-                except TimeoutError:  # a piece may take long; a worker that has no room to start again takes for ever
-                    if not all(each.group.wait(1) for each in self._groups):
-                        raise ClusterError(
-                            "ray: expected room for the workers that are gone, found none", ANSWERED
-                        ) from None
-        if process not in self._processes:
-            self._processes.add(process)
-            self._report(f"ray: a worker is gone; another one is in its place, {process}")
-        return number, result
+    def _admit(self, reference: Any) -> None:
+        """Takes a worker that has started, if what it has is what the others have."""
+        try:
+            about, node = self._result(reference)
+        except WorkerLost as error:
+            said = f"expected a worker that lives, found one that ended {RESTARTS} times: {error.message}"
+            raise ClusterError(f"ray: {said}", ANSWERED) from None
+        self.about = self.about or about
+        if differing := [name for name in sorted({*about, *self.about}) if about.get(name) != self.about.get(name)]:
+            raise ClusterError(
+                f"ray: expected nodes that are alike, found another {listed(differing)}, on {node}",
+                "all nodes need the same artifact and the same versions of Python's packages",
+            )
 
-    @contextlib.contextmanager
-    def _clear_errors(self) -> Iterator[None]:
-        """What Ray raises, as an error of ours."""
+    def _ready(self, waiting: list[Any], timeout: float | None) -> list[Any]:
+        """What is ready of results and starts: at least one, if there are any."""
+        ready = self._ray.wait(waiting, timeout=timeout)[0] if waiting else []
+        if waiting and not ready:
+            free = self._ray.available_resources()
+            found = listed([f"{name} {free.get(name, 0):g}" for name in self._cluster.resources])
+            raise ClusterError(f"ray: expected a worker within {timeout:g} s, found none; free now: {found}", ANSWERED)
+        return [*ready]
+
+    def _result(self, reference: Any, group: WorkerGroup | None = None) -> Any:
+        """The result of a call; what Ray raises, as an error of ours. A process without an engine is ended."""
         errors = self._ray.exceptions
         try:
-            yield
+            return self._ray.get(reference)
         except errors.RayTaskError as error:
             cause = error.cause
+            if isinstance(cause, WorkerLost) and group is not None:
+                self._ray.kill(group.first, no_restart=False)
             raise (cause if isinstance(cause, Ling3Error) else ClusterError(f"ray: worker: {cause}")) from None
         except errors.RayError as error:
-            said = " ".join(str(error).split())[:300]
-            raise ClusterError(
-                f"ray: expected a piece done, found that {TRIES} workers ended at it: {said}", ANSWERED
-            ) from None
+            raise WorkerLost(" ".join(str(error).split())[:200]) from None

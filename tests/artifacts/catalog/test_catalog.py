@@ -30,7 +30,7 @@ from ling3export.foundation.errors import ArtifactError, CatalogError, TrustErro
 from ling3export.foundation.shards import WHOLE
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.evals.folder import RunRecord
+from ling3export.runners.evals.folder import RunRecord, SuiteRecord, json_line
 from ling3export.runners.evals.trials import RunConfig
 from ling3export.runners.load.weights import Weights
 from tests.support import toy_artifact
@@ -252,10 +252,10 @@ def test_a_share_that_breaks_off_goes_on_slab_by_slab_and_a_damaged_slab_is_refu
 def test_the_score_of_an_evaluation_stands_in_the_record(toy, store, tmp_path):
     def run(name: str, rate: float, **changes: Any) -> Path:
         environment = {"artifact": read_manifest(toy).sha256}
-        record = RunRecord.of({"name": name}, RunConfig(), environment, WHOLE)
+        record = RunRecord.of(SuiteRecord(name, 1, {}, [], None, "0" * 64), RunConfig(), environment, WHOLE)
         record = replace(record, status="complete", totals={"success_rate": rate, "invalid": False})
         (folder := tmp_path / name).mkdir()
-        (folder / "run.json").write_text(json.dumps(vars(replace(record, **changes))))
+        (folder / "run.json").write_bytes(json_line(replace(record, **changes)))
         return folder
 
     words = ("catalog", "publish", toy, store, "--id", "toy", "--version", "1.0.0", "--no-run", "--eval")

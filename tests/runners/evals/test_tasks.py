@@ -82,11 +82,11 @@ def test_a_database_check_without_a_predicate_is_an_error(tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("  difficulty:", "  dificulty:", "key `dificulty`: expected one of id, .*, in t.yaml line 4"),
-        ("max_turns", "maxturns", "key `maxturns`: expected one of max_turns, .*, in t.yaml line 13"),
+        ("  difficulty:", "  dificulty:", "key `dificulty`: expected only the fields id, .*, in t.yaml line 4"),
+        ("max_turns", "maxturns", "key `maxturns`: expected only the fields max_turns, .*, in t.yaml line 13"),
         ("{threshold: 0.8}", "{threshold: 8}", "`threshold`: expected .*, found 8, in t.yaml line 14"),
-        ("{threshold: 0.8}", "{treshold: 0.8}", "key `treshold`: expected one of threshold, .* line 14"),
-        ("user_message:", "text:", "key `text`: expected one of prompt, .*, in t.yaml line 6"),
+        ("{threshold: 0.8}", "{treshold: 0.8}", "key `treshold`: expected only the fields threshold, .* line 14"),
+        ("user_message:", "text:", "key `text`: expected only the fields prompt, .*, in t.yaml line 6"),
         ('id: "refund-processing-001"', "id: 7", "`id`: expected a text, found 7, in t.yaml line 2"),
         ("{max_turns: 10,", "{max_turns: ten,", "`max_turns`: expected a whole number, found 'ten', in t.yaml line 13"),
         ("task:\n", "task: [\n", "file `t.yaml`: expected YAML, found while parsing"),
@@ -110,7 +110,10 @@ GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["exact"], "target": "x"
         ([GOOD, GOOD], "task id `a`: expected it once, found it again, in t.json"),
         ({**GOOD, "graders": ["exactly"]}, "grader: expected one of .*, found 'exactly', in t.json line 7"),
         ({**GOOD, "graders": []}, "task `a`: expected at least one grader, found none, in t.json line 1"),
-        ({**GOOD, "graders": [{"kind": "regex"}]}, "grader `regex`: expected pattern, found none, in t.json line 7"),
+        (
+            {**GOOD, "graders": [{"kind": "regex"}]},
+            "`graders`: expected the field pattern, found none, in t.json line 7",
+        ),
         ({**GOOD, "graders": [{"kind": "regex", "pattern": "("}]}, r"`pattern`: missing \), .* in t.json line 9"),
         (
             {**GOOD, "graders": [{"kind": "state_check", "path": "files[0]"}]},
@@ -118,12 +121,18 @@ GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["exact"], "target": "x"
         ),
         ({**GOOD, "input": {}}, "input: expected one of prompt, .*, found none, in t.json line 3"),
         ({**GOOD, "input": {"prompt": "?", "message": "!"}}, "found prompt and message, in t.json line 3"),
-        ({**GOOD, "input": {"prompt_ids": [1, "2"]}}, "expected a list of token ids, found '2', in t.json line 4"),
+        (
+            {**GOOD, "input": {"prompt_ids": [1, "2"]}},
+            "`prompt_ids`: expected a whole number, found '2', in t.json line 6",
+        ),
         ({"input": {"prompt": "?"}}, r"task `\?`: expected the field id, found none, in t.json line 1"),
         ('{"id": NaN}', "file `t.json`: expected JSON, found the number NaN"),
         (r'{"id": "\ud800"}', "file `t.json`: expected JSON, found half a character"),
         ("[1, 2", "file `t.json`: expected JSON, found Expecting"),
-        ([{"question": "?", "answer": "1", "hint": "2"}], "key `hint`: expected one of answer, .* in t.json line 5"),
+        (
+            [{"question": "?", "answer": "1", "hint": "2"}],
+            "key `hint`: expected only the fields answer, .* in t.json line 5",
+        ),
         ([{"question": "?"}], "problem: expected prompt or question, .*, found question, in t.json line 2"),
     ],
 )
@@ -213,7 +222,7 @@ def test_values_at_paths():
 
 
 def test_a_task_written_in_python_is_checked_too():
-    with pytest.raises(EvalError, match=r"key `text`: expected one of .*, found `text`, in `input\.text`"):
+    with pytest.raises(EvalError, match=r"key `text`: expected only the fields .*, found `text`, in `input\.text`"):
         Task(id="a", input={"text": "?"})
     with pytest.raises(EvalError, match="`threshold`: expected a number above 0, at most 1, found 0"):
         Task(id="a", input={"prompt": "?"}, grading={"threshold": 0})
