@@ -69,6 +69,7 @@ class _Host:
         self._lock = threading.Lock()
         self._asked: set[int] = set()
         self._worker: PoolWorker | None = None
+        self._lost = False
         self._about: dict[str, Any] = {}
         if hosts is not None and hosts.number == 0:
             import ray
@@ -93,6 +94,8 @@ class _Host:
 
     def start(self) -> tuple[dict[str, Any], str]:
         """Gets ready once; what the worker's start returned, and the name of this node."""
+        if self._lost:
+            threading.Event().wait()  # until the pool has ended this process: the next one starts
         with self._lock:
             if self._worker is None:
                 worker = self._make()
@@ -115,7 +118,11 @@ class _Host:
         """The result of a piece, by a worker that has started."""
         if self._worker is None:
             raise WorkerLost("its process was started again")
-        return self._worker.work(piece)
+        try:
+            return self._worker.work(piece)
+        except WorkerLost:
+            self._lost = True
+            raise
 
 
 @contextlib.contextmanager
