@@ -26,6 +26,7 @@ from ling3export.runners.hosts.rendezvous import HostsError
 
 TRIES = 3  # attempts at a piece before it is declared bad
 RESTARTS = 16  # of a worker's process
+FAREWELL = 1.0  # seconds
 AHEAD = 4  # pieces for each worker that may be done before the one whose turn it is
 ANSWERED = "what was answered is kept: the same command goes on from there"
 
@@ -95,7 +96,7 @@ class _Host:
     def start(self) -> tuple[dict[str, Any], str]:
         """Gets ready once; what the worker's start returned, and the name of this node."""
         if self._lost:
-            threading.Event().wait()  # until the pool has ended this process: the next one starts
+            threading.Event().wait()  # until this process ends: the next one starts
         with self._lock:
             if self._worker is None:
                 worker = self._make()
@@ -121,7 +122,9 @@ class _Host:
         try:
             return self._worker.work(piece)
         except WorkerLost:
-            self._lost = True
+            if not self._lost:
+                self._lost = True
+                threading.Timer(FAREWELL, os._exit, (1,)).start()  # once the pool was told why
             raise
 
 
@@ -272,7 +275,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                     continue
                 job, group = running.pop(reference)
                 try:
-                    done[job.number] = self._result(reference, group)
+                    done[job.number] = self._result(reference)
                     idle.append(group)
                 except WorkerLost as error:
                     job.tries += 1
@@ -319,15 +322,13 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             raise ClusterError(f"ray: expected a worker within {timeout:g} s, found none; free now: {found}", ANSWERED)
         return [*ready]
 
-    def _result(self, reference: Any, group: WorkerGroup | None = None) -> Any:
-        """The result of a call; what Ray raises, as an error of ours. A process without an engine is ended."""
+    def _result(self, reference: Any) -> Any:
+        """The result of a call; what Ray raises, as an error of ours."""
         errors = self._ray.exceptions
         try:
             return self._ray.get(reference)
         except errors.RayTaskError as error:
             cause = error.cause
-            if isinstance(cause, WorkerLost) and group is not None:
-                self._ray.kill(group.first, no_restart=False)
             raise (cause if isinstance(cause, Ling3Error) else ClusterError(f"ray: worker: {cause}")) from None
         except errors.RayError as error:
             raise WorkerLost(" ".join(str(error).split())[:200]) from None

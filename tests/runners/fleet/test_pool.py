@@ -119,7 +119,7 @@ def test_results_come_in_order_whoever_dies(pool: Callable[..., Any]) -> None:
         assert count == 59
         assert list(workers.map([])) == []
         assert said[0].startswith("ray: 3 workers")
-        assert 1 <= sum("a worker is gone" in line for line in said) <= 5
+        assert 1 <= sum("a worker is gone" in line for line in said) <= 5 * 2  # pieces at a time
 
 
 def test_a_worker_of_several_hosts_is_replaced_whole_when_one_of_them_ends(
@@ -131,7 +131,7 @@ def test_a_worker_of_several_hosts_is_replaced_whole_when_one_of_them_ends(
         for number in range(40):
             if number == 20:
                 others = [pid for pid, place in hosts(tmp_path).items() if place[0] == "1"]
-                os.kill(next(pid for pid in others if Path(f"/proc/{pid}").exists()), 9)
+                os.kill(next(pid for pid in others if runs(pid)), 9)
             end = time.monotonic() + 60
             while number == 39 and sum(map(len, groups().values())) < 8 and time.monotonic() < end:
                 time.sleep(0.1)
@@ -149,6 +149,12 @@ def test_a_worker_of_several_hosts_is_replaced_whole_when_one_of_them_ends(
     assert sum(numbers == {"0", "1"} for numbers in groups().values()) >= 4, groups()
     secrets = {secret for _, secret in groups()}
     assert len(secrets) == 2 and all(len(secret) > 16 for secret in secrets)
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there, and has not ended."""
+    command = Path(f"/proc/{pid}/cmdline")
+    return command.exists() and command.read_bytes() != b""
 
 
 def hosts(folder: Path) -> dict[int, list[str]]:
