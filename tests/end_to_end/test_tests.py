@@ -31,7 +31,6 @@ LEFT: dict[str, int] = {
     "tests/runners/engine/test_isolation.py": 1,
     "tests/runners/engine/test_requests.py": 2,
     "tests/runners/evals/test_backend.py": 4,
-    "tests/runners/route/test_route.py": 1,
 }
 
 
