@@ -35,7 +35,7 @@ def test_events_say_of_each_prompt_what_the_cache_hits(evict):
         for _ in range(40):
             head = rng.choice(heads)
             ids = [*head[: rng.randint(0, len(head))], *prompt(rng, rng.randint(1, 12))]
-            rig.submit(ids, rng.randint(1, 12), salt=rng.choice(["", "", "me"]))
+            rig.submit(ids, rng.randint(1, 12), cache_salt=rng.choice(["", "", "me"]))
             rig.run(rng.choice([3, 100_000]))
             if events:
                 removals += sum(isinstance(each, Removed) for each in events)
