@@ -9,7 +9,8 @@ from pathlib import Path
 from bench.report import machine, show, table
 from ling3export.artifacts.catalog.layout import OciLayout
 from ling3export.artifacts.catalog.publish import Words, publish
-from ling3export.artifacts.catalog.pull import pull, resolve
+from ling3export.artifacts.catalog.pull import pull
+from ling3export.artifacts.catalog.stores import resolve
 from ling3export.artifacts.manifest import read_manifest
 
 ID = "measured"
@@ -49,7 +50,7 @@ def pulled(
     host: int | None = None,
 ) -> Row:
     """What a pull of the newest version moves."""
-    *_, found = resolve(store, ID, None)
+    found = resolve(store, ID)
     moved = pull(store, found, to, kept, target=target, host=host)
     size = sum(path.stat().st_size for path in artifact.rglob("*") if path.is_file())
     return {"what": what, "files": size, "published": published, "pulled": moved.pulled, "here": moved.here}

@@ -15,7 +15,6 @@ from ling3export.artifacts.catalog.oci import CatalogEntry, ImageManifest, Layer
 from ling3export.artifacts.catalog.record import (
     SCHEMA,
     CatalogRecord,
-    Dependency,
     EvalScore,
     File,
     Install,
@@ -45,7 +44,6 @@ class Words:
     description: str = ""
     author: str = ""
     tags: tuple[str, ...] = ()
-    depends: tuple[Dependency, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -134,7 +132,7 @@ def described(
     needs = Needs(
         token=False,
         targets=tuple(spelled(target) for target in targets),
-        depends=words.depends,
+        depends=(),
         devices=max((target.tp for target in targets), default=0),
         jaxlib=jaxlibs.pop() if len(jaxlibs) == 1 else None,
         state_abi=abis.pop() if len(abis) == 1 else None,

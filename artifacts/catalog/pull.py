@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.catalog.oci import Descriptor
 from ling3export.artifacts.catalog.record import File
 from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of, write_at
-from ling3export.artifacts.catalog.stores import ResolvedVersion, choose, find
+from ling3export.artifacts.catalog.stores import ResolvedVersion
 from ling3export.artifacts.files import open_lock, refuse_links, writing
 from ling3export.artifacts.manifest import MANIFEST, file_records, named_target
 from ling3export.artifacts.schema import Manifest, StoredTensor
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 BLOCK = 1 << 20
 PARALLEL = 4  # files at a time
-MOST = 256  # versions that come with one
 TRIES = 5  # of one file, as long as each brings some bytes
 
 
@@ -49,44 +48,6 @@ class Moved:
         with self._lock:
             self.pulled += pulled
             self.here += here
-
-
-def resolve(
-    store: "Store",
-    id: str,
-    version: str | None,
-    *,
-    strict: bool = False,
-    warn: Callable[[str], object] = lambda text: None,
-) -> list[ResolvedVersion]:
-    """A version and all that it depends on, which comes before it.
-
-    Args:
-        store: Where they are.
-        id: Its id.
-        version: The version; None for the latest.
-        strict: Whether unknown fields of a record are refused.
-        warn: Else told of them.
-
-    Raises:
-        CatalogError: One is not there, is damaged, or depends on itself.
-    """
-    found: dict[tuple[str, str], ResolvedVersion] = {}
-
-    def add(id: str, version: str | None, path: tuple[str, ...]) -> None:
-        entry = choose(store, id, version)
-        if str(entry) in path:
-            raise CatalogError(f"version `{entry}`: expected no circle, found {' → '.join((*path, str(entry)))}")
-        if (entry.id, entry.version) not in found:
-            if len(path) + len(found) >= MOST:
-                raise CatalogError(f"version `{id}@{version}`: expected at most {MOST} that come together, found more")
-            new = find(store, entry, strict=strict, warn=warn)
-            for each in new.record.requirements.depends:
-                add(each.id, each.version, (*path, str(entry)))
-            found[entry.id, entry.version] = new
-
-    add(id, version, ())
-    return list(found.values())
 
 
 def pull(

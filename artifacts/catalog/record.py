@@ -48,7 +48,7 @@ class File:
 
 @dataclass(frozen=True)
 class Dependency:
-    """What has to be pulled, too."""
+    """What has to be pulled, too: named by records of earlier versions alone."""
 
     id: Id
     version: Version

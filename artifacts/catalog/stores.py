@@ -116,6 +116,32 @@ def choose(store: "Store", id: str, version: str | None) -> CatalogEntry:
     return entry
 
 
+def resolve(
+    store: "Store",
+    id: str,
+    version: str | None = None,
+    *,
+    strict: bool = False,
+    warn: Callable[[str], object] = lambda text: None,
+) -> ResolvedVersion:
+    """A version, or the latest one, as its documents say it.
+
+    Raises:
+        CatalogError: There is none, or a document is damaged, or is of another version.
+        UnsafePath: A path that leaves its folder.
+    """
+    return find(store, choose(store, id, version), strict=strict, warn=warn)
+
+
+def located(
+    reference: str, *, strict: bool = False, warn: Callable[[str], object] = lambda text: None
+) -> tuple["Store", ResolvedVersion]:
+    """The store that a reference names, and the version: see :func:`resolve`."""
+    wanted = parse_reference(reference)
+    store = open_store(wanted.store)
+    return store, resolve(store, wanted.id, wanted.version, strict=strict, warn=warn)
+
+
 def find(
     store: "Store", entry: CatalogEntry, *, strict: bool = False, warn: Callable[[str], object] = lambda text: None
 ) -> ResolvedVersion:
@@ -130,6 +156,8 @@ def find(
     record = read_record(store.read(image.config), where, strict=strict, warn=warn)
     if (record.id, record.version) != (entry.id, entry.version):
         raise CatalogError(f"record: expected that of {entry}, found {record.id}@{record.version}, in {store}")
+    if others := record.requirements.depends:  # which earlier versions pulled with it
+        warn(f"{entry}: to be pulled, too: {listed([f'{each.id}@{each.version}' for each in others])}")
     return ResolvedVersion(entry, oci.layers_of(image, record, where), record)
 
 

@@ -34,7 +34,6 @@ catalog.add_command(pull)
 @click.option("--description", default="", help="What it is, in a sentence.")
 @click.option("--author", default="", help="Who made it.")
 @click.option("--tag", "tags", multiple=True, help="A word to find it by, beside targets and dtype; again for more.")
-@click.option("--depends", multiple=True, metavar="ID@VERSION", help="Pulled with it; again for more.")
 @click.option(
     "--eval", "evaluation", type=PATH, metavar="RUN", help="Record the score of a finished evaluation of ARTIFACT."
 )
@@ -49,7 +48,6 @@ def publish(
     description: str,
     author: str,
     tags: tuple[str, ...],
-    depends: tuple[str, ...],
     evaluation: Path | None,
     no_run: bool,
 ) -> None:
@@ -60,13 +58,12 @@ def publish(
     """
     from ling3export.artifacts.catalog.publish import Words
     from ling3export.artifacts.catalog.publish import publish as published
-    from ling3export.artifacts.catalog.record import Dependency, EvalScore
+    from ling3export.artifacts.catalog.record import EvalScore
     from ling3export.artifacts.catalog.stores import open_store
     from ling3export.artifacts.manifest import file_record, read_manifest
     from ling3export.runners.cli.eval import finished_run
     from ling3export.verify.verify import verify_artifact
 
-    needed = tuple(Dependency(*each.partition("@")[::2]) for each in depends)
     place, score = open_store(store), None
     if evaluation is not None:
         suite, rate, results = finished_run(evaluation, read_manifest(artifact).sha256)
@@ -78,7 +75,7 @@ def publish(
             f"artifact `{artifact.name}`: expected every cell within its tolerance, found another, in {artifact}",
             f"see: ling3export verify {artifact}",
         )
-    done = published(artifact, place, name, version, Words(title, description, author, tags, needed), score)
+    done = published(artifact, place, name, version, Words(title, description, author, tags), score)
     said = f"{done.moved:,} bytes written" if done.new else "was there"
     click.echo("\n".join(signed), err=True)
     click.echo(f"{name}@{version}: {said}, of {done.record.size:,}", err=True)
@@ -118,13 +115,10 @@ def search(
 @click.option("--strict", is_flag=True, help="Refuse fields that this version does not know.")
 def info(reference: str, strict: bool) -> None:
     """Print the record of REFERENCE."""
-    from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
+    from ling3export.artifacts.catalog.stores import located
     from ling3export.artifacts.records import laid_out, to_json
 
-    wanted = parse_reference(reference)
-    store = open_store(wanted.store)
-    entry = choose(store, wanted.id, wanted.version)
-    record = find(store, entry, strict=strict, warn=lambda text: click.echo(text, err=True)).record
+    record = located(reference, strict=strict, warn=lambda text: click.echo(text, err=True))[1].record
     click.echo(laid_out(to_json(record)))
 
 
@@ -133,13 +127,10 @@ def info(reference: str, strict: bool) -> None:
 def verify(reference: str) -> None:
     """Read every byte of REFERENCE in its store, and compare it with the record."""
     from ling3export.artifacts.catalog.pull import verify as verified
-    from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
+    from ling3export.artifacts.catalog.stores import located
 
-    wanted = parse_reference(reference)
-    store = open_store(wanted.store)
-    entry = choose(store, wanted.id, wanted.version)
-    found = find(store, entry)
-    click.echo(f"{entry}: {len(found.record.files)} files, {verified(store, found):,} bytes agree")
+    store, found = located(reference)
+    click.echo(f"{found.entry}: {len(found.record.files)} files, {verified(store, found):,} bytes agree")
 
 
 @catalog.command()

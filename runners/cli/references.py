@@ -90,7 +90,7 @@ ARTIFACT = Artifact()
 def pull(
     reference: str, to: Path | None, target: str | None, host_id: int | None, force: bool, elsewhere: bool, strict: bool
 ) -> None:
-    """Pull STORE/ID or STORE/ID@VERSION, and what it depends on.
+    """Pull STORE/ID or STORE/ID@VERSION.
 
     Every byte is checked; a pull that was interrupted continues. With LING3_STORE set, files that an earlier pull has
     brought are not pulled again. Prints the folder.

@@ -62,53 +62,37 @@ def pulled(
     elsewhere: bool = False,
     strict: bool = False,
 ) -> Path:
-    """Pulls a version and what it depends on, unless it is there; returns its folder."""
-    from ling3export.artifacts.catalog.pull import check_room, resolve
+    """Pulls a version, unless it is there; returns its folder."""
+    from ling3export.artifacts.catalog.pull import check_room
     from ling3export.artifacts.catalog.pull import pull as one
-    from ling3export.artifacts.catalog.stores import open_store, parse_reference
+    from ling3export.artifacts.catalog.stores import located
 
-    wanted = parse_reference(reference)
-    store = open_store(wanted.store)
-    found = resolve(store, wanted.id, wanted.version, strict=strict, warn=_say)
-    last = found[-1]
-    places = [_place(each, to, kept, each is last, target, host) for each in found]
-    for each, place in zip(found, places, strict=True):
-        _check_machine(each, target if each is last else None, elsewhere)
-        if (target is None or each is not last) and (to is not None or not place.is_dir()):  # parts: after the manifest
-            check_room(each, _blobs(place, kept), place.parent, {file.sha256: file.size for file in each.record.files})
-    for each, place in zip(found, places, strict=True):
-        blobs = _blobs(place, kept)
-        with writing(place):
-            place.parent.mkdir(parents=True, exist_ok=True)
-        with _one_at_a_time(place, to):
-            if to is None and place.is_dir():
-                _say(f"{each.entry}: there already, at {place}")
-                continue
-            moved = one(
-                store,
-                each,
-                place,
-                blobs,
-                target=target if each is last else None,
-                host=host if each is last else None,
-                force=force,
-                report=_say,
-            )
-        if not kept:
-            shutil.rmtree(blobs)
-        _say(f"{each.entry}: {moved.pulled:,} bytes pulled, {moved.here:,} were here")
-    return places[-1]
+    store, found = located(reference, strict=strict, warn=_say)
+    place = to or _place(found, kept, target, host)
+    _check_machine(found, target, elsewhere)
+    blobs = _blobs(place, kept)
+    if target is None and (to is not None or not place.is_dir()):  # of a part behind the manifest
+        check_room(found, blobs, place.parent, {file.sha256: file.size for file in found.record.files})
+    with writing(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    with _one_at_a_time(place, to):
+        if to is None and place.is_dir():
+            _say(f"{found.entry}: there already, at {place}")
+            return place
+        moved = one(store, found, place, blobs, target=target, host=host, force=force, report=_say)
+    if not kept:
+        shutil.rmtree(blobs)
+    _say(f"{found.entry}: {moved.pulled:,} bytes pulled, {moved.here:,} were here")
+    return place
 
 
 def pulled_manifest(reference: str, folder: Path) -> Path:
     """Pulls the manifest of a version, without its files; returns the folder that it lies in, in ``folder``."""
     from ling3export.artifacts.catalog.pull import Moved, pull_manifest
-    from ling3export.artifacts.catalog.stores import choose, find, open_store, parse_reference
+    from ling3export.artifacts.catalog.stores import located
 
-    wanted = parse_reference(reference)
-    store = open_store(wanted.store)
-    entry = choose(store, wanted.id, wanted.version)
-    found, place = find(store, entry, warn=_say), folder / f"{entry}.ling3"
+    store, found = located(reference, warn=_say)
+    place = folder / f"{found.entry}.ling3"
     place.mkdir()
     pull_manifest(store, found, place, folder, Moved(), _say)
     return place
@@ -132,14 +116,9 @@ def _say(text: str) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def _place(
-    found: "ResolvedVersion", to: Path | None, kept: str | None, last: bool, target: str | None, host: int | None
-) -> Path:
-    """The folder of a version: ``to``, or beside it for what it depends on, or in the store."""
-    if to is not None:
-        return to if last else to.with_name(f"{found.entry}.ling3")
-    parts = [str(found.entry), found.record.digest[7:19]]
-    parts += [str(part) for part in (target, host) if last and part is not None]
+def _place(found: "ResolvedVersion", kept: str | None, target: str | None, host: int | None) -> Path:
+    """The folder of a version in the store."""
+    parts = [str(found.entry), found.record.digest[7:19], *(str(part) for part in (target, host) if part is not None)]
     return Path(kept or "") / "artifacts" / f"{'-'.join(parts)}.ling3"
 
 

@@ -11,9 +11,9 @@ from random import Random
 
 from ling3export.artifacts.catalog.layout import OciLayout
 from ling3export.artifacts.catalog.publish import Words, publish
-from ling3export.artifacts.catalog.pull import pull, resolve, verify
+from ling3export.artifacts.catalog.pull import pull, verify
 from ling3export.artifacts.catalog.record import digest_of
-from ling3export.artifacts.catalog.stores import search
+from ling3export.artifacts.catalog.stores import resolve, search
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.signing import SIGNATURES, make_key, public_path, read_trusted, sign
 from tests.fuzz.artifact_cases import toy_copy
@@ -26,7 +26,7 @@ def catalogs(folder: Path) -> Iterator[Case]:
     """Whatever is taken is what was published; nothing is written outside of the folder that a pull makes."""
     toy, store = toy_copy(folder), OciLayout(folder / "store")
     publish(toy, store, "toy", "1.0.0", Words())
-    (found,) = resolve(store, "toy", None)
+    found = resolve(store, "toy", None)
     index = json.loads((store.folder / "index.json").read_text())
     original = {path.relative_to(toy): path.read_bytes() for path in toy.rglob("*") if path.is_file()}
     image = json.loads(store.read(found.entry.descriptor))
@@ -50,9 +50,9 @@ def catalogs(folder: Path) -> Iterator[Case]:
         before = sorted(folder.iterdir())
         try:
             search(store, "toy")
-            for each in resolve(store, "toy", None):
-                verify(store, each)
-                pull(store, each, room / "out", blobs)
+            each = resolve(store, "toy")
+            verify(store, each)
+            pull(store, each, room / "out", blobs)
         finally:
             left = sorted(path.name for path in room.iterdir())
             if sorted(folder.iterdir()) != before or left not in ([], ["out"]):

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from ling3export.artifacts.catalog.layout import OciLayout
 from ling3export.artifacts.catalog.publish import Words, publish
-from ling3export.artifacts.catalog.pull import resolve, verify
-from ling3export.artifacts.catalog.stores import open_layout
+from ling3export.artifacts.catalog.pull import verify
+from ling3export.artifacts.catalog.stores import open_layout, resolve
 from ling3export.foundation.errors import CatalogError
 from tests.support.builds import environment
 
@@ -45,7 +45,7 @@ store.enter = entered
 if what == "publish":
     publish.publish(Path(folder), store, "toy", version, publish.Words())
 else:
-    (found,) = pull.resolve(store, "toy", version)
+    found = stores.resolve(store, "toy", version)
     pull.pull(store, found, Path(folder), Path(folder + ".blobs"))
 """
 NONE = ("expected an OCI image layout, found No such file", "expected it in the store, found none")
@@ -83,7 +83,7 @@ def killed(process: subprocess.Popen[str], after: float, line: str = "") -> bool
 def seen(store: OciLayout) -> bool:
     """Whether a reader finds the version; then every byte of it is read and compared."""
     try:
-        (found,) = resolve(store, "toy", None)
+        found = resolve(store, "toy", None)
     except CatalogError as error:
         if not any(text in str(error) for text in NONE):
             raise

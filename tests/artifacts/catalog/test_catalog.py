@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts.catalog import oci
+from ling3export.artifacts.catalog import oci, stores
 from ling3export.artifacts.catalog import pull as pulling
 from ling3export.artifacts.catalog.layout import OciLayout
 from ling3export.artifacts.catalog.publish import Words, publish, sealed
-from ling3export.artifacts.catalog.record import Dependency
-from ling3export.artifacts.catalog.stores import find, parse_reference, search
+from ling3export.artifacts.catalog.stores import find, parse_reference, resolve, search
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.records import canonical, to_json
@@ -45,7 +44,7 @@ def store(tmp_path) -> OciLayout:
 
 
 def pulled(store: OciLayout, to: Path, version: str | None = None, **options) -> pulling.Moved:
-    *_, found = pulling.resolve(store, "toy", version)
+    found = resolve(store, "toy", version)
     return pulling.pull(store, found, to, to.with_name("blobs"), **options)
 
 
@@ -120,14 +119,14 @@ def test_a_version_never_changes_and_latest_moves_to_the_newest_release(toy, sto
         publish(toy, store, "toy", "1.10.0", Words())
     assert contents(store.folder) == before
     assert parse_reference(f"{store}/toy@latest").version is None
-    (found,) = pulling.resolve(store, "toy", None)
+    found = resolve(store, "toy", None)
     assert found.entry.version == "1.10.0"
     found = [record.version for record in search(store, "toy")]
     assert found == ["2.0.0-rc.1", "1.10.0", "1.9.0", "1.9.0-rc.1"]
     with pytest.raises(
         CatalogError, match=r"version `toy@3.0.0`: .* found version 2.0.0-rc.1, 1.10.0, 1.9.0, 1.9.0-rc.1"
     ):
-        pulling.resolve(store, "toy", "3.0.0")
+        resolve(store, "toy", "3.0.0")
 
 
 def test_a_search_orders_by_id_then_name_then_version(toy, store):
@@ -142,7 +141,7 @@ def test_a_search_orders_by_id_then_name_then_version(toy, store):
 
 def test_a_flipped_byte_is_named_by_verify_and_refused_by_pull(toy, store, tmp_path):
     publish(toy, store, "toy", "1.0.0", Words())
-    (found,) = pulling.resolve(store, "toy", None)
+    found = resolve(store, "toy", None)
     (layer,) = found.layers["weights/toy.safetensors"]
     blob = store.folder / "blobs" / layer.digest.replace(":", "/")
     data = bytearray(blob.read_bytes())
@@ -230,7 +229,7 @@ def test_a_share_that_breaks_off_goes_on_slab_by_slab_and_a_damaged_slab_is_refu
     publish(hosts, store, "toy", "1.0.0", Words())
     manifest = read_manifest(hosts)
     stored = manifest.weights.index["toy.table"]
-    (found,) = pulling.resolve(store, "toy", None)
+    found = resolve(store, "toy", None)
     (layer,) = found.layers["weights/toy.safetensors"]
     blob = store.folder / "blobs" / layer.digest.replace(":", "/")
     data = blob.read_bytes()
@@ -286,7 +285,7 @@ def test_programs_alone_are_published_as_such(toy, store):
 def test_a_pull_that_breaks_off_goes_on_from_there(toy, store, tmp_path, monkeypatch):
     monkeypatch.setattr(oci, "PART", 50_000)  # so that the weights are several layers
     publish(toy, store, "toy", "1.0.0", Words())
-    assert len(pulling.resolve(store, "toy", None)[0].layers["weights/toy.safetensors"]) > 5
+    assert len(resolve(store, "toy", None).layers["weights/toy.safetensors"]) > 5
     rng, stream, left = random.Random(0), OciLayout.stream, [0]
 
     def breaking(self, blob, start=0, stop=None):
@@ -317,7 +316,7 @@ def _kept(blobs: Path) -> int:
 
 def test_a_partial_file_that_was_damaged_is_not_taken(toy, store, tmp_path):
     publish(toy, store, "toy", "1.0.0", Words())
-    (found,) = pulling.resolve(store, "toy", None)
+    found = resolve(store, "toy", None)
     file = next(each for each in found.record.files if each.path == "weights/toy.safetensors")
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / f"{file.sha256}.partial").write_bytes(b"x" * 1000)
@@ -358,7 +357,7 @@ def test_gc_removes_what_no_version_names_and_waits_for_publishers(toy, store):
     (store.folder / "blobs/sha256" / ("1" * 64)).mkdir()
     assert store.gc() == (2, 10)
     assert {"notes.txt", f"{'0' * 64}.bak", "0" * 63, "1" * 64} <= {*os.listdir(store.folder / "blobs/sha256")}
-    assert pulling.verify(store, pulling.resolve(store, "toy", "1.0.0")[0]) > 0
+    assert pulling.verify(store, resolve(store, "toy", "1.0.0")) > 0
 
 
 @pytest.mark.parametrize("link", ["blobs", "blobs/sha256"])
@@ -388,34 +387,11 @@ def test_a_pull_puts_nothing_into_a_folder_that_a_link_of_its_own_name_leads_to(
     assert not [*others.iterdir()] and not (tmp_path / "out").exists()
 
 
-def test_what_a_version_depends_on_comes_with_it_and_a_circle_is_refused(toy, store, tmp_path):
-    publish(toy, store, "one", "1.0.0", Words())
-    publish(toy, store, "two", "1.0.0", Words(depends=(Dependency("one", "1.0.0"),)))
-    assert [str(found.entry) for found in pulling.resolve(store, "two", None)] == ["one@1.0.0", "two@1.0.0"]
-    said(runner_cli.main, "pull", f"{store}/two", "--to", tmp_path / "out")
-    assert contents(tmp_path / "one@1.0.0.ling3") == contents(tmp_path / "out") == contents(toy)
-    publish(toy, store, "one", "2.0.0", Words(depends=(Dependency("three", "1.0.0"),)))
-    publish(toy, store, "three", "1.0.0", Words(depends=(Dependency("one", "2.0.0"),)))
-    with pytest.raises(CatalogError, match=r"expected no circle, found one@2\.0\.0 → three@1\.0\.0 → one@2\.0\.0"):
-        pulling.resolve(store, "one", None)
-
-
-def test_versions_that_depend_on_each_other_without_end_are_refused(toy, store, monkeypatch):
-    """A chain of 1,010 once ended in a RecursionError."""
-    monkeypatch.setattr(pulling, "MOST", 5)
-    for number in range(6):
-        needed = (Dependency(f"link-{number - 1}", "1.0.0"),) if number else ()
-        publish(toy, store, f"link-{number}", "1.0.0", Words(depends=needed))
-    assert len(pulling.resolve(store, "link-4", None)) == 5
-    with pytest.raises(CatalogError, match=r"version `link-0@1\.0\.0`: expected at most 5 that come together"):
-        pulling.resolve(store, "link-5", None)
-
-
 def test_a_machine_without_the_devices_is_refused_before_a_byte_is_pulled(toy, store, tmp_path, monkeypatch):
     found = find(store, _published(toy, store))
     real = found.record
     needs = replace(real.requirements, targets=("tpu:v6e:4x4",), devices=16)
-    monkeypatch.setattr(pulling, "find", lambda *_, **options: replace(found, record=replace(real, requirements=needs)))
+    monkeypatch.setattr(stores, "find", lambda *_, **options: replace(found, record=replace(real, requirements=needs)))
     out = tmp_path / "out"
     assert refusal(runner_cli.main, "pull", f"{store}/toy", "--to", out) == (
         "error: machine: expected 16 devices of tpu:v6e:4x4 for toy@1.0.0, found cpu\n"
@@ -423,7 +399,7 @@ def test_a_machine_without_the_devices_is_refused_before_a_byte_is_pulled(toy, s
     )
     assert not list(tmp_path.glob("*out*"))
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 9, 1))
-    monkeypatch.setattr(pulling, "find", lambda *_, **options: found)
+    monkeypatch.setattr(stores, "find", lambda *_, **options: found)
     assert "error: disk: expected " in refusal(runner_cli.main, "pull", f"{store}/toy", "--to", out)
 
 
@@ -450,14 +426,14 @@ def test_a_pull_takes_nothing_but_the_manifest_of_what_no_trusted_key_signed(toy
 def test_a_record_with_paths_that_leave_the_folder_is_refused(toy, store, tmp_path):
     """As somebody writes it who knows the format: every digest is right."""
     publish(toy, store, "toy", "1.0.0", Words())
-    (found,) = pulling.resolve(store, "toy", None)
+    found = resolve(store, "toy", None)
     for number, path in enumerate(("../x", "/tmp/x", "MANIFEST.json")):
         store.enter("toy", f"2.0.{number}", _forged(store, found, path, f"2.0.{number}"))
         with pytest.raises(UnsafePath):
-            pulling.resolve(store, "toy", f"2.0.{number}")
+            resolve(store, "toy", f"2.0.{number}")
 
 
-def _forged(store: OciLayout, found: pulling.ResolvedVersion, path: str, version: str) -> oci.Descriptor:
+def _forged(store: OciLayout, found: stores.ResolvedVersion, path: str, version: str) -> oci.Descriptor:
     file = replace(found.record.files[0], path=path)
     record = sealed(replace(found.record, version=version, files=(*found.record.files, file)))
     config = store.add_document(canonical(to_json(record)), oci.RECORD)

@@ -20,7 +20,7 @@ from ling3export.artifacts.catalog.layout import OciLayout, named
 from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.registry import TOKEN, Registry
 from ling3export.artifacts.catalog.remote import RemoteLayout
-from ling3export.artifacts.catalog.stores import choose, open_store, parse_reference
+from ling3export.artifacts.catalog.stores import choose, open_store, parse_reference, resolve
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
@@ -44,7 +44,7 @@ def registry(tmp_path_factory) -> Iterator[str]:
 
 
 def pulled(store, id: str, to: Path) -> pulling.Moved:
-    *_, found = pulling.resolve(store, id, None)
+    found = resolve(store, id, None)
     return pulling.pull(store, found, to, to.with_name("blobs"))
 
 
@@ -76,15 +76,15 @@ def test_a_registry_has_weights_once_and_no_version_changes(toy, registry, tmp_p
     with pytest.raises(VersionExists):
         publish(toy, store, "twice", "1.0.0", Words())
     assert [entry.version for entry in store.entries("twice")] == ["1.0.0", "1.1.0"]
-    assert pulling.resolve(store, "twice", None)[0].entry.version == "1.1.0"
+    assert resolve(store, "twice", None).entry.version == "1.1.0"
     with pytest.raises(CatalogError, match="expected it in the store, found none"):
-        pulling.resolve(store, "nothing", None)
+        resolve(store, "nothing", None)
 
 
 def test_a_pull_goes_on_by_range(toy, registry, tmp_path, monkeypatch):
     store = Registry(registry)
     publish(toy, store, "ranges", "1.0.0", Words())
-    (found,) = pulling.resolve(store, "ranges", None)
+    found = resolve(store, "ranges", None)
     file = next(each for each in found.record.files if each.path == "weights/toy.safetensors")
     (tmp_path / "blobs").mkdir()
     (tmp_path / "blobs" / f"{file.sha256}.partial").write_bytes((toy / file.path).read_bytes()[:100_000])
@@ -136,7 +136,7 @@ def test_a_layout_on_a_web_server_is_searched_verified_and_pulled(toy, tmp_path)
         assert len(lines) == 2 and "toy@1.0.0" in lines[1]
         said(cli.main, "catalog", "verify", f"{url}/toy")
         store = open_store(parse_reference(f"{url}/toy@1.0.0").store)
-        (found,) = pulling.resolve(store, "toy", None)
+        found = resolve(store, "toy", None)
         file = next(each for each in found.record.files if each.path == "weights/toy.safetensors")
         (tmp_path / "blobs").mkdir()
         (tmp_path / "blobs" / f"{file.sha256}.partial").write_bytes((toy / file.path).read_bytes()[:1000])
