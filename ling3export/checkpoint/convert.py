@@ -4,12 +4,10 @@ Nothing is held: a piece is a view of the mapped checkpoint, written to its plac
 order or dtype pass through memory, one at a time.
 """
 
-import hashlib
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -25,14 +23,6 @@ WORKERS = 2  # hashing and copying both release the interpreter lock
 
 Read = Callable[[str], np.ndarray]
 Piece = tuple[int | None, np.ndarray]
-
-
-class Pieces(Protocol):
-    """What takes the pieces of a store: its writer, or what only compares them."""
-
-    def write(self, name: str, array: np.ndarray, *, slab: int | None, offset: int = 0) -> None:
-        """Appends a piece to one TP shard of a tensor."""
-        ...
 
 
 class WeightSource(Protocol):
@@ -114,7 +104,7 @@ def store_bytes(config: Config, dtype: str) -> int:
 
 
 def convert_parameter(
-    parameter: Parameter, source: WeightSource, writer: Pieces, dtype: str, progress: Callable[[int], None]
+    parameter: Parameter, source: WeightSource, writer: StoreWriter, dtype: str, progress: Callable[[int], None]
 ) -> None:
     """Writes one parameter, layer after layer."""
     target = BY_NAME[parameter.stored_dtype(dtype)].numpy
@@ -167,42 +157,3 @@ def write_weights(folder: Path, source: WeightSource, dtype: str, report: Progre
     index = convert(source, folder, dtype, lambda amount: report.advance("weights", amount))
     files = sorted({tensor.file for tensor in index.values()})
     return schema.WeightsRecord({file: (folder / file).stat().st_size for file in files}, index)
-
-
-class _Digests:
-    """In place of a store's writer: digests of TP shards, nothing written."""
-
-    def __init__(self) -> None:
-        self.shards: dict[int, Any] = defaultdict(hashlib.sha256)
-
-    def write(self, name: str, array: np.ndarray, *, slab: int | None, offset: int = 0) -> None:
-        """Appends a piece to a TP shard."""
-        self.shards[slab or 0].update(np.ascontiguousarray(array).view(np.uint8).reshape(-1).data)
-
-
-def differing_tensors(
-    source: WeightSource,
-    index: Mapping[str, StoredTensor],
-    dtype: str,
-    progress: Callable[[int], None] = lambda _: None,
-) -> list[str]:
-    """Compares a checkpoint with the weights of an artifact: each TP shard's digest, as the store would write it.
-
-    The recorded source has the digests of the shards' headers alone, and those of two fine-tunings are the same.
-
-    Args:
-        source: An opened checkpoint with the artifact's configuration.
-        index: The manifest's weight index.
-        dtype: The artifact's.
-        progress: Called with the bytes of each piece that was read.
-
-    Returns:
-        Names of the store's tensors that ``source`` has other values for.
-    """
-    found = []
-    for row in parameters(source.config):
-        digests = _Digests()
-        convert_parameter(row, source, digests, dtype, progress)
-        if tuple(digests.shards[shard].hexdigest() for shard in sorted(digests.shards)) != index[row.name].sha256:
-            found.append(row.name)
-    return found

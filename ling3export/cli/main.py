@@ -26,7 +26,7 @@ from ling3export.runners.cli.references import Artifact
 
 # Options of `build` that ask for something else than a whole artifact, and what may not stand beside each of them.
 APART = {
-    "into": ("artifact", "replay"),
+    "into": ("artifact", "checkpoint", "ignore", "replay"),
     "shard": ("into", "replay", "kind"),
     "no_weights": ("into", "replay", "shard", "kind"),
     "on": ("shard", "into", "replay", "no_weights", "kind"),
@@ -134,8 +134,8 @@ def build(
     """Build ARTIFACT from CHECKPOINT.
 
     Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
-    ./<checkpoint folder name>.ling3, or .savedmodel. An artifact of --into has what targets share, so CHECKPOINT is
-    then only compared. Programs of --no-weights get theirs from ling3export attach.
+    ./<checkpoint folder name>.ling3, or .savedmodel. An artifact of --into has what its targets need.
+    Programs of --no-weights get weights from ling3export attach.
     """
     require("build", "build", "flax", "rich")
     from ling3export.cli.progress import Console
@@ -169,7 +169,7 @@ def build(
         elif into is not None:
             from ling3export.compile.into import add_targets
 
-            console.summary(into, *add_targets(into, what, chosen, console, checkpoint=checkpoint, **whole))
+            console.summary(into, *add_targets(into, what, chosen, console, force=force, cache=use, prove=prove))
         else:
             if on is not None:
                 from ling3export.compile.fleet import build_on
@@ -187,7 +187,7 @@ def _check_alone(chosen: set[str]) -> None:
     Args:
         chosen: Names of the options that were given; "kind" where another format than an artifact is asked for.
     """
-    flags = {"artifact": "ARTIFACT", "kind": "--format"}
+    flags = {"artifact": "ARTIFACT", "checkpoint": "CHECKPOINT", "ignore": "--ignore-config-field", "kind": "--format"}
     for name, others in APART.items():
         for other in others if name in chosen else ():
             if other in chosen:

@@ -22,7 +22,6 @@ COLUMNS = ("cell", "status", "seconds", "peak MB")
 LABELS = {
     "programs": "compile programs",
     "weights": "write weights",
-    "compare": "compare weights",
     "vectors": "compute vectors",
     "receipts": "check receipts",
     "signatures": "trace signatures",

@@ -1,7 +1,7 @@
 """``build --into ARTIFACT``: more targets for an artifact that is there, over the weights that it has.
 
-Programs need the configuration alone, which the manifest has; a checkpoint is only compared. What the manifest names is
-checked first: no new one vouches for damaged files. Files are added under names that no manifest knows yet, then the
+Programs need the configuration alone, which the manifest has. What the manifest names is checked first: no new one
+vouches for damaged files. Files are added under names that no manifest knows yet, then the
 manifest is replaced by rename: killed at any moment, the artifact loads as before or with the new targets. What a
 killed addition leaves is removed by the next.
 
@@ -24,13 +24,10 @@ from ling3export.artifacts.schema import KERNELS, STATE, Manifest, Target
 from ling3export.artifacts.staging import adding
 from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
 from ling3export.cache.use import DEFAULT_USE, CacheUse
-from ling3export.checkpoint.convert import differing_tensors, store_bytes
-from ling3export.checkpoint.reader import Checkpoint
-from ling3export.compile.attach import check_config
 from ling3export.compile.build import Reporter, announced, compiling, complete
 from ling3export.compile.pool import BuildOutcome
 from ling3export.compile.replay import changes_since
-from ling3export.foundation.errors import CheckpointError, PlanError, listed
+from ling3export.foundation.errors import PlanError, listed
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.options import SHARED, Options, check_paddings
 from ling3export.plan.plan import Plan, make_plans
@@ -49,9 +46,7 @@ def add_targets(
     given: set[str],
     report: Reporter,
     *,
-    checkpoint: Path | None = None,
     force: bool = False,
-    ignore: Sequence[str] = (),
     cache: CacheUse = DEFAULT_USE,
     prove: bool | None = None,
 ) -> tuple[Manifest, list[str]]:
@@ -62,9 +57,7 @@ def add_targets(
         options: What to build; what all targets share comes from the artifact.
         given: Names of the options that the user gave: one that contradicts the artifact is refused.
         report: Told of every stage.
-        checkpoint: Compared with what the artifact was built from; not needed.
         force: Replace targets that are there.
-        ignore: Fields of the checkpoint's config.json to ignore.
         cache: How compiled programs of earlier builds are used.
         prove: As in :func:`~ling3export.compile.build.build`.
 
@@ -84,8 +77,6 @@ def add_targets(
                 for left in leftovers(folder / "trial"):
                     left.unlink(missing_ok=True)
                 try_writing(folder)
-        if checkpoint is not None:
-            _check_source(Checkpoint.open(checkpoint, ignore=ignore), manifest, artifact, report)
         _check_shared(options, given, manifest, artifact)
         recorded = {name: getattr(manifest.plan, name) for name in SIZING if name not in given}
         options = replace(options_of(manifest, options), **recorded)
@@ -119,25 +110,6 @@ def _plans(artifact: Path, manifest: Manifest, options: Options, given: set[str]
             "replace them with --force",
         )
     return plans
-
-
-def _check_source(source: Checkpoint, manifest: Manifest, artifact: Path, report: Reporter) -> None:
-    check_config(source, manifest, artifact)
-    if not manifest.has_weights:
-        return
-    recorded, found = manifest.source.digests, source.digests()
-    differing = [f"`{name}`" for name in sorted({*recorded, *found}) if recorded.get(name) != found.get(name)]
-    if not differing:  # a shard's digest is its header's alone, which two fine-tunings have in common
-        dtype = manifest.plan.dtype
-        report.start("compare", store_bytes(source.config, dtype))
-        index = manifest.weights.index
-        differing = differing_tensors(source, index, dtype, lambda amount: report.advance("compare", amount))
-    if differing:
-        raise CheckpointError(
-            f"checkpoint `{source.path.name}`: expected the files and weights that `{artifact.name}` was built from, "
-            f"found another {listed(differing)}, in {source.path}",
-            "the artifact's weights stay as they are: leave the checkpoint out, or build another artifact",
-        )
 
 
 def _check_shared(options: Options, given: set[str], manifest: Manifest, artifact: Path) -> None:

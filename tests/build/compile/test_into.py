@@ -223,29 +223,6 @@ def test_what_does_not_fit_the_artifact_is_refused(whole, options, message):
     assert names(whole / "programs") == ["cpu-tp1"]
 
 
-def test_another_checkpoint_is_refused(whole, artifact, tmp_path):
-    """Its weights are compared: the headers of two checkpoints of one size have the same digests."""
-    hint = "hint: the artifact's weights stay as they are: leave the checkpoint out, or build another artifact\n"
-    start = "expected the files and weights that `x.ling3` was built from, found another"
-    other = artifact.checkpoint("micro-tp1-seed2")
-    assert refusal(cli.main, "build", other, "--into", whole, "--target", "cpu@2").endswith(
-        f"\nerror: checkpoint `{other.name}`: {start} dense.down_proj, dense.gate_up_proj, embeddings.lm_head, "
-        f"embeddings.norm, embeddings.word_embeddings and 24 more, in {other}\n{hint}"
-    )
-    config = json.loads((other / "config.json").read_text())
-    again = shutil.copytree(artifact.checkpoint("micro-tp1"), tmp_path / "again")
-    (again / "config.json").write_text(json.dumps(config, indent=8))
-    assert refusal(cli.main, "build", again, "--into", whole, "--target", "cpu@2") == (
-        f"error: checkpoint `again`: {start} `config.json`, in {again}\n{hint}"
-    )
-    larger = artifact.checkpoint("micro-tp1-experts")
-    assert refusal(cli.main, "build", larger, "--into", whole, "--target", "cpu@2") == (
-        f"error: checkpoint `{larger.name}`: expected the config that `x.ling3` was built from, found "
-        f"num_experts 32 instead of 16, in {larger}\n"
-        "hint: build programs for it: ling3export build CONFIG.json ARTIFACT --no-weights\n"
-    )
-
-
 def test_there_must_be_an_artifact(tmp_path):
     said = refusal(cli.main, "build", "--into", tmp_path / "x.ling3")
     assert said.startswith("error: artifact `x.ling3`: expected a folder, found nothing, at ")
