@@ -148,6 +148,11 @@ class Config:
         return cls.from_json(read_config(Path(path)), ignore, str(path))
 
     @classmethod
+    def from_path(cls, path: Path, ignore: Iterable[str] = ()) -> "Config":
+        """As :meth:`from_file`, of a checkpoint's folder or of a config.json itself."""
+        return cls.from_file(path / "config.json" if path.is_dir() else path, ignore)
+
+    @classmethod
     def from_json(cls, data: bytes, ignore: Iterable[str] = (), where: str = "config.json") -> "Config":
         """Parses the bytes of a config.json. Raises ``ConfigError``, also where they are no JSON object."""
         return cls.from_dict(_parsed(data, where), ignore=ignore, where=where)

@@ -240,10 +240,11 @@ def plan(
         raise click.UsageError("--fleet and --chips belong together")
     from ling3export.artifacts.records import to_json
     from ling3export.compile.build import DEMO
+    from ling3export.model.config import Config
     from ling3export.plan.paddings import read_lengths
-    from ling3export.plan.pricing import config_of, described, priced
+    from ling3export.plan.pricing import described, priced
 
-    config = config_of(checkpoint or DEMO, ignore)
+    config = Config.from_path(checkpoint or DEMO, ignore)
     if fleet is not None and chips is not None:
         require("plan --fleet", "fleet", "simpy")
         from ling3export.simulation import divide

@@ -39,7 +39,6 @@ from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.model.config import Config, read_config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.plan.pricing import config_of
 from ling3export.plan.targets import check_toolchain
 from ling3export.verify.measure import check_tokenizer, measure_apart, too_large
 from ling3export.verify.vectors import write_vectors
@@ -346,7 +345,7 @@ def build_share(
     Raises:
         PlanError: A cell failed, or the cache cannot be written.
     """
-    config = config_of(checkpoint, ignore)
+    config = Config.from_path(checkpoint, ignore)
     plans = announced(make_plans(config, options), report)
     cells = opened(cache, report.note)
     written(cells, "--shard")

@@ -23,7 +23,6 @@ from ling3export.foundation.reading import read_bytes
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, PlannedCell, make_plans
-from ling3export.plan.pricing import config_of
 from ling3export.runners.fleet.pool import PoolWorker, WorkerPool, versions
 from ling3export.runners.hosts.hosts import Hosts
 
@@ -80,7 +79,7 @@ def build_on(
         PlanError: A cell failed, the cache cannot be written, or a node compiles otherwise than this machine would.
         ClusterError: The cluster is not there, has no room, or its workers die.
     """
-    config = config_of(checkpoint, ignore)
+    config = Config.from_path(checkpoint, ignore)
     plans = make_plans(config, options)
     outcomes = {plan.target.name: BuildOutcome(plan, {}, {}) for plan in plans}
     cells = opened(cache, report.note)

@@ -22,7 +22,6 @@ from ling3export.foundation.tables import readable
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.plan.pricing import config_of as config_of_checkpoint
 from ling3export.plan.recorded import config_of, plan_of
 from ling3export.plan.targets import check_toolchain
 
@@ -52,7 +51,7 @@ def replay(
     if (artifact / MANIFEST).is_file():
         manifest = read_manifest(artifact)
         return _recorded(artifact, manifest, _target(manifest.targets, target), cell)
-    config = config_of_checkpoint(checkpoint, ignore)
+    config = Config.from_path(checkpoint, ignore)
     plans = {plan.target.name: plan for plan in make_plans(config, options)}
     cells = opened(replace(cache, policy="redo" if cache.writes else "off"), lambda text: None)
     with tempfile.TemporaryDirectory() as folder:

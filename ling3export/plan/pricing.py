@@ -133,15 +133,6 @@ class Priced:
     lengths: Traffic | None = None
 
 
-def config_of(path: Path, ignore: Sequence[str]) -> Config:
-    """The configuration of a checkpoint's folder, or of a config.json itself.
-
-    Raises:
-        ConfigError: There is none, or not one that we model.
-    """
-    return Config.from_file(path / "config.json" if path.is_dir() else path, ignore)
-
-
 def priced(
     config: Config,
     options: Options,

@@ -9,10 +9,11 @@ from random import Random
 import numpy as np
 
 from ling3export.checkpoint.reader import INDEX, Checkpoint
+from ling3export.model.config import Config
 from ling3export.model.parameters import expected_tensors
 from ling3export.plan.options import Options
 from ling3export.plan.paddings import read_lengths
-from ling3export.plan.pricing import config_of, described, priced
+from ling3export.plan.pricing import described, priced
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
@@ -32,7 +33,7 @@ def configs(folder: Path) -> Iterator[Case]:
         look()
 
     def look() -> None:
-        printable(described(priced(config_of(path, ()), OPTIONS, [], None, ()), wide=True))
+        printable(described(priced(Config.from_path(path, ()), OPTIONS, [], None, ()), wide=True))
 
     path.write_bytes(json_text(original))
     look()
@@ -78,7 +79,7 @@ def indexes(folder: Path) -> Iterator[Case]:
 def lengths(folder: Path) -> Iterator[Case]:
     """A histogram of requests: read, and what the runner would pad on it."""
     path = folder / "lengths.jsonl"
-    config = config_of(_checkpoint(folder), ())
+    config = Config.from_path(_checkpoint(folder), ())
     rows = [{"prompt_tokens": 17 * n, "output_tokens": 5 + n, "count": n} for n in range(1, 5)]
 
     def case(rng: Random) -> None:

@@ -19,9 +19,9 @@ from ling3export.compile import fleet
 from ling3export.compile.pool import BuildOutcome, Compilers
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.processes import Failure
+from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plans
-from ling3export.plan.pricing import config_of
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 OPTIONS = Options((16,), (1,), tp=1, max_running=1, page_size=16, context=64)
@@ -86,7 +86,7 @@ class Asked:
 
     def kept(self, folder: Path) -> dict[str, Built | None]:
         """What the build itself finds in the cache, its files in ``folder``."""
-        config = config_of(self.checkpoint, ())
+        config = Config.from_path(self.checkpoint, ())
         (plan,) = make_plans(config, OPTIONS)
         cells = Cells(self.use, lambda text: None)
         return {cell.name: cells.fetch(config, plan, cell, folder) for cell in plan.cells}
