@@ -115,7 +115,7 @@ def _rename(partial: Path, destination: Path) -> None:
     if not destination.exists():
         partial.rename(destination)
         return
-    if _swap(partial, destination):
+    if swap_names(partial, destination):
         return
     old = partial_path(destination)
     destination.rename(old)
@@ -126,7 +126,7 @@ def _rename(partial: Path, destination: Path) -> None:
         raise
 
 
-def _swap(one: Path, other: Path) -> bool:
+def swap_names(one: Path, other: Path) -> bool:
     """Exchanges two names at once; False where this system cannot, and nothing has changed."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE

@@ -83,7 +83,7 @@ def test_force_replaces_the_whole_folder_and_only_on_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
     if not swaps:  # as on a file system that cannot
-        monkeypatch.setattr(staging, "_swap", lambda one, other: False)
+        monkeypatch.setattr(staging, "swap_names", lambda one, other: False)
     (tmp_path / "a").mkdir()
     write(tmp_path / "a", "old")
     (tmp_path / "a" / "extra").write_text("old")
@@ -120,7 +120,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatc
     (tmp_path / "a").mkdir()
     write(tmp_path / "a", "old")
     rename = Path.rename
-    monkeypatch.setattr(staging, "_swap", lambda one, other: False)
+    monkeypatch.setattr(staging, "swap_names", lambda one, other: False)
 
     def fails_for_the_new(self: Path, target: Path) -> Path:
         if self.is_dir() and written(self) == "new":

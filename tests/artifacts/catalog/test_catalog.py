@@ -7,6 +7,7 @@ import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -398,7 +399,7 @@ def test_a_machine_without_the_devices_is_refused_before_a_byte_is_pulled(toy, s
         "hint: pull it for another machine with --elsewhere\n"
     )
     assert not list(tmp_path.glob("*out*"))
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 9, 1))
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1))
     monkeypatch.setattr(stores, "find", lambda *_, **options: found)
     assert "error: disk: expected " in refusal(runner_cli.main, "pull", f"{store}/toy", "--to", out)
 

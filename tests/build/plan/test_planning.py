@@ -53,7 +53,8 @@ def test_the_plan_of_the_full_model_on_a_slice(config, tmp_path):
         '{"prompt_tokens": 9000, "output_tokens": 1}\n'
     )
     text = shown(config, "--target", "tpu:v6e:4x4", "--paddings", "16,512", "--lengths", lengths, "--wide")
-    cells = re.findall(r"^  ((?:prefill|decode|sample|adjust)@\d+)( +[0-9.,]+) +(?:memory|compute)", text, re.MULTILINE)
+    row = r"^  ((?:prefill|decode|sample|logits_processor)@\d+)( +[0-9.,]+) +(?:memory|compute)"
+    cells = re.findall(row, text, re.MULTILINE)
     assert [name for name, _ in cells] == [
         cell.name for cell in make_plan(FULL, Options(paddings=(16, 512)), "tpu:v6e:4x4").cells
     ]
@@ -116,7 +117,7 @@ def test_json_has_the_same_numbers(config):
 
 def test_the_table_of_cells_fits_80_columns_unless_it_may_be_wide(config):
     lines = shown(config, "--target", "tpu:v6e:4x4").splitlines()
-    rows = lines[lines.index("  cell         bound ms  bound by") :]
+    rows = lines[lines.index("  cell                 bound ms  bound by") :]
     assert len(rows) == 1 + 3 + 3 + 5 + 5
     assert max(map(len, rows)) <= 80
     assert "  by memory  " not in "\n".join(lines)
@@ -188,7 +189,7 @@ def test_paddings_that_pay_are_told_from_those_that_do_not():
     found = costs({128: 1.28, 512: 2.56, 2048: 8.192})
     assert found == TokenCosts("estimate", {128: 1e-5, 512: 5e-6, 2048: 4e-6}, (128, 512, 2048))
     found = costs({128: 1.28, 256: 2.56, 512: 2.56, 2048: 20.48}, unseen=1)
-    assert found.paying == (128, 512)
+    assert found.cheapest_paddings == (128, 512)
     assert token_lines(found)[1:] == [
         "  256,2048 pay nothing: a token costs no less than at a smaller padding",
         "  ling3export build CHECKPOINT --paddings 128,512",
@@ -197,7 +198,7 @@ def test_paddings_that_pay_are_told_from_those_that_do_not():
 
 def test_measured_times_come_before_estimates_and_none_is_guessed():
     found = costs({16: 1.0, 32: 1.0}, measured={16: 1.6e-3, 32: 4.8e-3})
-    assert (found.source, found.paying) == ("measured", (16,))
+    assert (found.source, found.cheapest_paddings) == ("measured", (16,))
     assert costs({16: 1.0, 32: 1.0}, measured={16: 1.6e-3}).source == "estimate"
     assert costs({16: 1.0, 32: None}) is None
     assert costs({16: 1.0}) is None
