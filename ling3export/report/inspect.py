@@ -9,7 +9,7 @@ from ling3export.foundation.tables import aligned, selected
 from ling3export.report.figures import estimated
 
 # The columns for a terminal of 80 characters; a wide table has all.
-CELL_COLUMNS = ("cell", "size MB", "peak MB", "compile s", *ERROR_COLUMNS)
+CELL_COLUMNS = ("cell", "size MB", "peak MB", *ERROR_COLUMNS)
 ESTIMATE_COLUMNS = ("estimates", "ms", "bound ms", "MB moved", "bound MB", "collectives")
 
 
