@@ -12,14 +12,11 @@ OTHER_WRITERS = {"shutil.copy", "shutil.copy2", "shutil.copyfile", "tempfile.mks
 # Modules that open otherwise, each with its reason.
 EXCEPTIONS = {
     "foundation.reading": "opens to read, without links",
-    "cache.use": "locks a mark that a build made through the door; follows no link and writes nothing",
-    "compile.replay": "copies into a new temporary folder",
     "runners.ffn.segment": "shared memory: a file without a name, or one without links whose owner is checked",
     "runners.hosts.channel": "/dev/null",
     "runners.hosts.hosts": "opens to read",
     "machine.kernels": "memory without a name",
     "artifacts.catalog.pull": "room of the catalogue: copies into a new folder",
-    "artifacts.catalog.remote": "room of the catalogue: a remote store has no links",
 }
 
 
