@@ -7,13 +7,9 @@ bounds: its text, and its time, which is looked at whenever the template reads s
 import json
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
-
-from jinja2 import TemplateError, TemplateSyntaxError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ling3export.foundation.errors import ArtifactError, RequestError
 
@@ -40,9 +36,12 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str], where: str) -> None:
+        from jinja2 import TemplateSyntaxError
+
         self._where = where
         self._tokens = dict(tokens)
-        environment = self._environment = _Environment()
+        self._deadline = _Deadline()
+        environment = _environment(self._deadline.check)
         try:
             self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
@@ -75,16 +74,18 @@ class ChatTemplate:
             RequestError: The messages are malformed, or the template refuses them.
             ArtifactError: The template is broken, takes more than SECONDS, or writes more than LARGEST.
         """
+        from jinja2 import TemplateError
+
         check_messages(messages, name)
         values = {**self._tokens, "messages": [dict(message) for message in messages]}
         if tools is not None:
             values["tools"] = list(tools)
-        self._environment.begin()
+        self._deadline.begin()
         try:
             pieces, size = [], 0
             for piece in self._template.generate(values, add_generation_prompt=add_generation_prompt):
                 pieces.append(piece)
-                self._environment.check_time()
+                self._deadline.check()
                 if (size := size + len(piece)) > LARGEST:
                     raise _TooMuch(f"more than {LARGEST:,} characters")
             return "".join(pieces)
@@ -137,35 +138,43 @@ class _TooMuch(Exception):
     """A template takes more time or room than it may; says what it took."""
 
 
-class _Environment(ImmutableSandboxedEnvironment):
-    """jinja2's sandbox with a deadline for each thread's rendering."""
+class _Deadline(threading.local):
+    """When the rendering of a thread has to end."""
 
-    def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-        self._until = threading.local()
-        self.globals |= {"raise_exception": _refuse, "strftime_now": _now}
-        self.filters["tojson"] = _json
+    _time = float("inf")
 
     def begin(self) -> None:
         """This thread's rendering may take SECONDS from now on."""
-        self._until.time = time.monotonic() + SECONDS
+        self._time = time.monotonic() + SECONDS
 
-    def check_time(self) -> None:
+    def check(self) -> None:
         """Ends this thread's rendering once its time is over."""
-        if time.monotonic() > getattr(self._until, "time", float("inf")):
+        if time.monotonic() > self._time:
             raise _TooMuch(f"no end within {SECONDS:g} s")
 
-    def getattr(self, obj: Any, attribute: str) -> Any:
-        self.check_time()
-        return super().getattr(obj, attribute)
 
-    def getitem(self, obj: Any, argument: Any) -> Any:
-        self.check_time()
-        return super().getitem(obj, argument)
+def _environment(check: Callable[[], None]) -> Any:
+    """jinja2's sandbox, which is loaded here; ``check`` is called whenever a template reads or calls something."""
+    from jinja2.ext import loopcontrols
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    def call(self, context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
-        self.check_time()
-        return super().call(context, function, *args, **named)
+    class Environment(ImmutableSandboxedEnvironment):
+        def getattr(self, obj: Any, attribute: str) -> Any:
+            check()
+            return super().getattr(obj, attribute)
+
+        def getitem(self, obj: Any, argument: Any) -> Any:
+            check()
+            return super().getitem(obj, argument)
+
+        def call(self, context: Any, function: Any, /, *args: Any, **named: Any) -> Any:
+            check()
+            return super().call(context, function, *args, **named)
+
+    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment.filters["tojson"] = _json
+    return environment
 
 
 def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
