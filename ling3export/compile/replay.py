@@ -50,7 +50,7 @@ def replay(
     target, _, cell = text.rpartition("/")
     if (artifact / MANIFEST).is_file():
         manifest = read_manifest(artifact)
-        return _recorded(artifact, manifest, _target(manifest.targets, target), cell)
+        return _recorded(manifest, _target(manifest.targets, target), cell)
     config = Config.from_path(checkpoint, ignore)
     plans = {plan.target.name: plan for plan in make_plans(config, options)}
     cells = opened(replace(cache, policy="redo" if cache.writes else "off"), lambda text: None)
@@ -90,7 +90,7 @@ def _build(plan: Plan, config: Config, cell: str, folder: Path, cells: Cells | N
     return program, f"{name} {cell}: {spent}"
 
 
-def _recorded(artifact: Path, manifest: Manifest, name: str, cell: str) -> tuple[list[str], bool]:
+def _recorded(manifest: Manifest, name: str, cell: str) -> tuple[list[str], bool]:
     """Builds a cell of an artifact, and compares it with the one that is there."""
     plan, target = plan_of(manifest, name), manifest.targets[name]
     with tempfile.TemporaryDirectory() as temporary:

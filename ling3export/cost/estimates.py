@@ -32,7 +32,7 @@ class Costs:
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))  # the compiler's estimates, by opcode
     # Seconds by bytes of instructions without an estimate, by opcode.
     bounded: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    # Seconds of both, by kind of operation (``operations.py``).
+    # Seconds of both, by kind of operation (``foundation/hlo.py``).
     kinds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     memory_bytes: float = 0.0  # bytes through the large memory, without collectives and custom calls
     overlapped: float = 0.0  # seconds by bytes of moves that run beside other work

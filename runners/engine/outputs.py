@@ -20,7 +20,7 @@ class HostCopy:
 
     Attributes:
         home: The device that its first page has to be on again; None for any.
-        state: ``Backend.fetch`` gave it, or it came with the sequence; None until it was fetched.
+        state: ``ModelRunner.fetch`` gave it, or it came with the sequence; None until it was fetched.
     """
 
     home: int | None

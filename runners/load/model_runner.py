@@ -19,7 +19,7 @@ Inputs = tuple[Mapping[str, np.ndarray], dict[str, jax.Array]]  # the fields of 
 
 
 class ModelRunner:
-    """A target that is ready to run: the ``Backend`` of the scheduler.
+    """A target that is ready to run: what the scheduler calls.
 
     State goes through every call and is donated, so the pools exist once.
 

@@ -30,7 +30,7 @@ class Operation(NamedTuple):
         program: ``decode@16``.
         name: What the compiler calls it.
         source: What the model calls it: the last parts of jax's name, empty where the compiler keeps none.
-        kind: What kind of work it is: one of ``operations.KINDS`` or COLLECTIVES; empty where no program tells.
+        kind: What kind of work it is: one of ``hlo.KINDS`` or COLLECTIVES; empty where no program tells.
         calls: How often it ran, on all devices.
         seconds: Its own time, without that of operations inside it, over all devices and threads.
     """
