@@ -182,7 +182,7 @@ def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_p
     assert marked(artifact) == []
     assert names(tmp_path) == ["cache"]
 
-    replay = ["build", checkpoint, artifact, *SMALLEST, "--replay", "prefill@16", "--cache-dir", tmp_path / "cache"]
+    replay = ["build", checkpoint, artifact, *SMALLEST, "--replay", "prefill@16", *cache]
     done = CliRunner().invoke(cli.main, [str(word) for word in replay])
     assert done.exit_code == 0, done.stderr
     assert re.fullmatch(

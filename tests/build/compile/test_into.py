@@ -81,7 +81,7 @@ def test_a_target_is_added_without_the_checkpoint_and_generates(whole, compiled)
     assert lines[0] == lines[1]
 
 
-def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled, artifact):
+def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled):
     add(whole, "--target", "cpu@2")
     before = read_manifest(whole)
     assert refusal(cli.main, "build", "--into", whole, "--target", "cpu@2") == (
@@ -89,7 +89,7 @@ def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled, ar
         "hint: replace them with --force\n"
     )
     assert read_manifest(whole) == before
-    add(whole, "--target", "cpu@2", "--force", artifact.checkpoint("micro-tp1"))
+    add(whole, "--target", "cpu@2", "--force")
     after = read_manifest(whole)
     assert names(whole / "programs") == ["cpu-tp1", "cpu-tp2.2"]
     assert after.targets["cpu-tp2"].cells["decode@8"].exec.path == "programs/cpu-tp2.2/decode@8.exec"
@@ -231,8 +231,8 @@ def test_there_must_be_an_artifact(tmp_path):
 
 
 LINKED = {
-    "programs": "programs/cpu-tp1/logits_processor@8.stablehlo",
-    "programs/cpu-tp1": "programs/cpu-tp1/logits_processor@8.stablehlo",
+    "programs": "programs/cpu-tp1/decode@8.stablehlo",
+    "programs/cpu-tp1": "programs/cpu-tp1/decode@8.stablehlo",
     "programs/cpu-tp1/prefill@128.exec": "programs/cpu-tp1/prefill@128.exec",
     "weights": "weights/dense.safetensors",
     "vectors/expected.safetensors": "vectors/expected.safetensors",
