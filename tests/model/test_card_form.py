@@ -24,7 +24,7 @@ pytestmark = pytest.mark.jit
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory) -> Case:
-    return Case(tmp_path_factory.mktemp("card") / "micro", (30, 21)).expect()
+    return Case(tmp_path_factory.mktemp("card") / "micro", (30, 21), num_hidden_layers=4).expect()
 
 
 @pytest.fixture(scope="module")

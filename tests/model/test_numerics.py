@@ -125,9 +125,15 @@ def test_a_sequence_that_is_not_finite_leaves_the_others_of_its_calls_as_they_ar
     assert [np.isfinite(row).all() for row in direct.decode(ROWS, [(1, 20, 3), (2, 33, 3)])] == [False, True]
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Case:
+    return Case(tmp_path_factory.mktemp("short") / "checkpoint", (80,) * 4, num_hidden_layers=4).expect()
+
+
 @pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (4, "loops")])
-def test_tensor_parallelism_changes_nothing(case: Case, direct: Direct, tp: int, form: Form):
+def test_tensor_parallelism_changes_nothing(short: Case, tp: int, form: Form):
     """Also pins the form for accelerators, with unrolled layers, against the one for cpu."""
+    case, direct = short, Quick(short.config, short.read)
     split = Quick(case.config, case.read, tp=tp, form=form)
     found: list[np.ndarray] = []
     one: list[np.ndarray] = []

@@ -1,21 +1,17 @@
 """score@T in fp32 against the float64 reference: log-softmax and argmax of its logits, at every token slot."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ling3export.checkpoint.reader import Checkpoint
-from ling3export.checkpoint.synth import synthesize
 from ling3export.model.geometry import CHUNK, Form
 from ling3export.model.sampling.sample import ROWS
 from ling3export.runners.calibrate.receipts import log_softmax
 from ling3export.runners.engine.inputs import Span
-from ling3export.verify.reference import Reference
 from tests.support.direct import relative
 from tests.support.numerics import Case, Quick
-from tests.support.tolerances import FLOAT32, MARGIN
+from tests.support.tolerances import FLOAT32
 
 pytestmark = pytest.mark.jit
 
@@ -97,7 +93,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(tmp_path_factory.mktemp("score") / "micro", (120, 90, 60), num_hidden_layers=4).expect()
 
 
-@pytest.mark.parametrize(("tp", "form"), [(1, "loops"), (2, "tiles"), (4, "loops")])
+@pytest.mark.parametrize(("tp", "form"), [(1, "loops"), (2, "tiles")])
 def test_packed_cut_and_continued(case: Case, tp: int, form: Form):
     """Also the form that accelerators get: a striped pool, unrolled layers."""
     scorer = Scorer(case.config, case.read, tp=tp, form=form, page_size=16, max_pages=8)
@@ -106,15 +102,3 @@ def test_packed_cut_and_continued(case: Case, tp: int, form: Form):
     assert_right(found, case.prompts, case.expected)
     if tp == 1:
         is_a_prefill_too(case, scorer)
-
-
-def test_sixteen_devices(tmp_path: Path):
-    synthesize(tmp_path / "small", "small", 1, layers=4)
-    checkpoint = Checkpoint.open(tmp_path / "small")
-    reference = Reference(checkpoint.config, checkpoint.tensor)
-    rng = np.random.default_rng(2)
-    prompts = [rng.integers(0, checkpoint.config.vocab_size, length).tolist() for length in (70, 50)]
-    expected = reference.logits_many(prompts)
-    assert min(reference.margins) > MARGIN
-    scorer = Scorer(checkpoint.config, checkpoint.tensor, tp=16, page_size=16, max_pages=8)
-    assert_right(schedule(scorer, prompts, seed=0), prompts, expected)

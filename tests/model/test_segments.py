@@ -1,4 +1,4 @@
-"""A prefill call cut at its groups of layers gives what one program gives, in either form."""
+"""A prefill call cut at its groups of layers gives what one program gives, in the form for cpu, which alone has it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from ling3export.model.geometry import CHUNK, Form
+from ling3export.model.geometry import CHUNK
 from ling3export.model.program import build_step
 from ling3export.runners.engine.inputs import Span, prefill_fields
 from tests.support.direct import Direct, pack, relative
@@ -32,12 +32,11 @@ def run(direct: Direct, phase: str, batch: dict[str, Any], **fields: Any) -> dic
     return out
 
 
-@pytest.mark.parametrize(("tp", "form"), [(2, "loops"), (2, "tiles")])
-def test_groups_in_order_equal_one_program(case: Case, tp: int, form: Form):
+def test_groups_in_order_equal_one_program(case: Case):
     """In two calls of each prompt, so that the second goes on from state; logits and state agree."""
     found = {}
     for way in ("whole", "segments"):
-        direct = Quick(case.config, case.read, tp=tp, form=form)
+        direct = Quick(case.config, case.read, tp=2)
         direct.reset()
         for slot, ids in enumerate(case.prompts, 1):
             for start in (0, CHUNK):
@@ -61,10 +60,9 @@ def test_groups_in_order_equal_one_program(case: Case, tp: int, form: Form):
     )
 
 
-@pytest.mark.parametrize("form", ["loops", "tiles"])
-def test_a_slice_has_the_layers_of_its_group(case: Case, form: Form):
+def test_a_slice_has_the_layers_of_its_group(case: Case):
     """An incomplete last group has no KDA layers and two of MLA, which stand at the end of what is given."""
-    direct = Quick(case.config, case.read, form=form)
+    direct = Quick(case.config, case.read)
     rng = np.random.default_rng(0)
     direct.state = {
         name: jax.numpy.asarray(rng.standard_normal(each.shape), each.dtype) for name, each in direct.state.items()

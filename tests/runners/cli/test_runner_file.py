@@ -12,7 +12,7 @@ import pytest
 from tests.support.artifacts_fixture import ROOT, Artifacts, digest_of, files_below, run, versions
 from tests.support.serving import RUNNER, Server
 
-pytestmark = pytest.mark.install
+pytestmark = pytest.mark.extras
 
 PROMPT = ["--prompt", "the number of", "--max-tokens", 12, "--json"]
 
@@ -46,8 +46,7 @@ def packed(artifact: Artifacts) -> Path:
 
 def test_the_file_needs_python_alone(packed: Path, artifact: Artifacts, tmp_path: Path):
     """It generates what this environment generates, and serves."""
-    python = Path(sys._base_executable)  # type: ignore[attr-defined]
-    bare = {"PATH": f"{python.parent}:{os.defpath}", "HOME": str(tmp_path)}
+    bare = {"PATH": f"{Path(sys.base_prefix, 'bin')}:{os.defpath}", "HOME": str(tmp_path)}
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     names = "jax numpy click starlette ling3export"
     code = f"import importlib.util as i; print(*(n for n in {names.split()} if i.find_spec(n)))"
