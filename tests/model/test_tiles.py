@@ -106,15 +106,15 @@ class ThreePasses:
     @staticmethod
     def einsum(equation: str, *operands: Any, precision: lax.Precision) -> jax.Array:
         product = functools.partial(jnp.einsum, equation, precision=lax.Precision.HIGHEST)
-        return ThreePasses.split(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
+        return ThreePasses.three_products(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
 
     @staticmethod
     def matmul(*operands: Any, precision: lax.Precision) -> jax.Array:
         product = functools.partial(jnp.matmul, precision=lax.Precision.HIGHEST)
-        return ThreePasses.split(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
+        return ThreePasses.three_products(product, *operands) if precision == lax.Precision.HIGH else product(*operands)
 
     @staticmethod
-    def split(product: Any, a: jax.Array, b: jax.Array) -> jax.Array:
+    def three_products(product: Any, a: jax.Array, b: jax.Array) -> jax.Array:
         (high_a, low_a), (high_b, low_b) = (ThreePasses.halves(y) for y in (a, b))
         return product(high_a, high_b) + product(high_a, low_b) + product(low_a, high_b)
 
