@@ -1,13 +1,30 @@
-"""Damaged bytes for a server: bodies and whole requests."""
+"""Damaged bytes on sockets: bodies and whole requests for a server, greetings for hosts that meet."""
 
 import json
 import socket
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from random import Random
 from typing import Any
 
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.processes import LOOPBACK
+from ling3export.runners.hosts.handshake import (
+    CHALLENGE,
+    HEAD,
+    HELLO,
+    PROTOCOL,
+    challenge,
+    listening,
+    proof_of,
+    receive,
+)
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTITY_OF
+from ling3export.runners.hosts.rendezvous import ROLES, WELCOME, meet, welcome
 from tests.fuzz.artifact_cases import toy_copy
 from tests.fuzz.harness import MEMORY, Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
@@ -26,6 +43,8 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     (COMPLETIONS, {**ASKED, "prompt": ["a", "b"], "stream": True, "stream_options": {"include_usage": True}}),
     (CHAT, {**ASKED, "messages": [{"role": "system", "content": "Hi"}, {"role": "user", "content": [PART, PART]}]}),
 )
+IDENTITY: dict[str, object] = {"artifact": "a" * 64, "target": "cpu-tp2", "overlap": True}
+NONCE = "0" * 32
 
 
 @contextmanager
@@ -65,6 +84,30 @@ def requests(folder: Path) -> Iterator[Case]:
             _check_alive(server, rng)
 
         yield case
+
+
+@contextmanager
+def greetings(folder: Path) -> Iterator[Case]:
+    """Hosts that meet while strangers, who have no secret to miss, call host 0; or a stranger answers in its place."""
+
+    def case(rng: Random) -> None:
+        bound = listening(LOOPBACK, 0)
+        address = f"{LOOPBACK}:{bound.getsockname()[1]}"
+        first, second = (Hosts(address, 2, number, 2.0, bound=(bound, None)[number]) for number in (0, 1))
+        with ThreadPoolExecutor() as pool:
+            calls = [pool.submit(meet, second, IDENTITY)]
+            if rng.random() < 0.3:
+                strangers = [pool.submit(_answer, rng, bound)]
+            else:
+                calls.append(pool.submit(_welcomed, first))
+                strangers = [pool.submit(_call, first, Random(rng.random())) for _ in range(rng.randint(1, 3))]
+        for peer in (peer for each in calls if not each.exception() for peer in each.result()[0].values()):
+            peer.close()
+        errors = [error for each in (*calls, *strangers) if (error := each.exception())]
+        for error in sorted(errors, key=lambda each: isinstance(each, Ling3Error)):  # what is no error of ours first
+            raise error
+
+    yield case
 
 
 @contextmanager
@@ -159,3 +202,41 @@ def _check_alive(server: Server, rng: Random | None) -> None:
         if status != 200:
             raise WrongResultError(f"status {status} for a right request")
         _check_choices(found, body["prompt"])
+
+
+def _message(rng: Random, kind: bytes, tree: Any) -> bytes:
+    """A message between hosts, damaged or not."""
+    text = json_text(mutated(rng, tree) if rng.random() < 0.6 else tree)
+    whole = HEAD.pack(kind if rng.random() < 0.9 else rng.randbytes(1), len(text)) + text
+    return mutated_bytes(rng, whole) if rng.random() < 0.2 else whole
+
+
+def _welcomed(host: Hosts) -> tuple[dict[int, socket.socket], int]:
+    """Host 0's part until the other host is there and knows it."""
+    peers, port = meet(host, IDENTITY)
+    welcome(peers, port)
+    return peers, port
+
+
+def _call(host: Hosts, rng: Random) -> None:
+    """Greets host 0 as host 1 would or nearly so, and leaves."""
+    with suppress(OSError), socket.create_connection(host.address, 1) as peer:
+        theirs = json.loads(receive(peer)[1])["nonce"]
+        proof = proof_of(host.secret, ROLES[0], (theirs, NONCE), 1)
+        peer.sendall(_message(rng, HELLO, {"host": 1, "nonce": NONCE, "proof": proof}))
+        peer.sendall(_message(rng, IDENTITY_OF, {"hosts": 2, "identity": IDENTITY}))
+
+
+def _answer(rng: Random, bound: socket.socket) -> None:
+    """Answers the next caller as host 0, with a damaged challenge, or a damaged welcome behind right proofs."""
+    with bound, suppress(OSError, ValueError):
+        bound.settimeout(3)
+        peer, _ = bound.accept()
+        with peer:
+            peer.settimeout(3)
+            if rng.random() < 0.5:
+                peer.sendall(_message(rng, CHALLENGE, {"protocol": PROTOCOL, "nonce": NONCE}))
+            else:
+                challenge(peer, "", time.monotonic() + 3, ROLES)
+                peer.sendall(_message(rng, WELCOME, 4711))
+            peer.recv(1 << 16)

@@ -24,6 +24,7 @@ TARGETS = {
     "evaluation": (runner_cases.evaluations, 100),
     "tasks": (runner_cases.tasks, 100),
     "body": (network_cases.bodies, 150),
+    "greeting": (network_cases.greetings, 20),
     "request": (network_cases.requests, 100),
     "object": (transfer_cases.objects, 150),
     "pull": (transfer_cases.pulls, 60),
