@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ling3export.artifacts.files import REBUILD, try_writing, user_cache
 from ling3export.artifacts.schema import Manifest, Target
+from ling3export.foundation.extras import install
 from ling3export.machine import environment
 from ling3export.machine.targets import SIGNS, on_all, platforms_here
 from ling3export.machine.verdict import JaxRuntime, VerdictStatus, judge, misfits
@@ -175,16 +176,14 @@ def of_machine(machine: MachineReport) -> Iterator[Fault]:
     jax, jaxlib = machine.packages["jax"], machine.packages["jaxlib"]
     for name in NEEDED:
         if machine.packages[name] is None:
-            yield Fault(
-                Severity.FAULT, f"package `{name}`: expected it installed, found none", "pip install ling3export"
-            )
+            yield Fault(Severity.FAULT, f"package `{name}`: expected it installed, found none", install())
     if jax and jaxlib and jax != jaxlib:
         what = f"jax: expected the version of jaxlib, {jaxlib}, found {jax}"
         yield Fault(Severity.FAULT, what, f"pip install jax=={jaxlib} jaxlib=={jaxlib}")
     for name, (device, package) in machine.signs.items():
         if device and not package:
             what = f"{name}: found the device and none of {', '.join(SIGNS[name][1])}"
-            yield Fault(Severity.NOTE, what, f"pip install 'ling3export[{name}]'")
+            yield Fault(Severity.NOTE, what, install(name))
     flags = machine.variables.get("XLA_FLAGS", "")
     if flags and not flags.startswith("-") and not Path(flags).is_file():
         yield Fault(Severity.FAULT, f"XLA_FLAGS: expected flags or a file of them, found `{flags}`", "unset XLA_FLAGS")
@@ -269,7 +268,7 @@ def _absent(target: Target, machine: MachineReport, artifact: Path) -> Fault:
         return Fault(Severity.FAULT, what, "unset JAX_PLATFORMS")
     if device and not package:
         what = f"platform: built for {target.platform}, found the device without its packages"
-        return Fault(Severity.FAULT, what, f"pip install 'ling3export[{target.platform}]'")
+        return Fault(Severity.FAULT, what, install(target.platform))
     what = f"platform: built for {target.platform}, found {', '.join(machine.platforms) or 'none'}"
     there = machine.platforms[0] if machine.platforms else "cpu"
     return Fault(Severity.FAULT, what, f"ling3export build --into {artifact} --target {there}")

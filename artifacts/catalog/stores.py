@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +12,7 @@ from ling3export.artifacts.catalog.oci import CatalogEntry, Descriptor
 from ling3export.artifacts.catalog.record import CatalogRecord, read_record
 from ling3export.artifacts.catalog.versions import is_version, latest, order
 from ling3export.foundation.errors import CatalogError, listed
+from ling3export.foundation.extras import require
 
 if TYPE_CHECKING:
     from ling3export.artifacts.catalog.registry import Registry
@@ -65,12 +65,12 @@ def open_store(text: str) -> "Store":
     if kind == "oci" and place:
         return OciLayout(Path(place))
     if "://" in text:
-        _require("remote", "fsspec")
+        require("store", "remote", "fsspec", kind=CatalogError)
         from ling3export.artifacts.catalog.remote import RemoteLayout
 
         return RemoteLayout(text)
     if HOST.fullmatch(text):
-        _require("oci", "requests")
+        require("store", "oci", "requests", kind=CatalogError)
         from ling3export.artifacts.catalog.registry import Registry
 
         return Registry(text)
@@ -90,14 +90,6 @@ def open_layout(text: str) -> OciLayout:
     if type(store) is not OciLayout:
         raise CatalogError(f"store `{text}`: expected oci:FOLDER, found another", "use the store's own tools")
     return store
-
-
-def _require(extra: str, package: str) -> None:
-    if find_spec(package) is None:
-        raise CatalogError(
-            f"store: expected the package of the extra `{extra}`, found no {package}",
-            f'pip install "ling3export[{extra}]"',
-        )
 
 
 def choose(store: "Store", id: str, version: str | None) -> CatalogEntry:

@@ -7,8 +7,9 @@ import click
 
 from ling3export.cli.options import JSON
 from ling3export.foundation.errors import CatalogError
+from ling3export.foundation.extras import require
 from ling3export.foundation.tables import aligned
-from ling3export.runners.cli.command import Command, Group, require
+from ling3export.runners.cli.command import Command, Group
 from ling3export.runners.cli.options import FOLDER, PATH, trust_option
 from ling3export.runners.cli.references import Artifact, pull
 

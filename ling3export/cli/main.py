@@ -17,10 +17,11 @@ from ling3export.cache.use import POLICIES, CacheUse
 from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.catalog import catalog, keygen, sign
 from ling3export.cli.options import IGNORE, JSON, WIDE, build_options
+from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
 from ling3export.runners.cli.cluster import on_cluster
-from ling3export.runners.cli.command import Group, given, require, section
+from ling3export.runners.cli.command import Group, given, section
 from ling3export.runners.cli.options import FOLDER, PATH, cluster_options, shard_option, trust_option
 from ling3export.runners.cli.references import Artifact
 

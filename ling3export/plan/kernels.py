@@ -10,6 +10,7 @@ from pathlib import Path
 
 import ling3export
 from ling3export.foundation.errors import PlanError
+from ling3export.foundation.extras import install
 from ling3export.machine.environment import compiler_flags, cpu_features
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
@@ -18,7 +19,7 @@ from ling3export.plan.targets import TargetSpec
 SOURCE = Path(ling3export.__file__).parent / "model" / "native" / "kernels.cc"
 COMPILERS = ("c++", "g++", "clang++")
 EXPECTED = f"expected a C++ compiler ({', '.join(COMPILERS)} or the package ziglang)"
-HINT = "install g++, or ling3export[zig]"
+HINT = f"install g++, or {install('zig')}"
 CHOICES = ("auto", "on", "off")
 NARROW = 512  # hidden sizes below leave so little to read that what XLA makes itself is as fast
 

@@ -6,6 +6,7 @@ from importlib import metadata
 
 from ling3export.cost.chips import CHIPS, HERE, Chip, kind_here
 from ling3export.foundation.errors import PlanError, listed
+from ling3export.foundation.extras import install
 from ling3export.model.config import Config
 
 DEFAULT_CPU_TP = 16
@@ -206,8 +207,7 @@ def _installed(package: str) -> str | None:
 
 def _lacking(target: TargetSpec, expected: str, package: str, version: str | None) -> PlanError:
     found = "none" if version is None else f"{package} {version}"
-    hint = f'pip install "ling3export[{target.platform}]"'
-    return PlanError(f"target `{target.text}`: expected {expected}, found {found}", hint)
+    return PlanError(f"target `{target.text}`: expected {expected}, found {found}", install(target.platform))
 
 
 def compiler_environment(target: TargetSpec) -> dict[str, str]:

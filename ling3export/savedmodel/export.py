@@ -19,6 +19,7 @@ from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError
+from ling3export.foundation.extras import install
 from ling3export.foundation.processes import Child
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
@@ -57,7 +58,7 @@ def check_packages() -> None:
     if missing:
         raise Ling3Error(
             f"--format savedmodel: expected the packages of the extra `savedmodel`, found no {', '.join(missing)}",
-            'pip install "ling3export[savedmodel]"',
+            install("savedmodel"),
         )
 
 

@@ -6,9 +6,10 @@ from typing import Any
 
 import click
 
+from ling3export.foundation.extras import require
 from ling3export.foundation.shards import Shard
 from ling3export.runners.cli.cluster import hosts_each, on_cluster
-from ling3export.runners.cli.command import Group, require, section
+from ling3export.runners.cli.command import Group, section
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PATH,

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.extras import require
 from ling3export.runners import flight
-from ling3export.runners.cli.command import INTERRUPTED, Decorator, Group, require, section
+from ling3export.runners.cli.command import INTERRUPTED, Decorator, Group, section
 from ling3export.runners.cli.eval import progress
 from ling3export.runners.cli.options import PATH, engine_options
 from ling3export.runners.cli.references import ARTIFACT, Artifact

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.cli.command import require
+from ling3export.foundation.extras import require
 from ling3export.runners.hosts.hosts import Hosts
 
 if TYPE_CHECKING:

@@ -12,13 +12,12 @@ import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import click
 
-from ling3export.foundation.errors import Ling3Error, listed, printable
+from ling3export.foundation.errors import Ling3Error, printable
 
 NOT_DETERMINISTIC = 3
 INVALID = 4  # too many infrastructure errors for the score to count
@@ -61,19 +60,6 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
         sys.exit(1)
 
     return run
-
-
-def require(command: str, extra: str, *packages: str) -> None:
-    """Refuses a command whose packages are not installed; they are optional for all other commands.
-
-    Raises:
-        Ling3Error: Packages are missing; it names them, and the extra that brings them.
-    """
-    if missing := [name for name in packages if find_spec(name) is None]:
-        raise Ling3Error(
-            f"{command}: expected the packages of the extra `{extra}`, found no {listed(missing)}",
-            f'pip install "ling3export[{extra}]", or in a checkout: pip install ".[{extra}]"',
-        )
 
 
 @runtime_checkable

@@ -6,11 +6,12 @@ from pathlib import Path
 import click
 
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.extras import require
 from ling3export.runners import flight
 from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.bench import bench
 from ling3export.runners.cli.calibrate import calibrate
-from ling3export.runners.cli.command import Group, require
+from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.doctor import doctor
 from ling3export.runners.cli.eval import evaluate
 from ling3export.runners.cli.generate import generate

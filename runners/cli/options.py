@@ -14,9 +14,10 @@ import click
 
 from ling3export.artifacts.files import TRUST
 from ling3export.foundation.errors import RequestError
+from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.machine.verdict import CHECKS, POLICIES
-from ling3export.runners.cli.command import Decorator, Once, require, section
+from ling3export.runners.cli.command import Decorator, Once, section
 from ling3export.runners.engine.config import EVICTIONS, EngineConfig
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.engine.validation import BOUNDS

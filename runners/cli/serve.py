@@ -13,9 +13,10 @@ from typing import Any
 import click
 
 from ling3export.foundation.errors import RequestError
+from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners import flight
-from ling3export.runners.cli.command import Command, Once, require, section
+from ling3export.runners.cli.command import Command, Once, section
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
     PORT,

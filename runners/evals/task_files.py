@@ -12,6 +12,7 @@ from typing import Any
 
 from ling3export.artifacts.files import replace_file
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.extras import install
 from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.evals.graders import KINDS, grade
 from ling3export.runners.evals.tasks import FieldError, FieldPath, Predicates, Task, check_keys, task_from
@@ -205,7 +206,7 @@ def _yaml(text: str, path: Path) -> tuple[Any, LineOf]:
     except ImportError as error:
         raise Ling3Error(
             f"task file `{path.name}`: expected PyYAML to read it, found it is not installed",
-            "pip install 'ling3export[eval]', or write the file as JSON",
+            f"{install('eval')}, or write the file as JSON",
         ) from error
     try:
         loader = yaml.SafeLoader(text)

@@ -20,6 +20,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.extras import install, lacking
 from ling3export.machine.service import is_loopback
 from ling3export.runners import flight
 from ling3export.runners.engine.config import EngineConfig
@@ -91,6 +92,8 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
             # A broken tokenizer fails here, not at the first client.
             engine.files.tokenizer("text in")
             say(f"serve: {'a' if engine.files.chats else 'no'} chat template")
+        if lacking("llguidance"):
+            say(f"serve: no answers that follow a schema, a regex or a grammar; {install('structured')}")
         host = listener.getsockname()[0]
         if not is_loopback(host) and policy.api_key is None:
             say(f"serve: {host} may be reached by other machines, and no key is asked for: see --api-key-file")

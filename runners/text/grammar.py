@@ -11,6 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.foundation.extras import require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,13 +90,9 @@ class Grammars:
     def __init__(
         self, tokenizer: str, vocab_size: int, eos: Iterable[int], trial: Callable[[Grammar], str] | None = None
     ) -> None:
-        try:
-            import llguidance
-        except ImportError:
-            raise RequestError(
-                "structured output: expected llguidance, found it not installed",
-                "pip install 'ling3export[structured]'",
-            ) from None
+        require("structured output", "structured", "llguidance", kind=RequestError)
+        import llguidance
+
         self._library = llguidance
         self._compiled, self._refusal = lru_cache(KEPT)(self._compile), lru_cache(TRIED)(self._try)
         self._words, self._trial = -(-vocab_size // 32), trial

@@ -78,10 +78,10 @@ def test_without_a_checkpoint_the_demo_is_built_into_demo_ling3(tmp_path, monkey
 
 def test_an_installation_without_the_build_side_says_what_is_missing(checkpoint, tmp_path, monkeypatch):
     """It once compiled nothing for a while, then printed each cell's ModuleNotFoundError."""
-    monkeypatch.setattr("ling3export.runners.cli.command.find_spec", lambda name: None if name == "flax" else object())
+    monkeypatch.setattr("ling3export.foundation.extras.find_spec", lambda name: None if name == "flax" else object())
     done = CliRunner().invoke(cli.main, ["build", str(checkpoint), str(tmp_path / "x.ling3")])
     assert (done.exit_code, done.stdout) == (1, "")
-    assert done.stderr.startswith("error: build: expected the packages of the extra `build`, found no flax\nhint: pip ")
+    assert done.stderr.startswith("error: build: expected the packages of the extra `build`, found no flax\nhint: in ")
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])

@@ -66,7 +66,7 @@ def test_a_missing_or_foreign_plugin_is_refused_by_both_names(monkeypatch, plugi
     assert caught.value.message == (
         f"target `cuda:h200`: expected {wanted} 0.1.2 (of the version of jax), found {shown}"
     )
-    assert caught.value.hint == 'pip install "ling3export[cuda]"'
+    assert caught.value.hint == "in the checkout: pip install '.[cuda]'"
 
 
 def test_a_card_holds_the_whole_model_and_a_full_pool():

@@ -108,7 +108,7 @@ def test_a_missing_or_foreign_libtpu_is_refused_by_both_names(monkeypatch, found
     assert caught.value.message == (
         f"target `tpu:v6e:4x4`: expected libtpu 0.0.48 (the compiler that belongs to jax {real('jax')}), found {shown}"
     )
-    assert caught.value.hint == 'pip install "ling3export[tpu]"'
+    assert caught.value.hint == "in the checkout: pip install '.[tpu]'"
     check_toolchain(parse_target("cpu", None, FULL))
 
 

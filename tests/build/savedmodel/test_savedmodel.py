@@ -215,7 +215,7 @@ def test_a_missing_extra_is_named_before_any_work(monkeypatch, tmp_path):
     assert caught.value.message == (
         "--format savedmodel: expected the packages of the extra `savedmodel`, found no orbax-export, tensorflow-cpu"
     )
-    assert caught.value.hint == 'pip install "ling3export[savedmodel]"'
+    assert caught.value.hint == "in the checkout: pip install '.[savedmodel]'"
 
 
 def test_a_process_that_fails_is_quoted(tmp_path, monkeypatch):

@@ -103,8 +103,8 @@ def test_a_host_of_a_slice_is_told_to_start_with_the_others(on_tpu):
 
 
 ON_CPU = {
-    "no jax": (lambda pair: packages(pair, jax=None), 1, "package `jax`", "pip install ling3export"),
-    "no numpy": (lambda pair: packages(pair, numpy=None), 1, "package `numpy`", "pip install ling3export"),
+    "no jax": (lambda pair: packages(pair, jax=None), 1, "package `jax`", "in the checkout: pip install ."),
+    "no numpy": (lambda pair: packages(pair, numpy=None), 1, "package `numpy`", "in the checkout: pip install ."),
     "jax beside another jaxlib": (
         lambda pair: packages(pair, jax="0.1"), 1, "jax: expected the version of jaxlib", "pip install jax=="),
     "another jaxlib": (lambda pair: runtime(pair, jaxlib="0.1"), 3, "jaxlib: built for", "pip install jax=="),
@@ -142,7 +142,7 @@ ON_CPU = {
         lambda pair: {"cache": "Permission denied, at /c"}, 0, "cache folder", "LING3_CACHE"),
     "an accelerator without its packages": (
         lambda pair: {"signs": {"tpu": (True, False)}}, 0, "tpu: found the device and none of libtpu",
-        "ling3export[tpu]"),
+        "in the checkout: pip install '.[tpu]'"),
 }  # fmt: skip
 
 

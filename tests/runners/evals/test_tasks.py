@@ -177,7 +177,7 @@ def test_without_pyyaml_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "yaml", None)
     with pytest.raises(Ling3Error, match="expected PyYAML to read it") as raised:
         load_tasks(write(tmp_path, "t.yaml", TEMPLATE))
-    assert raised.value.hint == "pip install 'ling3export[eval]', or write the file as JSON"
+    assert raised.value.hint == "in the checkout: pip install '.[eval]', or write the file as JSON"
 
 
 @pytest.mark.parametrize(

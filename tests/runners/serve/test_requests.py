@@ -4,6 +4,7 @@ import asyncio
 import collections
 import json
 import random
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from ling3export.runners.serve.run import api_key
 from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, parse, validated
 from ling3export.runners.text.tokenizer import Tokenizer
 from tests.support import toy_artifact
-from tests.support.serving import asked
+from tests.support.serving import Server, asked
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)
@@ -408,15 +409,41 @@ def test_the_file_goes_before_the_variable(tmp_path: Path, monkeypatch):
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch):
     """So does every command that needs an extra."""
-    missing, found = ("uvicorn", "pydantic", "lm_eval"), "ling3export.runners.cli.command.find_spec"
+    missing, found = ("uvicorn", "pydantic", "lm_eval"), "ling3export.foundation.extras.find_spec"
     monkeypatch.setattr(found, lambda name: None if name in missing else name)
     for command, packages in (("serve", "uvicorn, pydantic"), ("lm-eval", "lm_eval")):
         done = CliRunner().invoke(main, [command, "any"])
         assert (done.exit_code, done.stdout) == (1, "")
         assert done.stderr == (
             f"error: {command}: expected the packages of the extra `{command}`, found no {packages}\n"
-            f'hint: pip install "ling3export[{command}]", or in a checkout: pip install ".[{command}]"\n'
+            f"hint: in the checkout: pip install '.[{command}]'\n"
         )
+
+
+def test_a_client_hears_how_the_checkout_installs_structured_output(monkeypatch):
+    """It was told to install `ling3export[structured]`: a name on an index that is not this project's."""
+    monkeypatch.setattr("ling3export.foundation.extras.find_spec", lambda name: None)
+    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
+        message, _, _ = refused(call(engine, COMPLETIONS, IDS | {"guided_regex": "a"}), 400)
+    assert "found no llguidance" in message and "in the checkout: pip install '.[structured]'" in message
+
+
+HIDDEN = """import sys
+from ling3export.foundation import extras
+seen = extras.find_spec
+extras.find_spec = lambda name: None if name == "llguidance" else seen(name)
+from ling3export.runners.cli.main import main
+main(prog_name="ling3-runner")
+"""
+
+
+def test_serve_says_at_its_start_what_a_missing_extra_takes_away():
+    """Clients learnt it, one by one, and nobody else."""
+    line = (
+        "serve: no answers that follow a schema, a regex or a grammar; in the checkout: pip install '.[structured]'\n"
+    )
+    with Server(toy_artifact.shared(), runner=[sys.executable, "-c", HIDDEN]) as server:
+        assert server.said().count(line) == 1
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])

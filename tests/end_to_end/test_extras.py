@@ -1,0 +1,42 @@
+"""Extras: README names them all, and one function says how one is installed."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ling3export.foundation import extras
+from tests.support.rooms import modules
+
+ROOT = Path(__file__).resolve().parents[2]
+OURS = {"test", "dev", "parity", "deploy", "train"}  # what only this repository's own work needs
+EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
+
+
+def test_readmes_table_has_every_extra():
+    """`structured`, `sign`, `oci`, `remote` and `fleet` were named nowhere but in pyproject.toml."""
+    rows = re.findall(r"^\| (`.+`) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(EXTRAS - OURS)
+
+
+def test_one_function_says_how_an_extra_is_installed():
+    """Seven modules wrote the hint, six of them with a name that nobody has registered on the index."""
+    found = {
+        name
+        for name, file in modules().items()
+        if re.search(r"ling3export\[|pip install (ling3export|['\"]?\.)", file.read_text())
+    }
+    assert found == {"ling3export.foundation.extras"}
+    used = "".join(file.read_text() for file in modules().values())
+    assert set(re.findall(r"\binstall\(['\"]([\w-]+)['\"]\)", used)) <= EXTRAS
+    assert extras.install("sign") == "in the checkout: pip install '.[sign]'"
+
+
+def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "zmq" else name)
+    extras.require("serve", "serve", "msgspec")
+    with pytest.raises(extras.Ling3Error) as caught:
+        extras.require("--kv-events", "serve", "msgspec", "zmq", kind=extras.Ling3Error)
+    assert caught.value.message == "--kv-events: expected the packages of the extra `serve`, found no zmq"
+    assert caught.value.hint == extras.install("serve")
