@@ -1,8 +1,8 @@
 """The router's application: a prompt goes to a server that prefills, its state's address to one that decodes.
 
 A request is never lost: where a server that prefills fails, another one does, and where none can, the server that
-decodes computes the prompt itself. Where one that decodes fails before its answer begins, another one answers. Once
-bytes of an answer have gone out nothing can take its place, and the stream ends with an error event.
+decodes computes the prompt itself. Where one that decodes fails, another one answers: an answer that is no stream is
+held until it is whole. Once bytes of a stream are out nothing can take its place, and it ends with an error event.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ import signal
 import socket
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,6 +39,7 @@ from ling3export.runners.serve.schema import ApiError, parse, refused
 RESPONSES = "/v1/responses"
 CHARACTERS_A_TOKEN = 4  # of a text, about
 HEARD = ("received", "gaps", "replays", "restarts", "malformed", "failed")
+EVENTS = "text/event-stream"
 GONE = (OSError, TimeoutError, h11.ProtocolError)
 
 
@@ -209,10 +210,16 @@ class Router:
         return None
 
     async def _ask(self, worker: Worker, path: str, body: dict[str, Any]) -> AsyncGenerator[Reply, None]:
+        """The pieces of a stream as they come; any other answer in one piece, once it is whole."""
         with worker.asked():
             async with aclosing(worker.endpoint.replies("POST", path, json.dumps(body).encode())) as replies:
-                async for reply in replies:
-                    yield reply
+                first = await anext(replies)
+                if first.kind.startswith(EVENTS):
+                    yield first
+                    async for reply in replies:
+                        yield reply
+                else:
+                    yield replace(first, data=b"".join([reply.data async for reply in replies]))
 
     async def _tokens(self, path: str, body: dict[str, Any]) -> Tokens | None:
         several = len(self.decode) > 1 or len(self.prefill) > 1

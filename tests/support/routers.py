@@ -12,15 +12,15 @@ class FakeServer:
     """A server that answers what a test says.
 
     Args:
-        answer: From a path and a body to a status and JSON; or to None, where it hangs up, or to a text, behind which
-            it breaks off.
+        answer: From a path and a body to a status and JSON; or to None, where it hangs up, or to the text of a stream,
+            or to bytes of JSON, behind which it breaks off.
 
     Attributes:
         asked: Paths and bodies, in order.
         url: Its address.
     """
 
-    def __init__(self, answer: Callable[[str, Any], tuple[int, Any] | str | None]) -> None:
+    def __init__(self, answer: Callable[[str, Any], tuple[int, Any] | str | bytes | None]) -> None:
         self._answer = answer
         self.asked: list[tuple[str, Any]] = []
 
@@ -39,8 +39,11 @@ class FakeServer:
         self.asked.append((path, body))
         answer = self._answer(path, body)
         if answer is not None:
-            status, said = (200, answer) if isinstance(answer, str) else (answer[0], json.dumps(answer[1]))
-            size = len(said) + 9 * isinstance(answer, str)
-            writer.write(f"HTTP/1.1 {status} X\r\nContent-Length: {size}\r\n\r\n{said}".encode())
+            status, said = (answer[0], json.dumps(answer[1])) if isinstance(answer, tuple) else (200, answer)
+            kind = "text/event-stream" if isinstance(answer, str) else "application/json"
+            data = said if isinstance(said, bytes) else said.encode()
+            size = len(data) + 9 * (not isinstance(answer, tuple))
+            head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\n\r\n"
+            writer.write(head.encode() + data)
             await writer.drain()
         writer.close()

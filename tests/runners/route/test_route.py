@@ -148,6 +148,17 @@ def test_an_answer_that_breaks_off_ends_with_an_error_and_is_not_begun_again():
     assert isinstance(error, Exception)
 
 
+def test_a_whole_answer_that_breaks_off_is_given_by_another_server():
+    """The half of it that had come went out as a 200, with an error event of a stream behind it."""
+    d, e = Fake(b'{"id": 1, "choices"'), Fake((200, {"id": 2}))
+    status, data, router = routed([], [d, e])
+    assert (status, json.loads(data)) == (200, {"id": 2})
+    assert len(d.asked) == 1 and not router.decode[0].well
+    assert 'ling3_route_fallbacks_total{why="decode_gone"} 1.0' in router.text().decode()
+    error, data, _ = routed([], [Fake(b'{"id": 1, "choices"')])
+    assert isinstance(error, ApiError) and (error.status, error.code, data) == (503, "no_server", b"")
+
+
 @pytest.mark.parametrize(
     ("carrier", "outside", "replicas"),
     [("file", False, (2, 2)), pytest.param("tcp", True, (1, 1), marks=pytest.mark.extras)],
