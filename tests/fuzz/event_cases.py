@@ -1,15 +1,19 @@
-"""Damaged events of a server, on their way into a router."""
+"""Damaged events of a server: on their way into a router, and questions at a server that tells them."""
 
+import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import msgspec
+import zmq
 
+from ling3export.foundation.processes import LOOPBACK
 from ling3export.runners.route.blocks import Blocks, BlockStored, MalformedError, Tokens, events_of
-from ling3export.runners.route.events import source_of
-from ling3export.runners.serve.kv_events import encoded
+from ling3export.runners.route.events import KVEventSubscriber, source_of
+from ling3export.runners.serve.kv_events import END, Publisher, encoded
 from ling3export.runners.state.prefix_cache import Cleared, Removed, Stored
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import mutated, mutated_bytes
@@ -68,3 +72,61 @@ def batches(folder: Path) -> Iterator[Case]:
         source_of(mutated(rng, PLACE))
 
     yield case
+
+
+@contextmanager
+def messages(folder: Path) -> Iterator[Case]:
+    """Damaged questions to a server, which goes on; damaged frames to a router, which has all a moment later."""
+    with closing(Publisher(f"tcp://{LOOPBACK}:0")) as publisher, zmq.Context() as context:
+        publisher.tell(LAST)
+        publisher.tell(LAST._replace(state=True))
+        place = publisher.record(4)
+
+        def case(rng: Random) -> None:
+            with _asking(context, place) as asking:
+                for _ in range(rng.randint(0, 3)):
+                    frames = [b"", bytes(8), *[rng.randbytes(rng.choice((0, 1, 8, 100)))] * 2][: rng.randint(1, 4)]
+                    asking.send_multipart([mutated_bytes(rng, each) if rng.random() < 0.5 else each for each in frames])
+            with _asking(context, place) as asking:
+                asking.send_multipart((b"", bytes(8)))
+                if not asking.poll(5000) or asking.recv_multipart()[1] == END:
+                    raise WrongResultError("a right question got no answer")
+            asyncio.run(_heard(rng, context, place))
+
+        yield case
+
+
+def _asking(context: zmq.Context[zmq.Socket[bytes]], place: dict[str, Any]) -> zmq.Socket[bytes]:
+    """A socket for questions about what was missed."""
+    asking = context.socket(zmq.DEALER)
+    asking.setsockopt(zmq.LINGER, 0)
+    asking.connect(f"tcp://{LOOPBACK}:{place['replay_port']}")
+    return asking
+
+
+async def _heard(rng: Random, context: zmq.Context[zmq.Socket[bytes]], place: dict[str, Any]) -> None:
+    """Has a router hear wrong frames behind the right answer."""
+    heard = KVEventSubscriber(LOOPBACK, pause=0.01)
+    with context.socket(zmq.XPUB) as loud:
+        loud.setsockopt(zmq.LINGER, 0)
+        place = place | {"port": loud.bind_to_random_port(f"tcp://{LOOPBACK}"), "topic": ""}
+        heard.told({"kv_events": place})
+        try:
+            while not loud.poll(0) or not heard.live:
+                await asyncio.sleep(0.005)
+            for number in range(heard.last + 1, heard.last + 1 + rng.randint(1, 4)):
+                frames = [b"", number.to_bytes(8, "big"), damaged(rng)]
+                if rng.random() < 0.3:
+                    frames = [mutated_bytes(rng, each) for each in frames] * rng.randint(0, 2) or [b""]
+                loud.send_multipart(frames)
+            await asyncio.sleep(0.03)
+            if asyncio.all_tasks() == {asyncio.current_task()}:
+                raise WrongResultError("a router that follows events no more")
+            heard.told({"kv_events": place | {"instance": "again"}})
+            while not heard.live:
+                await asyncio.sleep(0.005)
+            if heard.hit(PROMPT) != 4:
+                raise WrongResultError(f"a router that was told {heard.hit(PROMPT)} tokens: {heard.counts}")
+        finally:
+            heard.end()
+            await asyncio.sleep(0.01)  # in which it closes its sockets

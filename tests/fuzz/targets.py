@@ -30,4 +30,5 @@ TARGETS = {
     "pull": (transfer_cases.pulls, 60),
     "saved": (transfer_cases.saved, 150),
     "events": (event_cases.batches, 300),
+    "subscribers": (event_cases.messages, 60),
 }
