@@ -56,7 +56,12 @@ def _ids(text: str) -> tuple[int, ...]:
 )
 @section(
     "Answers",
-    click.option("--max-tokens", type=click.IntRange(1), required=True, help="Generate at most this many tokens."),
+    click.option(
+        "--max-tokens",
+        type=click.IntRange(1),
+        default=256,
+        help="Generate at most this many tokens; the end of the context ends an answer, too.",
+    ),
     temperature_option,
     sampling_option("top_k", "Sample among this many of the most likely tokens; 0 for all."),
     sampling_option("top_p", "Sample among the fewest tokens that hold this probability."),
@@ -148,6 +153,8 @@ def _check_settings(settings: dict[str, Any], logits: Path | None) -> None:
     """Refuses what a resumed answer cannot have: its settings are those of its file."""
     said = given(click.get_current_context())
     found = [f"--{name.replace('_', '-')}" for name in settings if name in said and name != "max_tokens"]
+    if "max_tokens" not in said:
+        raise click.UsageError("--resume: expected --max-tokens with it, found none.")
     if found or logits is not None:
         raise click.UsageError(f"--resume: expected --max-tokens alone with it, found {(found or ['--logits'])[0]}.")
 

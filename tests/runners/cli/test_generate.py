@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from ling3export.runners.cli.generate import read_prompts
 from ling3export.runners.cli.main import main
+from ling3export.runners.engine.engine import Engine
 from tests.support import toy_artifact
 
 
@@ -27,6 +28,16 @@ def test_text_goes_to_stdout_and_nothing_else(artifact):
     assert done.exit_code == 0
     assert done.stderr == f"{artifact.name}: unsigned\n"
     assert done.stdout.endswith("\n")
+
+
+def test_without_max_tokens_an_answer_ends_with_the_context_at_the_latest(artifact):
+    """`--max-tokens` had to be given: the first command that a new user tries ended in a usage error."""
+    done = run(artifact, "--prompt-ids", "1,2,3", "--ignore-eos", "--json")
+    assert done.exit_code == 0, done.stderr
+    with Engine(artifact, report=lambda text: None) as engine:
+        assert len(json.loads(done.stdout)["token_ids"]) == min(256, engine.limits.context - 3)
+    helped = " ".join(run("--help").stdout.split())
+    assert "the end of the context ends an answer, too. [default: 256;" in helped
 
 
 def test_a_json_line_has_the_fields_in_order(artifact):
@@ -90,7 +101,7 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--prompt-ids", "1"], 2, "Missing option '--max-tokens'"),
+        (["--resume", "a"], 2, "--resume: expected --max-tokens with it, found none."),
         (["--max-tokens", "1"], 2, "expected one of --prompt, --prompt-ids, --prompt-file and --resume, found none."),
         (["--max-tokens", "1", "--prompt", "a", "--prompt-ids", "1"], 2, "--prompt-file and --resume, found 2."),
         (["--max-tokens", "1", "--resume", "a", "--seed", "1"], 2, "--max-tokens alone with it, found --seed."),
