@@ -2,7 +2,7 @@
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
@@ -161,19 +161,19 @@ def run(
     )
     with opened as backend, progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, shard=shard, force=force, progress=told)
-    for note in loaded.notes:
-        click.echo(f"note: {note}", err=True)
     if shard == WHOLE:
-        _end(run_folder, summary, config.max_infra)
+        _end(run_folder, summary, config.max_infra, loaded.notes)
     click.echo(f"{run_folder}: shard {shard}: {summary.passed} of {summary.total} trials passed", err=True)
 
 
-def _end(run_folder: Path, summary: "Summary", max_infra: float) -> NoReturn:
+def _end(run_folder: Path, summary: "Summary", max_infra: float, notes: Sequence[str]) -> NoReturn:
     """Prints what came of a whole run, and exits."""
     from ling3export.runners.evals.report import invalid_line
     from ling3export.runners.evals.statistics import completion_line
 
     click.echo(f"report: {run_folder / 'report.md'}", err=True)
+    for note in notes:
+        click.echo(f"note: {note}", err=True)
     click.echo(f"solved: {len(summary.solved)} of {len(summary.by_task)} tasks", err=True)
     invalid = summary.invalid(max_infra)
     if invalid:
@@ -191,7 +191,7 @@ def merge(shards: tuple[Path, ...], run_folder: Path, force: bool) -> None:
     from ling3export.runners.evals.merge import merge as merged
 
     summary, run = merged(shards, run_folder, force=force)
-    _end(run_folder, summary, run.config.max_infra)
+    _end(run_folder, summary, run.config.max_infra, run.suite.notes)
 
 
 @evaluate.command(common="suite data limit runs alone max_tokens batch target programs".split())

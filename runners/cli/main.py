@@ -50,7 +50,7 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     """Run lm-eval's command line with the model ling3.
 
     ARGUMENTS are lm-eval's own: run --model ling3 --model_args artifact=ARTIFACT --tasks NAME; run --help shows them
-    all.
+    all. Tasks that score choices need an artifact that was built with --score-paddings.
     """
     require("lm-eval", "lm-eval", "lm_eval")
     from ling3export.runners.adapters import lm_eval as adapter

@@ -14,7 +14,7 @@ from ling3export.runners.evals.compare import diff
 from ling3export.runners.evals.folder import read_predictions, read_run
 from ling3export.runners.evals.merge import merge
 from ling3export.runners.evals.run import run_suite
-from ling3export.runners.evals.suites import Suite
+from ling3export.runners.evals.suites import PLUMBING, Suite
 from ling3export.runners.evals.trials import EvalError, RunConfig
 from tests.support.eval_fakes import FakeBackend, half, numbered
 
@@ -83,6 +83,20 @@ def test_the_command_line_gives_the_line_of_one_run(tmp_path, monkeypatch):
     done = call("merge", tmp_path / "a", tmp_path / "b", "--to", tmp_path / "merged")
     assert (done.exit_code, done.stdout) == (0, "正确率: 5/10 = 0.5000\n")
     assert done.stderr.splitlines()[0] == f"report: {tmp_path / 'merged/report.md'}"
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_product_smoke_says_above_its_rate_that_it_tests_the_plumbing(tmp_path, monkeypatch, count):
+    """`正确率: 4/4` of random weights read like a score; `eval merge` prints that line, too, and said nothing."""
+    monkeypatch.setattr("ling3export.runners.cli.eval.open_backend", lambda *_: FakeBackend(half))
+    monkeypatch.setattr("ling3export.runners.cli.eval.open_backend", lambda *_: FakeBackend(lambda prompt: "any"))
+    command, parts = ["eval", "run", "artifact", "--suite", "product-smoke"], [tmp_path / str(n) for n in range(count)]
+    for index, part in enumerate(parts):
+        done = CliRunner().invoke(main, [*command, str(part), "--shard", f"{index}/{count}"], catch_exceptions=False)
+    if count > 1:
+        done = CliRunner().invoke(main, ["eval", "merge", *map(str, parts), "--to", str(tmp_path / "merged")])
+    assert (done.exit_code, done.stdout) == (0, "正确率: 4/4 = 1.0000\n")
+    assert f"note: {PLUMBING}\n" in done.stderr
 
 
 def test_a_shard_goes_on_where_it_was_and_is_no_other_shard(tmp_path):
