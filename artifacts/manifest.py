@@ -6,6 +6,7 @@ The records are in `schema`, their agreement in `agreement`, what earlier versio
 import hashlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -100,10 +101,10 @@ def _read(folder: Path) -> bytes:
             "make one with: ling3export build CHECKPOINT ARTIFACT",
         )
     if not os.path.lexists(folder / MANIFEST):
-        raise ArtifactError(
-            f"artifact `{folder.name}`: expected {MANIFEST}, found none, in {folder}",
-            "this is no artifact, or its build was interrupted: build it again",
-        )
+        hint = "this is no artifact, or its build was interrupted: build it again"
+        if (folder / "config.json").is_file():
+            hint = f"this is a checkpoint; make an artifact of it: ling3export build {shlex.quote(str(folder))}"
+        raise ArtifactError(f"artifact `{folder.name}`: expected {MANIFEST}, found none, in {folder}", hint)
     with open_regular(folder, MANIFEST, MANIFEST) as file:
         return file.read(LARGEST + 1)
 

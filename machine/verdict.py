@@ -16,7 +16,7 @@ from ling3export.artifacts.calibration import Measuring
 from ling3export.artifacts.schema import Mesh, Requirements, Target
 from ling3export.foundation.errors import ArtifactError, MisfitError, listed
 from ling3export.machine import environment
-from ling3export.machine.targets import NAMES, on_all
+from ling3export.machine.targets import NAMES, on_all, platforms_here
 
 POLICIES = ("prebuilt-only", "allow-compile")
 # Whose digests a loader checks: programs leaves out the weights, copy checks and uses a copy of them in memory.
@@ -155,7 +155,8 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
         raise ArtifactError(f"program policy: expected {' or '.join(POLICIES)}, found {policy}")
     unsupported = [verdict for verdict in verdicts.values() if verdict.status is VerdictStatus.UNSUPPORTED]
     if unsupported:
-        add = f"add a target for this machine: ling3export build --into {artifact} --target TARGET"
+        platform = (platforms_here() or ["cpu"])[0]
+        add = f"add a target for this machine: ling3export build --into {artifact} --target {platform}"
         raise MisfitError(
             f"target `{target}`: expected programs that run here, found {_told(unsupported)}, in {artifact}",
             unsupported[0].hint or add,

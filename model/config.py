@@ -220,6 +220,7 @@ FIXED: dict[str, Any] = {
     "use_qkv_bias": False,
     "tie_word_embeddings": False,
     "rope_scaling": None,
+    "quantization_config": None,  # the weights are not numbers by themselves
     "expert_swiglu_limit_list": None,
     "share_expert_swiglu_limit_list": None,
 }

@@ -389,6 +389,16 @@ def test_paths_stay_inside(raw: dict[str, Any], small: Manifest, tmp_path: Path,
         read_checked(tmp_path, record)
 
 
+def test_a_checkpoint_in_place_of_an_artifact_gets_the_command_that_builds_one(tmp_path: Path) -> None:
+    """`serve CHECKPOINT` said only that this is no artifact."""
+    folder = tmp_path / "my checkpoint"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with pytest.raises(ArtifactError) as caught:
+        read_manifest(folder)
+    assert caught.value.hint == f"this is a checkpoint; make an artifact of it: ling3export build '{folder}'"
+
+
 def test_a_builders_mistake_writes_nothing(small: Manifest, tmp_path: Path) -> None:
     with pytest.raises(ArtifactError, match=r"manifest.json `notes`: expected a list, found 3, in"):
         write_manifest(tmp_path, replace(small, notes=3))  # type: ignore[arg-type]

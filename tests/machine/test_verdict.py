@@ -99,6 +99,14 @@ def test_what_does_not_fit_is_refused_with_what_was_found_and_a_hint(record, mac
         assert enforce(verdicts, "allow-compile", "cpu-tp2", "a.ling3") == list(verdicts.values())
 
 
+def test_the_hint_for_another_platform_is_a_command_to_copy(monkeypatch):
+    """It ended with `--target TARGET`, and left the reader to guess what this machine is called."""
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    with pytest.raises(ArtifactError) as caught:
+        enforce(judge(target("tpu"), here()), "prebuilt-only", "tpu-v6e-2x1-tp2", "a.ling3")
+    assert caught.value.hint == "add a target for this machine: ling3export build --into a.ling3 --target cpu"
+
+
 def test_unknown_policy_is_refused():
     with pytest.raises(ArtifactError, match="program policy: expected prebuilt-only or allow-compile, found maybe"):
         enforce({}, "maybe", "cpu-tp2", "a.ling3")

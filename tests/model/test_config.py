@@ -192,6 +192,7 @@ NOT_MODELLED = [
     ("tie_word_embeddings", True, "false", "true"),
     ("rope_scaling", {"type": "yarn"}, "null", '{"type": "yarn"}'),
     ("expert_swiglu_limit_list", [0, 4], "null", "[0, 4]"),
+    ("quantization_config", {"bits": 4}, "null", '{"bits": 4}'),
     ("share_expert_swiglu_limit_list", [0, 4], "null", "[0, 4]"),
     ("group_norm_size", 4, "1", "4"),
     ("model_type", "bailing_moe", '"bailing_hybrid"', '"bailing_moe"'),
@@ -215,6 +216,12 @@ def test_unknown_fields_are_refused_unless_empty_or_ignored():
     assert Config.from_dict(TINY | {"logit_scale": None, "use_nGPT": False}) == config
     assert Config.from_dict(TINY | {"logit_scale": 2.0}, ignore=["logit_scale"]) == config
     assert refusal(TINY | {"logit_scale": 0}).startswith("config field `logit_scale`: expected no such field, found 0,")
+
+
+def test_a_quantization_cannot_be_ignored():
+    """The hint was to ignore the field; the build then failed at the weights, which are no numbers without it."""
+    found = refusal(TINY | {"quantization_config": {"quant_method": "fp8"}}, ignore=["quantization_config"])
+    assert "`quantization_config`: expected an unknown field to ignore, found one with a meaning" in found
 
 
 def test_a_field_with_a_meaning_cannot_be_ignored():
