@@ -130,6 +130,10 @@ def answer_file(
         elif record.exists() or output.exists():
             _same(asked, read_record(output), output)
             if output.exists():
+                with _readable(output) as whole:
+                    if (count := _answered(whole, asked, mine, output)[0]) != len(mine):
+                        found = f"expected {len(mine)} answers, found {count}"
+                        raise BatchError(f"batch output `{output}`: {found}", ANEW)
                 partial.unlink()
                 return BatchSummary(len(mine), 0, len(mine))
         else:
@@ -236,9 +240,10 @@ def merge(outputs: Sequence[Path], output: Path, *, force: bool = False) -> int:
         target = stack.enter_context(replacing(output))
         for number in range(first.lines):
             line = files[number % len(parts)].readline()
-            if not line.endswith(b"\n"):
+            found = "another one" if line.endswith(b"\n") else "the end"
+            if found == "the end" or not is_answer(line, number, first.input_sha256[:12]):
                 path = parts[number % len(parts)]
-                raise BatchError(f"batch merge: expected an answer to line {number}, found the end, in {path}")
+                raise BatchError(f"batch merge: expected an answer to line {number}, found {found}, in {path}")
             target.write(line)
         for file in files:
             if file.read(1):
@@ -325,20 +330,26 @@ def _opened(partial: Path) -> Iterator[BinaryIO]:
 
 
 def _earlier(file: BinaryIO, asked: BatchRecord, mine: Sequence[int], partial: Path) -> int:
-    """How many answers an earlier run has left in ``partial``; a line that was broken off is cut away.
+    """How many answers an earlier run has left in ``partial``; a line that was broken off is cut away."""
+    file.seek(0)
+    count, end = _answered(file, asked, mine, partial)
+    file.truncate(end)
+    file.seek(end)
+    return count
+
+
+def _answered(file: BinaryIO, asked: BatchRecord, mine: Sequence[int], path: Path) -> tuple[int, int]:
+    """The number of whole lines of a run's output, and where they end.
 
     Raises:
         BatchError: They are not the answers to the first of the lines ``mine``, in their order.
     """
-    file.seek(0)
     count = end = 0
     for text in file:
         if not text.endswith(b"\n"):
             break
         if count == len(mine) or not is_answer(text, mine[count], asked.input_sha256[:12]):
-            found = f"found another one as line {count + 1}, in {partial}"
+            found = f"found another one as line {count + 1}, in {path}"
             raise BatchError(f"batch output: expected the answers to the first of {len(mine)} lines, {found}", ANEW)
         count, end = count + 1, end + len(text)
-    file.truncate(end)
-    file.seek(end)
-    return count
+    return count, end

@@ -194,6 +194,21 @@ def test_lines_that_answer_others_are_not_gone_on_with(engine, tmp_path, lines, 
     assert run(engine, source, output, force=True).answered == 3
 
 
+def test_a_finished_output_that_is_not_the_answers_is_not_taken_for_them(engine, tmp_path):
+    """One that had lost lines, or held others, counted as done."""
+    source, output = numbered(tmp_path / "in.jsonl", 3), tmp_path / "out"
+    run(engine, source, output)
+    lines = output.read_bytes().splitlines(keepends=True)
+    for wrong, message in (
+        (lines[:2], "expected 3 answers, found 2"),
+        ([b"junk\n"] * 5, "found another one as line 1, in "),
+    ):
+        output.write_bytes(b"".join(wrong))
+        with pytest.raises(BatchError, match=message):
+            run(engine, source, output)
+        assert output.read_bytes() == b"".join(wrong)
+
+
 def test_a_full_disk_is_named_with_the_file(engine, tmp_path):
     """Finding 19: it was "output: expected to be readable or writable"."""
     source = numbered(tmp_path / "in.jsonl", 9)
@@ -268,7 +283,10 @@ def test_shards_that_do_not_belong_together_are_refused(engine, tmp_path):
     run(engine, source, tmp_path / "third", "1/3")
     (tmp_path / "short").write_bytes(parts[1].read_bytes().splitlines(keepends=True)[0])
     Path(f"{tmp_path}/short.batch.json").write_bytes(Path(f"{parts[1]}.batch.json").read_bytes())
+    (tmp_path / "junk").write_text("junk\n" * 2)
+    Path(f"{tmp_path}/junk.batch.json").write_bytes(Path(f"{parts[1]}.batch.json").read_bytes())
     for outputs, message in (
+        ([parts[0], tmp_path / "junk"], "expected an answer to line 1, found another one, in"),  # was merged
         ([parts[0]], "expected 2 shards, found none with the index 1"),
         ([parts[0], parts[0]], "expected shard 0/2 once, found it in"),
         ([parts[0], tmp_path / "foreign"], "expected input_sha256"),
