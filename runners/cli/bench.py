@@ -300,10 +300,10 @@ def _write(records: list[dict[str, Any]], output: Path | None) -> None:
     """Adds a line of JSON for each record to a file, which is made if it is missing."""
     if output is None:
         return
-    from ling3export.artifacts.files import open_own
+    from ling3export.artifacts.files import open_own, writing
 
     lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-    with open_own(output, append=True) as file:
+    with writing(output), open_own(output, append=True) as file:
         file.write(lines.encode())
 
 

@@ -13,6 +13,7 @@ from ling3export.runners.cli.main import main
 from ling3export.runners.load.programs import Programs
 from tests.support import toy_artifact
 from tests.support.fake_openai import serving, whole, words
+from tests.support.limits import file_size_limit
 
 DATA = Path(__file__).parents[2] / "data"
 SMALL = ["--num-prompts", 6, "--input-len", 12, "--output-len", 8]
@@ -46,6 +47,16 @@ def test_an_engine_in_this_process_is_measured(artifact, tmp_path):
     parts = sum(figures["phases"][name]["mean"] for name in ("queue", "prefill", "http"))
     assert parts == pytest.approx(figures["ttft"]["mean"], abs=1)
     assert figures["transfer_bytes"] is figures["moving_share"] is None
+
+
+def test_a_full_disk_is_named_with_the_file(artifact, tmp_path):
+    """The error had no path: "output: expected to be readable or writable"."""
+    size, output = 1 << 20, tmp_path / "runs.jsonl"
+    output.write_bytes(b"\n" * size)
+    with serving(words) as (url, _), file_size_limit(size):
+        done = bench("serve", artifact, "--url", url, *SMALL, "--text", "--output", output)
+    found = f"found a file-size limit of {size:,} bytes, in {tmp_path}"
+    assert (done.exit_code, f"write `runs.jsonl`: expected room, {found}" in done.stderr) == (1, True)
 
 
 def test_programs_are_loaded_before_requests_are_sent(artifact, monkeypatch):
