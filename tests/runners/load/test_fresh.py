@@ -16,6 +16,7 @@ from ling3export.artifacts.manifest import file_record, read_manifest
 from ling3export.compile.lower import compile_state, device_mesh
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine import pjrt
+from ling3export.machine.environment import requirements
 from ling3export.model.state import StateArray
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
@@ -152,14 +153,14 @@ def test_a_damaged_or_missing_state_program_is_refused_before_it_is_deserialized
     [
         (
             [("last_token", 4, "int32"), ("seen", 2, "int32")],
-            "state `seen`: expected int32 (4,) on a device, found int32 (2,)",
+            "found int32 (2,) on a device in place of int32 (4,) as `seen` of its outputs",
         ),
         (
             [("last_token", 4, "float32"), ("seen", 4, "int32")],
-            "state `last_token`: expected int32 (4,) on a device, found float32 (4,)",
+            "found float32 (4,) on a device in place of int32 (4,) as `last_token` of its outputs",
         ),
-        ([("last_token", 4, "int32")], "state: expected a program that gives 2 arrays, found "),
-        (None, f"program `programs/{TARGET}/state.exec`: expected an executable that loads"),
+        ([("last_token", 4, "int32")], "found 1 outputs in place of 2"),
+        (None, f"program `programs/{TARGET}/state.exec`: expected an executable that gives the state, found "),
     ],
 )
 def test_a_state_program_of_other_arrays_is_refused(toy, rows, found):
@@ -170,6 +171,39 @@ def test_a_state_program_of_other_arrays_is_refused(toy, rows, found):
     changed_targets(toy, lambda target: replace(target, state_program=record))
     with pytest.raises(ArtifactError, match=re.escape(found)):
         load(toy, report=lambda _: None)
+
+
+def test_another_cells_executable_as_the_state_program_is_refused(toy):
+    """It loaded, and its first call ended in jax's own error."""
+    changed_targets(toy, lambda target: replace(target, state_program=target.cells["decode@2"].exec))
+    with pytest.raises(
+        ArtifactError, match=r"decode@2\.exec`: expected an executable that gives the state, found \d+ in"
+    ):
+        load(toy, report=lambda _: None)
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_zeros_are_written_into_no_array_that_is_smaller_than_the_manifest_says(devices):
+    """Rows in another order took the larger one's size from the manifest: zeros behind a buffer, and a SIGSEGV."""
+    mesh = device_mesh(devices)
+    rows = [StateArray("small", (4,), "int32", ("slots",), None), StateArray("large", (64,), "int32", ("slots",), None)]
+    raw = compile_state(rows, mesh)
+    file = schema.FileRecord("state.exec", len(raw), "0" * 64)
+    arrays = [schema.StateArrayRecord(row.name, row.shape, row.dtype, row.spec, row.axes) for row in rows]
+    target = replace(
+        read_manifest(shared()).targets[TARGET],
+        mesh=schema.Mesh("tp", tuple(range(devices)), (0,) * devices),
+        requires=requirements(list(mesh.devices.flat), raw),
+        state_program=file,
+    )
+
+    def source(order):
+        state = replace(target.state, arrays=tuple(order))
+        return fresh.state_source({file: raw}, replace(target, state=state), mesh)
+
+    assert [*source(arrays)()] == ["small", "large"]
+    with pytest.raises(ArtifactError, match=r"found int32 \(4,\) on a device in place of int32 \(64,\) as `large`"):
+        source(arrays[::-1])
 
 
 def test_an_artifact_without_the_program_answers_as_before(toy):
