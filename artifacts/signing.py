@@ -18,6 +18,7 @@ from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.artifacts.records import Rule, WrongRecordError, at_most, from_json, laid_out, one_of, to_json
 from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.errors import ArtifactError, TrustError, listed
+from ling3export.foundation.extras import require
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, parse_json
 
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 SIGNATURES = "manifest.json.sig"
 SCHEMA = "ling3.signatures/1"
+GIVEN = f"name the folder of the makers' public keys with {TRUST}"
 LARGEST_KEY = 16 << 10  # bytes of a PEM file; one of Ed25519 has about 120
 KeyId = Annotated[str, Rule("16 hex digits", lambda text: len(text) == 16 and set(text) <= set("0123456789abcdef"))]
 
@@ -205,15 +207,16 @@ def read_keys(folder: Path) -> "dict[str, Ed25519PublicKey]":
         TrustError: There is none, or one of them cannot be read or is no public Ed25519 key: a key that is left out in
             silence could be the one that was meant to count.
     """
+    require("trusted keys", "sign", "cryptography", kind=TrustError)
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     try:
         names = sorted(each.name for each in folder.iterdir() if each.suffix in (".pub", ".pem"))
     except OSError as error:
-        raise TrustError(f"trusted keys: expected a folder, found {error.strerror}, at {folder}") from error
+        raise TrustError(f"trusted keys: expected a folder, found {error.strerror}, at {folder}", GIVEN) from error
     if not names:
-        raise TrustError(f"trusted keys: expected files *.pub or *.pem, found none, in {folder}")
+        raise TrustError(f"trusted keys: expected files *.pub or *.pem, found none, in {folder}", GIVEN)
     found = {}
     for name in names:
         key: Ed25519PublicKey = _loaded(folder / name, "public", Ed25519PublicKey, load_pem_public_key)
@@ -237,7 +240,9 @@ def _loaded(path: Path, half: str, kind: Any, load: Callable[[bytes], object]) -
     try:
         key = load(read_bytes(path.parent, path.name, LARGEST_KEY, links=True))
     except OSError as error:
-        raise TrustError(f"{what}: expected a readable file, found {error.strerror}, in {path.parent}") from error
+        raise TrustError(
+            f"{what}: expected a readable file, found {error.strerror}, in {path.parent}", "make it readable"
+        ) from error
     except (ValueError, TypeError, UnsupportedAlgorithm):  # TypeError: it has a password
         key = None
     if not isinstance(key, kind):

@@ -161,7 +161,7 @@ def build(
 
             if checkpoint is not None and artifact is None and (checkpoint / MANIFEST).is_file():
                 destination = checkpoint  # the one path is the artifact: no checkpoint is needed
-            lines, passed = replaying.replay(destination, replay, use, source, what, ignore)
+            lines, passed = replaying.replay(destination, replay, use, source, what, console.note, ignore)
             click.echo("\n".join(lines))
             if not passed:
                 sys.exit(1)

@@ -9,8 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ling3export.artifacts.files import write_new
-from ling3export.artifacts.manifest import read_checked, read_manifest, write_manifest
+from ling3export.artifacts.manifest import read_checked, write_manifest
 from ling3export.artifacts.schema import Manifest, Vectors, WeightsRecord
+from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import write_weights
 from ling3export.checkpoint.reader import Checkpoint
@@ -47,12 +48,12 @@ def attach(
         The manifest.
 
     Raises:
-        Ling3Error: Another configuration, a damaged program, a cell outside of its tolerance, a full disk; what was
-            there is as before.
+        Ling3Error: Another configuration, a damaged program, programs that no trusted key has signed, a cell outside
+            of its tolerance, a full disk; what was there is as before.
     """
-    source = Checkpoint.open(checkpoint, ignore=ignore)
+    source, signed = Checkpoint.open(checkpoint, ignore=ignore), list[str]()
     with staged(out or artifact, force=force or out is None) as folder:
-        manifest = read_manifest(artifact)
+        manifest = read_trusted(artifact, signed.append)
         if out is None and manifest.has_weights and not force:
             raise ArtifactError(
                 f"artifact `{artifact.name}`: expected programs alone, found weights of {manifest.source.name} with "
@@ -60,6 +61,7 @@ def attach(
                 "name a folder for the new artifact, or replace the weights with --force",
             )
         check_config(source, manifest, artifact)
+        report.note(signed[0])
         for record in (record for target in manifest.targets.values() for record in target.files):
             (folder / record.path).parent.mkdir(parents=True, exist_ok=True)
             write_new(folder / record.path, read_checked(artifact, record))

@@ -21,6 +21,7 @@ from pathlib import Path
 from ling3export.artifacts.files import leftovers, refuse_links, sync_folder, sync_tree, try_writing, write_new, writing
 from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest, recorded_files
 from ling3export.artifacts.schema import KERNELS, STATE, Manifest, Target
+from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.staging import adding
 from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
 from ling3export.cache.use import DEFAULT_USE, CacheUse
@@ -67,9 +68,9 @@ def add_targets(
     Raises:
         Ling3Error: The artifact is as before.
     """
-    cells = opened(cache, report.note)
+    cells, signed = opened(cache, report.note), list[str]()
     with adding(artifact) as staging:
-        manifest = read_manifest(artifact)
+        manifest = read_trusted(artifact, signed.append)
         refuse_links(artifact, [*recorded_files(manifest), "programs"])
         programs = artifact / "programs"
         for path, folder in ((artifact / MANIFEST, artifact), (programs, programs)):  # before any work
@@ -81,6 +82,7 @@ def add_targets(
         recorded = {name: getattr(manifest.plan, name) for name in SIZING if name not in given}
         options = replace(options_of(manifest, options), **recorded)
         plans = announced(_plans(artifact, manifest, options, given, force), report)
+        report.note(signed[0])
         check_digests(artifact, manifest)
         _remove_unnamed(artifact, manifest)
         there = {} if force else manifest.targets

@@ -6,13 +6,14 @@ built as the same options say, and put into the cache if it succeeds, so that th
 """
 
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ling3export.artifacts.manifest import MANIFEST, file_record, named_target, read_manifest
+from ling3export.artifacts.manifest import MANIFEST, file_record, named_target
 from ling3export.artifacts.program_records import Program
 from ling3export.artifacts.schema import FileRecord, Manifest
+from ling3export.artifacts.signing import read_trusted
 from ling3export.cache.cells import SUFFIXES, Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import CacheUse
@@ -27,7 +28,13 @@ from ling3export.plan.targets import check_toolchain
 
 
 def replay(
-    artifact: Path, text: str, cache: CacheUse, checkpoint: Path, options: Options, ignore: Sequence[str] = ()
+    artifact: Path,
+    text: str,
+    cache: CacheUse,
+    checkpoint: Path,
+    options: Options,
+    report: Callable[[str], None],
+    ignore: Sequence[str] = (),
 ) -> tuple[list[str], bool]:
     """Builds the cell ``text`` of ``artifact`` again; of an artifact that is not there, as the options say.
 
@@ -37,19 +44,20 @@ def replay(
         cache: Where a cell of a build that failed goes. Nothing is read from it.
         checkpoint: What that build was given; of it only config.json is read.
         options: That build's.
+        report: Told who signed the artifact.
         ignore: Fields of config.json to ignore.
 
     Returns:
         Lines for the user, and whether the cell is what is recorded, if anything is.
 
     Raises:
-        ArtifactError: The artifact is damaged, or has no such target.
+        ArtifactError: The artifact is damaged, no trusted key has signed it, or it has no such target.
         ConfigError: There is neither an artifact nor a config.json.
         PlanError: There is no such cell, or it does not build.
     """
     target, _, cell = text.rpartition("/")
     if (artifact / MANIFEST).is_file():
-        manifest = read_manifest(artifact)
+        manifest = read_trusted(artifact, report)
         return _recorded(manifest, _target(manifest.targets, target), cell)
     config = Config.from_path(checkpoint, ignore)
     plans = {plan.target.name: plan for plan in make_plans(config, options)}

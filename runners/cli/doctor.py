@@ -8,8 +8,9 @@ from pathlib import Path
 import click
 
 from ling3export.artifacts.files import REBUILD
-from ling3export.artifacts.manifest import named_target, read_manifest
+from ling3export.artifacts.manifest import named_target
 from ling3export.artifacts.schema import Manifest
+from ling3export.artifacts.signing import read_trusted
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.targets import choose_target, platforms_here
 from ling3export.runners import doctor as checks
@@ -64,7 +65,7 @@ def _wanted(artifact: Path | None, target: str | None) -> tuple[Manifest | None,
         return None, None, []
     manifest = None
     try:
-        manifest = read_manifest(artifact)
+        manifest = read_trusted(artifact, lambda text: click.echo(text, err=True))
         if target is not None:
             return manifest, named_target(manifest.targets, target), []
         if len(manifest.targets) == 1:

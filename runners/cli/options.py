@@ -14,7 +14,6 @@ import click
 
 from ling3export.artifacts.files import TRUST
 from ling3export.foundation.errors import RequestError
-from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.machine.verdict import CHECKS, POLICIES
 from ling3export.runners.cli.command import Decorator, Once, section
@@ -312,8 +311,6 @@ def _trusted(context: click.Context, param: click.Parameter, folder: str | None)
         raise click.BadParameter("expected a folder of public keys, found an empty value.")
     if folder is not None:
         os.environ[TRUST] = folder
-    if os.environ.get(TRUST):
-        require("--trust", "sign", "cryptography")
 
 
 trust_option = click.option(

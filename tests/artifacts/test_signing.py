@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import shutil
 import stat
 import subprocess
@@ -19,11 +20,16 @@ from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manife
 from ling3export.artifacts.schema import Manifest
 from ling3export.artifacts.signing import SIGNATURES, make_key, public_path, read_signatures, sign
 from ling3export.cli import main as cli
+from ling3export.compile import attach as attaching
+from ling3export.compile import into as adding
+from ling3export.compile import replay as replaying
+from ling3export.compile.build import DEMO
 from ling3export.foundation.errors import ArtifactError, TrustError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import loader, programs, weights
 from tests.support import toy_artifact
+from tests.support.catalog_kills import contents
 from tests.support.refusals import refusal
 
 
@@ -224,6 +230,58 @@ def test_an_empty_name_for_the_trusted_keys_is_an_error(toy, key, monkeypatch):
     )
     with pytest.raises(TrustError, match="found an empty value"):
         loader.load(toy)
+
+
+def test_the_build_side_and_doctor_take_no_artifact_that_no_trusted_key_signed(toy, trusted, monkeypatch):
+    """``attach`` and ``build --into`` ran its programs all the same, and ``doctor`` said that it fits."""
+    for name, place in (("receipts", attaching), ("compiling", adding), ("Compilers", replaying)):
+        monkeypatch.setattr(place, name, lambda *arguments, **options: pytest.fail("something was run"))
+    unsigned = "error: artifact `x.ling3`: expected a signature by "
+    before = contents(toy)
+    for command in (
+        ("attach", toy, DEMO, "--force"),
+        ("build", "--into", toy, "--target", "cpu@4"),
+        ("build", toy, "--replay", "decode@2"),
+    ):
+        assert refusal(cli.main, *command).startswith(unsigned)
+    done = CliRunner().invoke(runner_cli.main, ["doctor", str(toy)])
+    assert done.exit_code == 1 and done.stdout.endswith(f"{toy}: does not run here\n")
+    assert f"fault: {unsigned.removeprefix('error: ')}" in done.stdout and "mend: do not run it" in done.stdout
+    assert contents(toy) == before
+
+
+# What reads a manifest without asking who signed it, and why.
+UNASKED = {
+    "artifacts/catalog/publish.py": "bytes that were verified just before are copied",
+    "artifacts/signing.py": "the door itself, and what signs",
+    "artifacts/staging.py": "whether there is an artifact to add to",
+    "ling3export/cli/catalog.py": "compares a digest with an evaluation's",
+    "ling3export/cli/main.py": "inspect shows what a manifest says",
+    "ling3export/compile/into.py": "whether an addition that failed had replaced it",
+    "ling3export/plan/pricing.py": "plan reads times and sizes",
+    "ling3export/report/page.py": "report shows what a manifest says",
+    "runners/bench_serving/compare.py": "reads plans; the servers that run them ask",
+    "runners/bench_serving/measure.py": "tokenizes prompts with it; what runs it asks",
+}
+
+
+def test_every_other_reader_of_a_manifest_goes_through_the_door_that_checks_trust():
+    """``attach``, ``build --into``, ``build --replay`` and ``doctor`` had doors of their own."""
+    root = Path(__file__).parents[2]
+    found = {
+        str(path.relative_to(root))
+        for room in ("artifacts", "foundation", "machine", "model", "runners", "ling3export")
+        for path in (root / room).rglob("*.py")
+        if re.search(r"(?<!def )read_manifest\(", path.read_text())
+    }
+    assert found == {*UNASKED}
+
+
+def test_trusted_keys_without_the_package_that_reads_them_are_refused_by_name(toy, trusted, monkeypatch):
+    """Commands without ``--trust`` ended in an ImportError where LING3_TRUST was set."""
+    monkeypatch.setattr("ling3export.foundation.extras.find_spec", lambda name: None)
+    found = refusal(runner_cli.main, "generate", toy, "--prompt-ids", "1,2", "--max-tokens", "1")
+    assert "error: trusted keys: expected the packages of the extra `sign`, found no cryptography\n" in found
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl here")

@@ -71,7 +71,7 @@ def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tm
 
 def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
     whole = artifact("micro-tp2")
-    assert refusal(cli.main, "build", whole, "--replay", "decode@9") == (
+    assert refusal(cli.main, "build", whole, "--replay", "decode@9").endswith(
         "error: --replay: expected a cell of cpu-tp2: prefill@128, decode@8, sample@8, logits_processor@8; "
         "found `decode@9`\n"
     )
