@@ -92,7 +92,7 @@ class Registry:
         url, seen, room = urljoin(self._base, path), set[str](), LARGEST
         while url not in seen:
             seen.add(url)
-            reply = self._call("GET", url, missing=True)
+            reply = self._call("GET", url, missing=field == "tags")  # where there is no list of names, none is found
             if reply.status_code == 404:
                 return found
             data = bounded(reply, str(self), room)

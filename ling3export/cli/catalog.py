@@ -109,6 +109,8 @@ def search(
                 (f"{each['id']}@{each['version']}", each["kind"], ",".join(each["targets"]), size, each["name"])
             )
         click.echo("\n".join(aligned(rows)))
+    else:
+        click.echo(f"{store}: no such version", err=True)
 
 
 @catalog.command()

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import requests
+from click.testing import CliRunner
 from s3fs import S3FileSystem
 
 from ling3export.artifacts.catalog import credentials, oci, remote
@@ -315,6 +316,20 @@ def test_pages_of_tags_without_an_end_or_on_another_host_are_refused(case, monke
         with answering(page) as host, pytest.raises(CatalogError, match=message):
             Registry(host).versions("toy")
     assert len(asked) <= 7 and not strangers
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_a_search_at_a_wrong_path_says_that_nothing_is_there(listed):
+    """It printed nothing at all, also where a host was no registry or one that lists no names."""
+    answer = (200, {}, b'{"repositories": ["team/toy"]}') if listed else (404, {}, b"")
+    with answering(lambda path, headers: answer) as host:
+        if listed:
+            done = CliRunner().invoke(cli.main, ["catalog", "search", f"{host}/taem"])
+            assert (done.exit_code, done.stdout, done.stderr) == (0, "", f"{host}/taem: no such version\n")
+            assert json.loads(said(cli.main, "catalog", "search", f"{host}/taem", "--json")) == []
+        else:
+            text = refusal(cli.main, "catalog", "search", host)
+            assert text == f"error: store `{host}`: expected to GET /v2/_catalog, found 404\n"
 
 
 def test_all_pages_of_tags_together_are_no_larger_than_a_document():
