@@ -302,5 +302,8 @@ def _full(request: Request, error: QueueFull) -> ApiError:
 
 
 def _no_route(request: Request, error: HTTPException) -> ApiError:
-    message = f"{request.method} {request.url.path[:100]}: expected an endpoint, found {error.detail}"
-    return ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    headers, path = dict(error.headers or {}), request.url.path[:100]
+    if error.status_code == 405:
+        return ApiError(405, f"{path}: expected {headers['Allow']}, found {request.method}", headers=headers)
+    paths = ", ".join(route.path for route in request.app.routes)
+    return ApiError(error.status_code, f"path: expected one of {paths}, found {path}", headers=headers)

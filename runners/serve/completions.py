@@ -165,11 +165,13 @@ def check_choices(asked: GenerationBody, engine: "Engine", count: int, most: int
     """Refuses a call of ``count`` answers before any text of it is looked at.
 
     Raises:
-        ApiError: There may be ``most`` at once, or stop strings need a tokenizer.
+        ApiError: There may be ``most`` at once; or stop strings, log-probabilities and an echo need a tokenizer.
         QueueFull: The engine has no room for them now.
     """
-    if asked.stop and not engine.files.there:
-        raise refusal("stop", "none", "some: this model has no tokenizer", "no_tokenizer")
+    needing = {"stop": asked.stop, "logprobs": asked.top is not None, "echo": getattr(asked, "echo", False)}
+    for name, asks in needing.items():
+        if asks and not engine.files.there:
+            raise refusal(name, "it left out", "it asked for: this model has no tokenizer", "no_tokenizer")
     if count > most:
         raise refusal("n", f"at most {most} answers", str(count))
     engine.check_room(count)
@@ -228,7 +230,7 @@ def generation(
                 same[0] = replace(first, kv_transfer_params=params)
                 engine.check(same[0])
         requests += same
-    tokenizer = None if asked.top is None and not engine.files.there else engine.files.tokenizer("logprobs")
+    tokenizer = engine.files.tokenizer("text out") if engine.files.there else None
     return GenerationCall(asked, requests, tuple(request.prompt_ids for request in requests[::n]), tokenizer, n)
 
 

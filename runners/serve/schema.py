@@ -292,7 +292,7 @@ class ChoicesBody(GenerationBody):
     response_format: Annotated[
         dict[str, Any] | None, Field(description="an object with a type: text, json_object or json_schema")
     ] = None
-    stream_options: Annotated[StreamOptions | None, Field(description="it with `stream` only, and an object")] = None
+    stream_options: Annotated[StreamOptions | None, Field(description="an object")] = None
     return_token_ids: Flag = False
     kv_transfer_params: Annotated[dict[str, Any] | None, Field(description="an object, as vLLM's servers take it")] = (
         None
@@ -311,8 +311,7 @@ class ChoicesBody(GenerationBody):
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            found = "{}" if not self.stream_options.model_fields_set else "an object"
-            raise refusal("stream_options", "it with `stream` only, and an object", found)
+            raise refusal("stream_options", "it beside `stream: true` only", "it without")
         if self.max_tokens == 0 and not getattr(self, "echo", False):
             raise refusal("max_tokens", COUNT, "0")
         one, other = self.max_tokens, self.max_completion_tokens

@@ -152,9 +152,9 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
         ({"stop": "a" * 1001}, "stop", f'`stop`: expected {STOP}, found "{"a" * 59}…'),
         ({"stream": "yes"}, "stream", '`stream`: expected true or false, found "yes"'),
         ({"stream_options": {}}, "stream_options",
-         "`stream_options`: expected it with `stream` only, and an object, found {}"),
+         "`stream_options`: expected it beside `stream: true` only, found it without"),
         ({"stream": True, "stream_options": 1}, "stream_options",
-         "`stream_options`: expected it with `stream` only, and an object, found 1"),
+         "`stream_options`: expected an object, found 1"),
         ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage",
          "`include_usage`: expected true or false, found 1"),
         ({"ignore_eos": 1}, "ignore_eos", "`ignore_eos`: expected true or false, found 1"),
@@ -323,23 +323,32 @@ def test_what_http_itself_gets_wrong(engine):
     found = refused(call(engine, COMPLETIONS, b" " * 5001), 413)
     assert found == ("body: expected at most 5000 bytes, found 5001 or more", None, "body_too_large")
     found = refused(call(engine, "/v1/embeddings", IDS), 404)
-    assert found[0] == "POST /v1/embeddings: expected an endpoint, found Not Found"
+    assert found[0].startswith("path: expected one of /v1/completions, /v1/chat/completions, /v1/responses, ")
+    assert found[0].endswith(", found /v1/embeddings")
     found = refused(call(engine, COMPLETIONS, b"", method="GET"), 405)
-    assert found[0] == "GET /v1/completions: expected an endpoint, found Method Not Allowed"
+    assert found[0] == "/v1/completions: expected POST, found GET"
     found = refused(call(engine, COMPLETIONS, IDS | {"model": "gpt\ud800"}), 404)
     assert found == ('`model`: expected "toy", found "gpt\\ud800"', "model", "model_not_found")
 
 
 def test_without_a_tokenizer(wordless):
-    """Token ids in, token ids out; text, stop strings and messages are refused."""
+    """Token ids in, token ids out; text, stop strings and messages are refused.
+
+    `logprobs` and `echo` were answered with 500.
+    """
     (choice,) = call(wordless, COMPLETIONS, IDS | {"temperature": 0, "max_tokens": 6, "ignore_eos": True}).json()[
         "choices"
     ]
     assert (choice["text"], choice["token_ids"]) == ("", toy_artifact.answer([1, 2, 3], 6)[0])
     found = refused(call(wordless, COMPLETIONS, IDS | {"prompt": "a"}), 400)
     assert found == ("`prompt`: expected token ids, found text: this model has no tokenizer", "prompt", "no_tokenizer")
-    found = refused(call(wordless, COMPLETIONS, IDS | {"stop": "a"}), 400)
-    assert found == ("`stop`: expected none, found some: this model has no tokenizer", "stop", "no_tokenizer")
+    for name, value in (("stop", "a"), ("logprobs", 0), ("echo", True)):
+        found = refused(call(wordless, COMPLETIONS, IDS | {name: value}), 400)
+        assert found == (
+            f"`{name}`: expected it left out, found it asked for: this model has no tokenizer",
+            name,
+            "no_tokenizer",
+        )
     found = refused(call(wordless, "/tokenizer_info", b"", method="GET"), 404)
     assert found == ("tokenizer: expected one, found none: this model takes token ids", None, "no_tokenizer")
     found = refused(call(wordless, CHAT, SAID), 400)
