@@ -15,10 +15,11 @@ from ling3export.runners.serve.schema import (
     ListedObject,
     TopLogprobs,
     refusal,
+    shown,
     text_of_parts,
     validated,
 )
-from ling3export.runners.serve.structure import AnswerFormat, tools
+from ling3export.runners.serve.structure import THOUGHT, AnswerFormat, tools
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
@@ -129,19 +130,34 @@ def conversation(
     check_choices(asked, engine, n, most)
     offered = tools(asked, files.template_text)
     with refusing(name):
-        text = files.render_chat([spoken(each) for each in asked.conversation], tools=offered.offered, name=name)
-    call = generation(asked, engine, [text], limit, n=n, params=params, grammar=offered.grammar, special=False)
-    return replace(call, format=AnswerFormat.of(files.template_text, text, offered))
+        text = files.render_chat([spoken(each, name) for each in asked.conversation], tools=offered.offered, name=name)
+    format = AnswerFormat.of(files.template_text, text, offered)
+    behind = THOUGHT if format is not None and format.within else ""
+    call = generation(asked, engine, [text], limit, n=n, params=params, tools=offered, behind=behind, special=False)
+    return replace(call, format=format)
 
 
-def spoken(message: dict[str, Any]) -> dict[str, Any]:
-    """A message as chat templates take it: arguments of calls are objects, which OpenAI's API writes as text."""
+def spoken(message: dict[str, Any], name: str) -> dict[str, Any]:
+    """A message as chat templates take it: arguments of calls are objects, which OpenAI's API writes as text.
+
+    Args:
+        message: It; its calls are changed.
+        name: What the messages are called.
+
+    Raises:
+        ApiError: A call has no function with a name, or arguments that are no object.
+    """
     for call in message.get("tool_calls", ()):
         function = call.get("function")
-        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-            try:
-                arguments = json.loads(function["arguments"])
-            except (ValueError, RecursionError):
-                continue
-            function["arguments"] = arguments if isinstance(arguments, dict) else function["arguments"]
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise refusal(name, 'calls of functions, {"function": {"name": NAME, "arguments": TEXT}}', "another call")
+        given = function.get("arguments") or {}
+        try:
+            arguments = json.loads(given) if isinstance(given, str) else given
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            wanted = f"an earlier call of {shown(function['name'])} with a JSON object as its arguments"
+            raise refusal(name, wanted, shown(given))
+        function["arguments"] = arguments
     return message

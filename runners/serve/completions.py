@@ -21,10 +21,11 @@ from ling3export.runners.serve.schema import (
     GenerationBody,
     Ids,
     refusal,
+    shown,
     validated,
 )
-from ling3export.runners.serve.structure import GUIDES, AnswerFormat, asked_grammar
-from ling3export.runners.text.grammar import Grammar, grammar_of
+from ling3export.runners.serve.structure import AT_MOST_ONE, GUIDES, NO_TOOLS, AnswerFormat, Tools, asked_grammar
+from ling3export.runners.text.grammar import grammar_of
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine, Prompt
@@ -185,7 +186,8 @@ def generation(
     *,
     n: int = 1,
     params: dict[str, Any] | None = None,
-    grammar: Grammar | None = None,
+    tools: Tools = NO_TOOLS,
+    behind: str = "",
     special: bool = True,
 ) -> GenerationCall:
     """The requests of a call whose body has been checked.
@@ -197,18 +199,22 @@ def generation(
         limit: Tokens that an answer may have; None for what the context leaves.
         n: Choices of each prompt.
         params: The body's ``kv_transfer_params``, which are of one state, so of the first request alone.
-        grammar: What an answer has to be where no field says so by itself.
+        tools: What the body says of tools.
+        behind: The mark behind which grammars begin; empty where they begin with the answer.
         special: Whether texts begin with the special tokens that the tokenizer adds.
 
     Raises:
         ApiError: The call can never be served.
     """
     name = asked.prompt_name
-    if (own := asked_grammar(asked)) is not None:
-        field, grammar = own
-    else:
-        field = "tools"
+    field, grammar = asked_grammar(asked) or ("tools", tools.grammar)
+    if tools.grammar not in (None, grammar):
+        param, wanted = (
+            ("parallel_tool_calls", "true") if tools.grammar == AT_MOST_ONE else ("tool_choice", '"auto" or "none"')
+        )
+        raise refusal(param, f"{wanted} beside `{field}`", shown(getattr(asked, param)))
     if grammar is not None:
+        grammar = grammar._replace(behind=behind)
         with refusing(field):
             engine.files.grammars(engine.limits.vocab_size).check(grammar_of(grammar, field), field)
     with refusing("logit_bias"):

@@ -1,6 +1,7 @@
 """What a body says of the form of its answer: grammars, tools, thoughts; and how an answer's text is taken apart."""
 
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,13 @@ from ling3export.runners.text.grammar import AS_WRITTEN, LARGEST, Grammar
 DEPTH = 64  # objects and lists within each other that a schema may have
 THINK, THOUGHT = "<think>", "</think>"
 CALL, CALLED = "<tool_call>", "</tool_call>"  # around {"name": NAME, "arguments": OBJECT}, as Ling's templates write it
+STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
 # A text with one call at its end, or with none.
 AT_MOST_ONE = Grammar(
     "lark",
     "start: SAID | before called\nSAID: /(?s:.*)/\n"
-    f'before[suffix="{CALL}"]: /(?s:.*)/\ncalled[suffix="{CALLED}"]: /(?s:.*)/\n',
+    f'before[suffix="{CALL}"]: /(?s:.*)/\n'
+    rf'called[suffix="{CALLED}"]: /(?s:([^"]|"([^"\\]|\\.)*")*)/' + "\n",  # a mark in a string ends no call
 )
 TEXT, REASONING, TOOL = "content", "reasoning_content", "tool_calls"
 
@@ -83,6 +86,9 @@ class Tools:
     grammar: Grammar | None = None
 
 
+NO_TOOLS = Tools()
+
+
 def tools(asked: ConversationBody, template: str) -> Tools:
     """What a body says of tools.
 
@@ -110,10 +116,11 @@ def tools(asked: ConversationBody, template: str) -> Tools:
     if choice == "required" and not functions:
         raise refusal("tool_choice", "`tools` with required", "none")
     if not functions or choice == "none":
-        return Tools()
+        return NO_TOOLS
     if "tools" not in template or CALL not in template:
         wanted = f"a chat template that writes tools, and calls between {CALL} and {CALLED}"
-        raise refusal("tools", wanted, "another: this model has none")
+        lacks = "calls between these marks" if "tools" in template else "tools"
+        raise refusal("tools", wanted, f"this model's, which has no {lacks}")
     called = [str(named)] if isinstance(choice, dict) else list(functions) if choice == "required" else []
     if not called:
         return Tools(offered, frozenset(functions), None if asked.parallel_tool_calls else AT_MOST_ONE)
@@ -152,7 +159,7 @@ class AnswerFormat:
     def of(cls, template: str, prompt: str, tools: Tools) -> "AnswerFormat | None":
         """The format of answers to ``prompt``; None where its text has no marks."""
         thinks = THOUGHT in template
-        within = thinks and tools.grammar in (None, AT_MOST_ONE) and prompt.rfind(THINK) > prompt.rfind(THOUGHT)
+        within = thinks and prompt.rfind(THINK) > prompt.rfind(THOUGHT)
         return cls(thinks, within, tools.names) if thinks or tools.names else None
 
 
@@ -168,6 +175,7 @@ class AnswerParser:
         self._kind = REASONING if form.within else TEXT
         self._held = ""
         self._begun = False  # whether the content has anything but blanks
+        self._blanks = ""  # before a call that begins the content
         self._marked = form.within  # whether there was a mark
         self.calls = 0
 
@@ -187,7 +195,7 @@ class AnswerParser:
         found: list[tuple[str, Any]] = []
         while True:
             marks = {REASONING: (THOUGHT,), TOOL: (CALLED,)}.get(self._kind, self._openings())
-            places = {place: mark for mark in marks if (place := self._held.find(mark)) >= 0}
+            places = {place: mark for mark in marks if (place := self._place(mark, len(text), last)) >= 0}
             if not places:
                 break
             place = min(places)
@@ -201,9 +209,28 @@ class AnswerParser:
             return found
         rest, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
         if self._kind == TOOL:
-            self._kind, rest = TEXT, CALL + rest
+            self._kind, self._begun, rest = TEXT, True, self._blanks + CALL + rest
         self._give(found, rest, None)
         return found
+
+    def _place(self, mark: str, new: int, last: bool) -> int:
+        """Where a mark stands that counts; -1 where there is none yet. In a string of a call its end's mark is text.
+
+        Args:
+            mark: It.
+            new: Characters that came now: those before have been looked at.
+            last: Nothing follows.
+        """
+        first = place = self._held.find(mark)
+        if mark != CALLED:
+            return first
+        if not last and mark not in self._held[-(new + len(mark) - 1) :]:
+            return -1
+        while place >= 0:
+            if '"' not in STRING.sub("", self._held[:place]):
+                return first if _call_of(self._held[:place], self._form.names) is None else place
+            place = self._held.find(mark, place + 1)
+        return first if last else -1
 
     def _openings(self) -> tuple[str, ...]:
         return (*((THINK,) if self._form.thinks else ()), *((CALL,) if self._form.names else ()))
@@ -212,7 +239,8 @@ class AnswerParser:
         if self._kind == TOOL:
             call = _call_of(text, self._form.names)
             if call is None:
-                found.append((TEXT, f"{CALL}{text}{CALLED}"))
+                found.append((TEXT, f"{self._blanks}{CALL}{text}{CALLED}"))
+                self._begun = True
             else:
                 found.append((TOOL, {"index": self.calls, **call}))
                 self.calls += 1
@@ -222,7 +250,7 @@ class AnswerParser:
                 text = text.lstrip() if self._marked else text
                 self._begun = bool(text)
             else:
-                text = ""  # blanks before a mark
+                self._blanks, text = text if mark == CALL and not self._marked else "", ""
         if text:
             found.append((self._kind, text))
 

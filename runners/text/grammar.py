@@ -5,6 +5,7 @@ is bounded by counted steps and not by time, so that several hosts come to the s
 grammar has no bound, so every new one is compiled in another process first (``trial.py``).
 """
 
+import json
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from importlib.metadata import PackageNotFoundError, version
@@ -30,10 +31,12 @@ class Grammar(NamedTuple):
     Attributes:
         kind: ``json`` (the text of a JSON schema), ``regex`` (Rust's syntax, the whole text matches) or ``lark``.
         text: The schema, the regex or the grammar.
+        behind: The mark behind which it begins; anything may stand before. Empty where it begins with the text.
     """
 
     kind: str
     text: str
+    behind: str = ""
 
 
 def library() -> str:
@@ -107,8 +110,9 @@ class Grammars:
         Raises:
             RequestError: The grammar is malformed or too large, or no text fits it.
         """
-        # The result is kept without the name: a grammar is checked under one, and runs under another.
-        if refusal := self._refusal(grammar):
+        # The result is kept without the name: a grammar is checked under one, and runs under another. A trial takes the
+        # first tokens, so what begins behind a mark is tried alone, too.
+        if refusal := self._refusal(grammar._replace(behind="")) or self._refusal(grammar):
             raise RequestError(f"{name}: {refusal}")
 
     def matcher(self, grammar: Grammar) -> Matcher:
@@ -147,7 +151,7 @@ class Grammars:
         return refusal
 
     def _compile(self, grammar: Grammar) -> Any:
-        kind, text = grammar
+        kind, text, behind = grammar
         make = self._library.LLMatcher
         try:
             if kind == "json":
@@ -158,6 +162,13 @@ class Grammars:
                 inner = make.grammar_from_regex(text) if kind == "regex" else make.grammar_from_lark(text)
         except ValueError as error:
             raise RequestError(f"expected a {kind} grammar, found {error}") from None
+        if behind:
+            answer = {"lark_grammar": text} if kind == "lark" else json.loads(inner)["grammars"][0]
+            before = (
+                f"start: before BLANKS @answer\nbefore[suffix={json.dumps(behind)}]: /(?s:.*)/\nBLANKS: /\\n{{0,2}}/\n"
+            )
+            named = [{"name": "before", "lark_grammar": before}, answer | {"name": "answer"}]
+            inner = json.dumps({"grammars": named})
         # A mask takes at most 0.1 s of the engine's thread, 2.7 s by default; a matcher's states take up to 100 MB.
         limits = self._library.LLParserLimits(
             initial_lexer_fuel=200_000, step_lexer_fuel=50_000, max_lexer_states=50_000
@@ -180,10 +191,10 @@ def grammar_of(value: object, name: str) -> Grammar:
     Raises:
         RequestError: It is none, or too large.
     """
-    pair = tuple(value) if isinstance(value, (tuple, list)) else ()
-    kind, text = pair if len(pair) == 2 else (None, None)
-    if kind not in KINDS or not isinstance(text, str):
+    parts = tuple(value) if isinstance(value, (tuple, list)) else ()
+    kind, text, behind = (*parts, "") if len(parts) == 2 else parts if len(parts) == 3 else (None, None, None)
+    if kind not in KINDS or not isinstance(text, str) or not isinstance(behind, str):
         raise RequestError(f"{name}: expected a grammar, (KIND, TEXT) with one of {', '.join(KINDS)}, found another")
     if len(text) > LARGEST:
         raise RequestError(f"{name}: expected a grammar of at most {LARGEST:,} characters, found {len(text):,}")
-    return Grammar(str(kind), str(text))
+    return Grammar(str(kind), str(text), str(behind))

@@ -46,7 +46,7 @@ class Trial:
             overdue = threading.Timer(WAIT, child.kill)
             overdue.daemon = True
             overdue.start()
-            child.send({"kind": grammar.kind, "text": grammar.text})
+            child.send(grammar._asdict())
             reply = child.receive()
             overdue.cancel()
             if reply is not None:

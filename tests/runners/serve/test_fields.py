@@ -256,7 +256,10 @@ def test_histories_of_all_kinds_are_taken(engine):
         },
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
-    told = [spoken(message) for message in validated(ChatBody, SAID | {"messages": messages}, "toy").conversation]
+    told = [
+        spoken(message, "messages")
+        for message in validated(ChatBody, SAID | {"messages": messages}, "toy").conversation
+    ]
     assert told[0] == {"role": "system", "content": "be brief"}
     assert told[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert asked(engine, CHAT, SAID | {"messages": messages[:2], "max_tokens": 2})["choices"]

@@ -1,0 +1,231 @@
+"""Tools, thoughts and forms of an answer in one call: which grammar an answer gets, and how it is taken apart."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Completion
+from ling3export.runners.serve.answers import ChoicesAnswer
+from ling3export.runners.serve.chat import chat, spoken
+from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.responses import ResponsesAnswer, responses
+from ling3export.runners.serve.schema import ApiError
+from ling3export.runners.serve.structure import AnswerFormat, AnswerParser
+from ling3export.runners.text.grammar import Grammar
+from ling3export.runners.text.tokenizer import TokenizerFiles
+from tests.support import toy_artifact
+
+SAID: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A"}]}
+ASKED: dict[str, Any] = {"model": "toy", "input": "A"}
+FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}
+TOOLS: dict[str, Any] = {"tools": [{"type": "function", "function": FUNCTION}]}
+NAMED = {"type": "function", "function": {"name": "f"}}
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
+FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
+TEMPLATE = "{{ tools }}<think></think><tool_call></tool_call>"
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
+        yield engine
+
+
+@pytest.fixture
+def prompted(monkeypatch):
+    """Gives the model a template that knows tools and thoughts, and that writes this prompt."""
+
+    def prompt(text: str) -> None:
+        monkeypatch.setattr(TokenizerFiles, "template_text", TEMPLATE)
+        monkeypatch.setattr(TokenizerFiles, "render_chat", lambda *_, **__: text)
+
+    return prompt
+
+
+def followed(engine: Engine, grammar: Grammar, text: str) -> tuple[bool, bool]:
+    """Whether a text is the begin of one that a grammar takes, and whether nothing can follow it."""
+    matcher = engine.files.grammars(toy_artifact.VOCAB).matcher(grammar)
+    for id in engine.files.tokenizer("test").encode(text, special=False):
+        mask = np.zeros(-(-toy_artifact.VOCAB // 32), np.int32)
+        matcher.fill(mask)
+        if not mask[id // 32] >> id % 32 & 1:
+            return False, False
+        matcher.accept(id)
+    return True, matcher.over
+
+
+def grammar_of(call: GenerationCall) -> Grammar:
+    (request,) = call.requests
+    assert request.grammar is not None
+    return request.grammar
+
+
+def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
+    (choice,) = ChoicesAnswer(call, "toy").whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
+    return dict(choice["message"])
+
+
+@pytest.mark.parametrize("guide", [FORM, {"response_format": {"type": "json_object"}}, {"guided_regex": "[a-z]+"}])
+@pytest.mark.parametrize(
+    ("choice", "param", "message"),
+    [
+        ({"tool_choice": "required"}, "tool_choice", '`tool_choice`: expected "auto" or "none" beside `{}`, found "re'),
+        (
+            {"tool_choice": NAMED},
+            "tool_choice",
+            '`tool_choice`: expected "auto" or "none" beside `{}`, found an object',
+        ),
+        ({"parallel_tool_calls": False}, "parallel_tool_calls", "`parallel_tool_calls`: expected true beside `{}`, f"),
+    ],
+)
+def test_calls_that_have_to_be_made_are_refused_beside_another_form(engine, prompted, guide, choice, param, message):
+    """They were dropped in silence: the answer had the form, and never a call."""
+    prompted("A")
+    with pytest.raises(ApiError) as caught:
+        chat(SAID | TOOLS | guide | choice, engine, "toy")
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(message.format(*guide))
+
+
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "none"}, {"tool_choice": "none", "parallel_tool_calls": False}])
+def test_calls_that_need_not_be_made_are_taken_beside_another_form(engine, prompted, choice):
+    prompted("A")
+    assert grammar_of(chat(SAID | TOOLS | FORM | choice, engine, "toy")).kind == "json"
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize("blanks", ["", "\n", "\n\n"])
+@pytest.mark.parametrize(
+    ("fields", "answer", "wrong"),
+    [
+        (FORM, '{"n": 1}', '{"n": 3'),
+        ({"guided_regex": "a/b[}]"}, "a/b}", "a/c"),
+        ({"guided_grammar": 'start: before\nbefore: "left" | /x[}]/'}, "x}", "right"),
+        (TOOLS | {"tool_choice": "required"}, CALL, "so"),
+        (TOOLS | {"tool_choice": NAMED}, CALL, '<tool_call>\n{"name": "g"'),
+        (TOOLS | {"parallel_tool_calls": False}, CALL, CALL + CALL),
+    ],
+)
+def test_a_grammar_begins_behind_the_thought_that_the_template_began(engine, prompted, fields, answer, wrong, blanks):
+    """Structured output became `reasoning_content`, and content was empty: only grammars of tools were looked at."""
+    prompted("A<think>\n")
+    call = chat(SAID | fields, engine, "toy")
+    thought = "so <tool_call> {</think>" + blanks
+    assert followed(engine, grammar_of(call), thought + answer) == (True, True)
+    assert followed(engine, grammar_of(call), thought + wrong) == (False, False)
+    said = message_of(call, thought + answer)
+    assert said["reasoning_content"] == "so <tool_call> {"
+    if answer == CALL:
+        assert [each["function"] for each in said["tool_calls"]] == [{"name": "f", "arguments": '{"a": "b"}'}]
+    else:
+        assert said["content"] == answer
+
+
+def test_a_response_with_a_form_has_a_message_behind_the_thought(engine, prompted):
+    """It had a reasoning item alone, and no text."""
+    prompted("A<think>")
+    call = responses(
+        ASKED | {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}, engine, "toy"
+    )
+    text = 'hm</think>\n\n{"n": 2}'
+    assert followed(engine, grammar_of(call), text) == (True, True)
+    ids = engine.files.tokenizer("test").encode(text, special=False)
+    items = ResponsesAnswer(call, "toy").whole([Completion([1], ids, text, "eos", 0, 0)])["output"]
+    assert [item["content"][0]["text"] for item in items] == ["hm", '{"n": 2}']
+
+
+def test_a_grammar_begins_at_once_where_the_thought_is_over(engine, prompted):
+    prompted("A<think>\n</think>")
+    call = chat(SAID | FORM, engine, "toy")
+    assert followed(engine, grammar_of(call), '{"n": 1}') == (True, True)
+    assert message_of(call, '{"n": 1}')["content"] == '{"n": 1}'
+
+
+def test_what_is_wrong_with_a_grammar_behind_a_thought_is_said_of_its_field(engine, prompted):
+    """A trial takes a text's first tokens, which may be anything in a thought."""
+    prompted("A<think>\n")
+    for pattern, found in (("(a", "unclosed group"), ("a{1000000}", "guided_regex: expected a regex grammar that")):
+        with pytest.raises(ApiError) as caught:
+            chat(SAID | {"guided_regex": pattern}, engine, "toy")
+        assert (caught.value.status, caught.value.param) == (400, "guided_regex")
+        assert found in caught.value.message
+
+
+MARKED = '<tool_call>\n{"name": "f", "arguments": {"a": "x\\"</tool_call> <tool_call>"}}\n</tool_call>'
+BROKEN = '<tool_call>{"name": "f", "arguments": "</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (MARKED, "", [{"a": 'x"</tool_call> <tool_call>'}]),
+        (CALL + "\n" + MARKED + CALL, "", [{"a": "b"}, {"a": 'x"</tool_call> <tool_call>'}, {"a": "b"}]),
+        (BROKEN + " and", BROKEN + " and", []),
+        (BROKEN + CALL, BROKEN, [{"a": "b"}]),
+        ("<tool_call>{}</tool_call> and", "<tool_call>{}</tool_call> and", []),
+        (" <tool_call>{}</tool_call>\nand", " <tool_call>{}</tool_call>\nand", []),
+        (" <tool_call>{}", " <tool_call>{}", []),
+    ],
+)
+def test_a_call_ends_at_a_mark_outside_of_strings_and_what_is_none_stays_as_it_was(text, content, calls):
+    """A string with the mark cut the call, and a blank was lost behind what looked like a call and was none."""
+    form = AnswerFormat(False, False, frozenset({"f"}))
+    for size in (1, 3, len(text)):
+        parser, found = AnswerParser(form), []
+        for at in range(0, len(text), size):
+            found += parser.push(text[at : at + size], last=at + size >= len(text))
+        assert "".join(said for kind, said in found if kind == "content") == content
+        assert [json.loads(made["function"]["arguments"]) for kind, made in found if kind == "tool_calls"] == calls
+
+
+def test_the_one_call_that_may_be_made_ends_at_a_mark_outside_of_strings(engine, prompted):
+    """The grammar ended the answer within the string."""
+    prompted("A")
+    call = chat(SAID | TOOLS | {"parallel_tool_calls": False}, engine, "toy")
+    assert followed(engine, grammar_of(call), "so " + MARKED) == (True, True)
+    assert followed(engine, grammar_of(call), MARKED + " ") == (False, False)
+    assert followed(engine, grammar_of(call), BROKEN + " and") == (True, False)
+    (made,) = message_of(call, "so " + MARKED)["tool_calls"]
+    assert json.loads(made["function"]["arguments"]) == {"a": 'x"</tool_call> <tool_call>'}
+
+
+@pytest.mark.parametrize(
+    ("made", "found"),
+    [
+        ({"name": "f", "arguments": '{"a": '}, 'call of "f" with a JSON object as its arguments, found "{\\"a\\": "'),
+        ({"name": "f", "arguments": "[1]"}, 'call of "f" with a JSON object as its arguments, found "[1]"'),
+        ({"name": "f", "arguments": 5}, 'call of "f" with a JSON object as its arguments, found 5'),
+        ({"arguments": "{}"}, "expected calls of functions, {"),
+        (None, "expected calls of functions, {"),
+    ],
+)
+def test_an_earlier_call_that_is_malformed_is_the_messages_fault(engine, made, found):
+    """The message blamed the chat template, which could not write it."""
+    call = {"id": "1", "type": "function", "function": made}
+    messages = [*SAID["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
+    with pytest.raises(ApiError) as caught:
+        chat(SAID | {"messages": messages}, engine, "toy")
+    assert (caught.value.status, caught.value.param) == (400, "messages")
+    assert found in caught.value.message
+
+
+@pytest.mark.parametrize("arguments", [{}, {"arguments": ""}, {"arguments": None}, {"arguments": "{}"}])
+def test_an_earlier_call_without_arguments_has_an_empty_object(arguments):
+    """A client writes an empty text for a function that takes nothing: the template got that text."""
+    message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", **arguments}}]}
+    assert spoken(message, "messages")["tool_calls"] == [{"function": {"name": "f", "arguments": {}}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "lacks"), [("{{ messages }}", "tools"), ("{{ tools }}", "calls between these marks")]
+)
+def test_a_template_without_tools_is_told_what_it_lacks(engine, monkeypatch, template, lacks):
+    """`found another: this model has none`."""
+    monkeypatch.setattr(TokenizerFiles, "template_text", template)
+    with pytest.raises(ApiError, match=f"found this model's, which has no {lacks}$"):
+        chat(SAID | TOOLS, engine, "toy")
