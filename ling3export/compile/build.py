@@ -194,7 +194,7 @@ def compiling(
     for plan in plans:
         programs, there = folder / "programs" / plan.target.name, taken.get(plan.target.name, {})
         programs.mkdir(parents=True, exist_ok=True)
-        compilers.append(Compilers(plan, config, programs, options.jobs, cells, taken=there))
+        compilers.append(Compilers(plan, config, programs, options.jobs, cells, taken=there, tell=report.note))
     number = itertools.count()
     shares = [[cell for cell in plan.cells if shard.has(next(number))] for plan in plans]
     report.start("programs", sum(map(len, shares)))

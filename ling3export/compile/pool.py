@@ -3,6 +3,7 @@
 import contextlib
 import os
 import threading
+import time
 from base64 import b64decode
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -49,6 +50,7 @@ class Compilers:
         cells: The cache; what it has is not compiled. None uses none.
         taken: Cells whose files are in ``folder`` already.
         shown: The workers' stderr is ours; else its end is kept, for the message of one that dies.
+        tell: Given a line as each cell begins to be compiled, and one with the seconds as it ends.
     """
 
     def __init__(
@@ -61,11 +63,12 @@ class Compilers:
         *,
         taken: Mapping[str, Built] = MappingProxyType({}),
         shown: bool = False,
+        tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.plan = plan
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
         self.job = CompileJob(plan.target, plan.geometry, config, folder, self._cells.use)
-        self._jobs, self.taken, self._shown = jobs, taken, shown
+        self._jobs, self.taken, self._shown, self._tell = jobs, taken, shown, tell
         self._workers: list[Child] = []
         self._stopped = False
         self._lock = threading.Lock()
@@ -120,7 +123,7 @@ class Compilers:
                         worker = self._alive(worker, stack)
                         if worker is None:
                             break
-                        built = self.made(worker, cell)
+                        built = self._timed(worker, cell)
                 except Ling3Error as error:
                     outcome.failures[cell.name] = Failure.of(error)
                     continue
@@ -129,6 +132,16 @@ class Compilers:
                 else:
                     outcome.built[cell.name] = built
                     done(cell, built)
+
+    def _timed(self, worker: Child, cell: PlannedCell) -> Built | Failure:
+        """What ``made`` gives, told of: the compiler itself may be silent for minutes."""
+        name, started = f"{self.plan.target.name}, {cell.name}", time.perf_counter()
+        self._tell(f"{name}: compiling")
+        made = self.made(worker, cell)
+        if not self._stopped:
+            how = "failed" if isinstance(made, Failure) else "done"
+            self._tell(f"{name}: {how} in {time.perf_counter() - started:.1f} s")
+        return made
 
     def made(self, worker: Child, cell: PlannedCell) -> Built | Failure:
         """A cell that a worker makes now, kept in the cache; or why it failed."""

@@ -1,13 +1,18 @@
 """The tables of cells, what of a build is refused together, and what is noted of it."""
 
+import contextlib
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
 from ling3export.artifacts.program_records import Memory, Origin, Program
 from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
+from ling3export.cache.cells import Cells
+from ling3export.cache.use import CacheUse
 from ling3export.cli.progress import Console
 from ling3export.compile import build, pool
 from ling3export.compile.pool import BuildOutcome
@@ -48,6 +53,23 @@ def printed(capsys) -> list[str]:
     out, err = capsys.readouterr()
     assert out == ""
     return err.splitlines()
+
+
+def test_each_cell_is_told_of_by_its_name_as_it_starts_and_ends(capsys, monkeypatch, tmp_path):
+    """A build for a TPU said nothing for 254 s where stderr is no terminal, and `0%` for minutes where it is one."""
+    monkeypatch.setattr(pool, "Child", lambda *_, **__: contextlib.nullcontext(Mock(alive=True)))
+    monkeypatch.setattr(pool.Compilers, "made", lambda self, worker, cell: FAILED if cell.phase == "decode" else BUILT)
+    options, cells = replace(OPTIONS, jobs=1), Cells(CacheUse("off"), print)
+    with (
+        pytest.raises(PlanError, match="did not: decode@1: too large"),
+        build.compiling(CONFIG, options, [PLAN], tmp_path, cells, Console()) as finished,
+    ):
+        finished()
+    told = [line for line in printed(capsys) if line.startswith("cpu-tp1, ")]
+    ends = {cell.name: "failed" if cell.phase == "decode" else "done" for cell in PLAN.cells}
+    assert [re.sub(r"\d+\.\d s$", "N s", line) for line in told] == [
+        f"cpu-tp1, {name}: {said}" for name, end in ends.items() for said in ("compiling", f"{end} in N s")
+    ]
 
 
 def test_a_failed_build_says_what_became_of_every_cell(capsys):
