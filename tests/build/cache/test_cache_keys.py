@@ -369,7 +369,6 @@ def test_what_receipts_refuse_does_not_stay_in_the_cache(tmp_path, monkeypatch):
     Cache(cells.use, pytest.fail).write("programs", fields, {}, {"exec": b"wrong"})
     whole = cells.keep(CONFIG, plan(), CELL, folder_with(tmp_path, "built", b"1"), built(origin))
     outcome = BuildOutcome(plan(), {CELL.name: whole}, {})
-    monkeypatch.setattr(build, "config_of", lambda manifest: CONFIG)
     monkeypatch.setattr(build, "target_record", lambda *arguments: None)
     monkeypatch.setattr(build, "measure_apart", refusing)
     manifest: Any = Written({}, Vectors({}), {}, ())
