@@ -8,7 +8,7 @@ from typing import Any
 
 from ling3export.artifacts.files import refuse_links
 from ling3export.artifacts.manifest import file_records, read_checked, recorded_files
-from ling3export.artifacts.receipts import ERROR_COLUMNS, NO_WEIGHTS, PORTABLE, error_columns, told
+from ling3export.artifacts.receipts import NO_WEIGHTS, PORTABLE, error_columns, told
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Manifest, PortableReceipts, Receipts, Target
 from ling3export.artifacts.share import check_share
@@ -50,7 +50,7 @@ class Result:
                 lines.append(f"{name}: not run here: {found}")
                 continue
             portable = isinstance(found, PortableReceipts)
-            rows: list[tuple[str, ...]] = [("cell", "status", *ERROR_COLUMNS, "absolute", "positions")]
+            rows: list[tuple[str, ...]] = [("cell", "status", "median", "worst", "absolute", "positions")]
             for cell, row in sorted(found.cells.items(), key=lambda item: -item[1].relative):
                 errors = error_columns(cell, found)
                 rows.append((cell, row.status, *errors, f"{row.absolute:.1e}", str(row.positions)))

@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -69,7 +70,7 @@ def test_the_suite_is_the_same_everywhere():
         demo_records()[1][1].answer,
         {"max_tokens": 32, "stop": ("\n\n",)},
     )
-    digest = hashlib.sha256(canonical([task.record() for task in suite.tasks])).hexdigest()
+    digest = hashlib.sha256(canonical([asdict(task.record()) for task in suite.tasks])).hexdigest()
     assert digest == "38bac5fe81b3503e7a7dd9c5e181a06b62c227d5938e5aafe88ab3cc3cd1540e"
 
 
