@@ -41,7 +41,7 @@ _POWER = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|\^\{?[-−]?\d+\}?
 _GROUPING = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 # A minus with a blank behind it is a sign after a mark, or at the begin of a text of one line. After a word it is a
 # dash, and at the begin of one of several lines the mark of an item.
-_SPACED_MINUS = re.compile(r"([=:≈(<>|][ \t]*|\A\s*(?=[^\n]*\s*\Z))-[ \t]+(?=[$¥€£]?\.?\d)")
+_SPACED_MINUS = re.compile(r"([=:≈(<>|{#][ \t]*|(?<!\d)[$*]|\A\s*(?=[^\n]*\s*\Z))-[ \t]+(?=[$¥€£]?\.?\d)")
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_)\].])-?[$¥€£]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?![A-Za-z0-9]))?(\^?)")
 _CURRENCY = re.compile(r"[$¥€£]")
 # `\boxed{C}` and `\boxed{\text{C}}` are `(C)`. An I that thinks is nobody's choice.
