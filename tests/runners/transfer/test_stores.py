@@ -20,6 +20,7 @@ from ling3export.runners.cli.main import main
 from ling3export.runners.hosts.handshake import CALLERS
 from ling3export.runners.state.sequence_state import StateBytes
 from ling3export.runners.transfer import folder as folders
+from ling3export.runners.transfer import tcp
 from ling3export.runners.transfer.folder import FolderStore
 from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.store import StateAddress, TransferError, put
@@ -197,9 +198,9 @@ def test_a_flipped_bit_is_a_miss_and_the_file_is_removed(kind, tmp_path):
     end.close()
 
 
-@pytest.mark.parametrize("found", ["mode", "link", "file"])
-def test_a_folder_that_others_can_write_to_is_refused(found, tmp_path):
-    """Whoever writes there decides answers: one of mode 777, and a link, were taken."""
+@pytest.mark.parametrize("found", ["mode", "link", "file", "owner"])
+def test_a_folder_that_others_can_write_to_is_refused(found, tmp_path, monkeypatch):
+    """Whoever writes there decides answers: one of mode 777, one of another user, and a link were taken."""
     folder = tmp_path / "states"
     if found == "file":
         folder.write_text("")
@@ -207,9 +208,12 @@ def test_a_folder_that_others_can_write_to_is_refused(found, tmp_path):
         (tmp_path / "other").mkdir(mode=0o700)
         folder.symlink_to(tmp_path / "other")
     else:
-        folder.mkdir()
-        folder.chmod(0o777)
-    said = {"mode": "mode 777", "link": "a symbolic link", "file": "File exists"}[found]
+        folder.mkdir(mode=0o700)
+        folder.chmod(0o777 if found == "mode" else 0o700)
+    said = {"mode": "mode 777", "link": "a symbolic link", "file": "File exists", "owner": "one of user "}[found]
+    if found == "owner":
+        other = os.geteuid() + 1
+        monkeypatch.setattr(os, "geteuid", lambda: other)
     with pytest.raises(TransferError, match=f"file: expected a folder that this user alone can write, found {said}"):
         FolderStore(LAYOUT, DESCRIPTION, folder)
 
@@ -364,12 +368,16 @@ def test_a_taker_with_another_secret_is_a_stranger(tmp_path):
     taker.close()
 
 
-def test_strangers_who_talk_or_are_silent_keep_nobody_out(tmp_path):
-    """64 silent connections without the secret closed the port for as long as they stayed."""
-    holder, taker, state = store("tcp", tmp_path), store("tcp", tmp_path), random_state()
+def test_strangers_who_talk_or_are_silent_keep_nobody_out(tmp_path, monkeypatch):
+    """64 silent connections without the secret closed the port for as long as they stayed.
+
+    None of them is given up for its silence while this test runs: the first one goes when the next one comes.
+    """
+    monkeypatch.setattr(tcp, "GREETING", 600.0)
+    holder, taker, state = store("tcp", tmp_path, deadline=600.0), store("tcp", tmp_path), random_state()
     assert put(holder, NAME, state)
-    rng, peers = random.Random(2), [socket.create_connection(holder.address, 5) for _ in range(CALLERS + 5)]
-    for peer in peers[::7]:
+    rng, peers = random.Random(2), [socket.create_connection(holder.address, 5) for _ in range(CALLERS + 15)]
+    for peer in peers[:10]:
         with suppress(OSError):
             peer.sendall(rng.randbytes(rng.choice((1, 100, 100_000))))
     assert same(taker.get(address(holder, NAME), soon(DEADLINE + GRACE)), state)
