@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -54,8 +55,13 @@ def run(command: Sequence[Any], **environment: str) -> str:
     Raises:
         subprocess.CalledProcessError: It failed; its stderr was passed on.
     """
-    say(f"$ python -m {' '.join(str(part) for part in command)}")
+    say(f"$ python -m {' '.join(_quoted(str(part)) for part in command)}")
     return spawn([sys.executable, "-m", *command], environment)
+
+
+def _quoted(word: str) -> str:
+    """``word`` as bash reads it, on one line."""
+    return shlex.quote(word) if word.isprintable() else f"${word!r}"
 
 
 def spawn(command: Sequence[Any], environment: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+import subprocess
 import sys
 from dataclasses import asdict
 
@@ -12,6 +13,7 @@ import pytest
 from jax.sharding import AxisType, Mesh, PartitionSpec
 from tokenizers import Tokenizer
 
+from bench import demo as bench_demo
 from ling3export.artifacts.records import canonical
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import DEMO
@@ -42,6 +44,26 @@ def pairs(of: str) -> list[tuple[int, int]]:
 
 def words(of: str) -> set[str]:
     return set(re.findall(r"[A-Z][a-z]+", of)) & set(NAMES)
+
+
+def test_make_demo_prints_commands_to_copy_and_keeps_the_report_that_it_names(monkeypatch, capsys, tmp_path):
+    """A command with a prompt was printed without quotes over two lines, and the report's folder was removed."""
+    start = json.dumps({"compiles": 0, "token": 1, "seconds": {"whole": 1.0}})
+    ran: list[list[str]] = []
+
+    def spawned(command, environment):
+        ran.append([str(word) for word in command[1:]])
+        return "正确率: 1/1\n" if "eval" in command else start
+
+    monkeypatch.setattr("bench.inputs.spawn", spawned)
+    monkeypatch.setattr(bench_demo, "RUN", tmp_path / "build" / "run")
+    bench_demo.main(tmp_path / "demo.ling3")
+    told = capsys.readouterr().err.splitlines()
+    commands = [line.removeprefix("$ python ") for line in told if line.startswith("$ ")]
+    read = [subprocess.check_output(["bash", "-c", f"printf '%s\\0' {line}"], text=True) for line in commands]
+    assert [each.split("\0")[:-1] for each in read] == ran
+    assert str(tmp_path / "build" / "run") in ran[1] and (tmp_path / "build").is_dir()
+    assert "minutes" in told[told.index("$ python " + commands[2]) - 1]
 
 
 def test_problems_of_training_hold_nothing_that_is_kept():
