@@ -262,9 +262,13 @@ VALUES = [
 FIELDS = [*ChatBody.model_fields, "prompt", *NEUTRAL, *LABELS, "unknown", "\ud800"]
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_any_body_is_answered_or_refused_by_name(engine, seed):
-    """Wrong values in right places, many thousand: each becomes requests or a refusal that can be sent."""
+@pytest.mark.parametrize(("seed", "words"), [(0, True), (1, True), (2, True), (0, False)])
+def test_any_body_is_answered_or_refused_by_name(request, seed, words):
+    """Wrong values in right places, many thousand: each becomes requests or a refusal that can be sent.
+
+    Without a tokenizer `logprobs` and `echo` were neither.
+    """
+    engine = request.getfixturevalue("engine" if words else "wordless")
     draw, refusals = random.Random(seed), []
     for _ in range(2000):
         body = dict(draw.choice((IDS, SAID)))
@@ -285,7 +289,8 @@ def test_any_body_is_answered_or_refused_by_name(engine, seed):
         assert error.param is not None and error.param in error.message
     ends = collections.Counter(error.code for error in refusals)
     ends["taken"] = 2000 - len(refusals)
-    assert set(ends) == {"taken", "invalid_value", "unsupported_parameter", "model_not_found"}
+    more = set() if words else {"no_tokenizer", "no_chat_template"}
+    assert set(ends) == {"taken", "invalid_value", "unsupported_parameter", "model_not_found"} | more
 
 
 def test_a_conversation_that_is_too_long(engine):
