@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import h11
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -31,7 +32,7 @@ from ling3export.runners.route.events import KVEventSubscriber
 from ling3export.runners.route.prompts import Prompts
 from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, best, prefilled
 from ling3export.runners.serve.answers import event
-from ling3export.runners.serve.app import Policy, RequestMiddleware, received
+from ling3export.runners.serve.app import Policy, RequestMiddleware, no_route, received
 from ling3export.runners.serve.connection import ConnectionLimits
 from ling3export.runners.serve.run import BACKLOG, address, affordable, http_server
 from ling3export.runners.serve.schema import ApiError, parse, refused
@@ -325,7 +326,11 @@ def application(router: Router, policy: Policy) -> Starlette:
         Route("/metrics", metrics, methods=["GET"]),
     ]
     paths = frozenset(route.path for route in routes)
-    return Starlette(routes=routes, middleware=[Middleware(RequestMiddleware, router.responded, paths, policy)])
+    return Starlette(
+        routes=routes,
+        middleware=[Middleware(RequestMiddleware, router.responded, paths, policy)],
+        exception_handlers={HTTPException: no_route},
+    )
 
 
 def serve(router: Router, policy: Policy, listener: socket.socket, bounds: ConnectionLimits, grace: int) -> None:

@@ -85,7 +85,7 @@ def application(engine: "Engine", policy: Policy, events: "Publisher | None" = N
             ApiError: _handler(lambda request, error: error),
             QueueFull: _handler(_full),
             RequestFailed: _handler(lambda request, error: stopped(error)),
-            HTTPException: _handler(_no_route),
+            HTTPException: no_route,
             ClientDisconnect: _handler(lambda request, error: ApiError(LEFT, "client: expected to wait, found gone")),
             Exception: _handler(
                 lambda request, error: ApiError(500, "server: expected no error, found one: see its log")
@@ -301,9 +301,10 @@ def _full(request: Request, error: QueueFull) -> ApiError:
     return ApiError(429, error.message, code="queue_full", headers={"Retry-After": "1"})
 
 
-def _no_route(request: Request, error: HTTPException) -> ApiError:
+async def no_route(request: Request, error: Any) -> Response:
+    """The refusal of a path that an application does not have, or of a method that a path does not take."""
     headers, path = dict(error.headers or {}), request.url.path[:100]
+    message = f"path: expected one of {', '.join(route.path for route in request.app.routes)}, found {path}"
     if error.status_code == 405:
-        return ApiError(405, f"{path}: expected {headers['Allow']}, found {request.method}", headers=headers)
-    paths = ", ".join(route.path for route in request.app.routes)
-    return ApiError(error.status_code, f"path: expected one of {paths}, found {path}", headers=headers)
+        message = f"{path}: expected {headers['Allow']}, found {request.method}"
+    return refused(ApiError(error.status_code, message, headers=headers))

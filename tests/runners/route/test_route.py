@@ -4,6 +4,7 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 
+import httpx2
 import pytest
 
 from bench.pd import PHASES
@@ -117,6 +118,25 @@ def test_the_prompt_of_a_response_is_computed_where_it_is_answered():
     assert not p.asked and d.asked == [("/v1/responses", body)]
     app = application(router, Policy("m", None, 1, 1000))
     assert "/v1/responses" in {route.path for route in app.routes}
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "message"),
+    [
+        ("GET", "/", 404, "path: expected one of /v1/completions, /v1/chat/completions, /v1/responses, /v1/models, "),
+        ("GET", "/v1/completions", 405, "/v1/completions: expected POST, found GET"),
+    ],
+)
+def test_a_path_or_method_that_there_is_not_gets_an_error_object(method, path, status, message):
+    """The router answered `Not Found` as plain text, which clients of the API cannot read."""
+    transport = httpx2.ASGITransport(application(Router([], [], RoutingPolicy()), Policy("m", None, 1, 1000)))
+
+    async def ask():
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.request(method, path)
+
+    answer = asyncio.run(ask())
+    assert answer.status_code == status and answer.json()["error"]["message"].startswith(message)
 
 
 def test_a_wrong_request_is_refused_by_whoever_sees_it_first():
