@@ -2,6 +2,8 @@
 
     python -m tools.campaigns.mistakes [NAME …]
 
+tests/model/test_mistakes.py plants each of them, too, in `make extras`.
+
 A mistake is a function that replaces a function of the model while a step is traced. Each prints the largest relative
 error of the logits that it gives, and MISTAKE of tests/support/tolerances.py is the least that it must give. The
 numbers in comments are those of 2026-11-21.
@@ -195,8 +197,10 @@ MISTAKES: dict[str, Plant] = {
 }
 LENGTHS = (16, 29, 40)  # prefilled in calls of 16 token slots, so that state and history are handed over
 DECODED = range(29, 40)
+PHASES = ("prefill", "decode")
 # What decode computes by code of its own.
 DECODE = ("delta against the undecayed state", "read before write", "NeoX-style rope")
+PLANTED = [(name, "prefill") for name in MISTAKES] + [(name, "decode") for name in DECODE]
 
 
 def error(case: Case, direct: Direct, phase: str) -> float:
@@ -218,6 +222,16 @@ def planted(case: Case, right: Direct, phase: str, plant: Plant) -> float:
         return error(case, direct, phase)
 
 
+def models(folder: Path) -> tuple[Case, Direct]:
+    """What a step is compared with, and a model without a mistake, in which the comparison holds."""
+    # Six KDA and two MLA layers; v is tiny in every second KDA layer. The loop over them compiles each kind once.
+    case = Case(folder, (LENGTHS[-1],), num_hidden_layers=8, layer_group_size=4).expect()
+    right = Quick(case.config, case.read)
+    for phase in PHASES:
+        assert error(case, right, phase) < FLOAT32
+    return case, right
+
+
 def main(names: Sequence[str]) -> None:
     """Prints the error of each mistake.
 
@@ -227,15 +241,12 @@ def main(names: Sequence[str]) -> None:
     hidden = []
     jax.config.update("jax_platforms", "cpu")
     with tempfile.TemporaryDirectory() as folder:
-        # Six KDA and two MLA layers; v is tiny in every second KDA layer. The loop over them compiles each kind once.
-        case = Case(Path(folder, "checkpoint"), (LENGTHS[-1],), num_hidden_layers=8, layer_group_size=4).expect()
-        right = Quick(case.config, case.read)
-        for phase in ("prefill", "decode"):
+        case, right = models(Path(folder, "checkpoint"))
+        for phase in PHASES:
             # So it is the mistake that shows, not the way in which it is planted.
-            assert error(case, right, phase) < FLOAT32
             assert planted(case, right, phase, recurrence(right_token)) < FLOAT32
-        for name in names or MISTAKES:
-            for phase in ("prefill", "decode")[: 1 + (name in DECODE)]:
+        for name, phase in PLANTED:
+            if name in (names or MISTAKES):
                 found = planted(case, right, phase, MISTAKES[name])
                 print(f"{found:.3f}  {phase}: {name}", flush=True)
                 hidden += [name] * (found <= MISTAKE)
