@@ -5,14 +5,24 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import numpy as np
 
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.program_records import Origin, Program
+from ling3export.artifacts.records import sha256_of
+from ling3export.cache.cells import SUFFIXES, Built, Cells
+from ling3export.cache.cleanup import clean_up, status
+from ling3export.cache.store import known_folder
+from ling3export.cache.use import CacheUse
 from ling3export.checkpoint.reader import INDEX, Checkpoint
+from ling3export.machine.environment import prepare_cpu
 from ling3export.model.config import Config
 from ling3export.model.parameters import expected_tensors
 from ling3export.plan.options import Options
 from ling3export.plan.paddings import read_lengths
+from ling3export.plan.plan import make_plans
 from ling3export.plan.pricing import described, priced
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
@@ -76,6 +86,59 @@ def indexes(folder: Path) -> Iterator[Case]:
 
 
 @contextmanager
+def caches(folder: Path) -> Iterator[Case]:
+    """An entry of the build cache, its key and digest right, or any file of the cache; used, counted and cleaned up."""
+    prepare_cpu(2)  # where the toy is not there yet
+    from tests.support.toy_artifact import shared
+
+    use, out, config = CacheUse("on", folder / "entries", explain=True), folder / "out", Config.from_dict(tiny_fields())
+    (plan,) = make_plans(config, OPTIONS)
+    (cell,) = (each for each in plan.cells if each.name == "prefill@16")
+    (target,) = read_manifest(shared()).targets.values()
+    record = target.cells[cell.name]
+    wanted = [(shared() / each.path).read_bytes() for each in record.files]
+    paths = [out / f"{cell.name}.{suffix}" for suffix in SUFFIXES]
+    out.mkdir()
+    for path, data in zip(paths, wanted, strict=True):
+        path.write_bytes(data)
+    fields = {name: value for name, value in vars(record).items() if name in Program.__dataclass_fields__}
+    program = Program(**fields | {"origin": Origin("compiler", "0" * 64, 1, 1)})
+    Cells(use, lambda text: None).keep(config, plan, cell, out, Built(program, target.requires, target.mesh))
+    files = {path: path.read_bytes() for path in use.where.rglob("*") if path.is_file()}
+    (entry,) = use.where.rglob("*.json")
+
+    def case(rng: Random) -> None:
+        for path in use.where.rglob("*"):
+            if path.is_file():
+                path.unlink()
+        for path, data in files.items():
+            path.write_bytes(data)
+        if rng.random() < 0.7:
+            entry.unlink()
+            data, name = _entry(mutated(rng, json.loads(files[entry])), entry)
+            name.write_bytes(data)
+        else:
+            name = rng.choice(sorted(files))
+            name.write_bytes(mutated_bytes(rng, files[name]))
+        look()
+
+    def look() -> bool:
+        known_folder(use)
+        status(use.where)
+        found = Cells(use, lambda text: None).fetch(config, plan, cell, out)
+        data = [path.read_bytes() for path in paths]
+        if found is not None and data not in (wanted, wanted[::-1]):  # the entry may say so
+            raise WrongResultError("the cache gave other bytes")
+        status(use.where)
+        clean_up(use.where, max_bytes=1 << 20)
+        return found is not None
+
+    if not look():
+        raise WrongResultError("the cache does not have what was kept")
+    yield case
+
+
+@contextmanager
 def lengths(folder: Path) -> Iterator[Case]:
     """A histogram of requests: read, and what the runner would pad on it."""
     path = folder / "lengths.jsonl"
@@ -117,3 +180,14 @@ def read_checkpoint(folder: Path) -> float:
 def _checkpoint(folder: Path) -> Path:
     fields = tiny_fields(**SMALL)
     return write_tiny(folder, fields, tiny_weights(fields))
+
+
+def _entry(tree: Any, path: Path) -> tuple[bytes, Path]:
+    """A changed entry with a digest of itself, under the name that its fields have; as it is where it has no digest."""
+    try:
+        del tree["sha256"]
+        tree["sha256"] = sha256_of(tree)
+        path = path.with_name(f"{sha256_of(tree['fields'])}.json")
+    except (ValueError, TypeError, KeyError, AttributeError):
+        pass
+    return json_text(tree), path

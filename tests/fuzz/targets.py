@@ -23,6 +23,7 @@ TARGETS = {
     "prompts": (runner_cases.prompts, 150),
     "evaluation": (runner_cases.evaluations, 100),
     "tasks": (runner_cases.tasks, 100),
+    "cache": (build_cases.caches, 30),
     "body": (network_cases.bodies, 150),
     "greeting": (network_cases.greetings, 20),
     "request": (network_cases.requests, 100),
