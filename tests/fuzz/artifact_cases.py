@@ -5,23 +5,26 @@ Whatever is taken must answer the toy's prompts as numpy does.
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from ling3export.artifacts.calibration import SCHEMA, Calibration, CellTimes, beside, found_beside, programs_digest
-from ling3export.artifacts.manifest import MANIFEST, file_record, read_manifest
+from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.artifacts.receipts import executed
-from ling3export.artifacts.records import to_json
-from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
-from ling3export.foundation.errors import ArtifactError
+from ling3export.artifacts.records import sha256_of, to_json
+from ling3export.artifacts.schema import ON_LOGITS, Executable, Receipt, Receipts, Tolerance
+from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.machine.environment import prepare_cpu
 from ling3export.machine.verdict import measuring
 from ling3export.report.inspect import describe
 from ling3export.report.page import render
+from ling3export.runners.load import recompile
 from ling3export.runners.load.loader import calls_measured
 from ling3export.runners.text import chat
 from ling3export.runners.text.tokenizer import TokenizerFiles
@@ -29,7 +32,7 @@ from ling3export.verify.measure import measure_target
 from ling3export.verify.verify import check_digests
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes, spelled
-from tests.support.manifests import sealed
+from tests.support.manifests import changed_targets, sealed
 
 TEXT = "How many apples has the old man? \x00é😀 <|endoftext|> 12"
 MESSAGES = ({"role": "user", "content": "Hi <role>"}, {"role": "assistant", "content": "12"})
@@ -132,6 +135,50 @@ def calibrations(folder: Path) -> Iterator[Case]:
 
     beside(toy).write_text(json.dumps(original))
     look(drawn=True)
+    yield case
+
+
+@contextmanager
+def recompiled(folder: Path) -> Iterator[Case]:
+    """Programs that were compiled on this machine: their records with right digests, their bytes without."""
+    toy = toy_copy(folder)
+    os.environ["LING3_CACHE"] = str(folder / "cache")  # of this process alone
+    from ling3export.machine.pjrt import recorded_mesh
+
+    cache, small = recompile.cache_folder(), []
+    (target,) = read_manifest(toy).targets.values()
+    for cell in target.cells.values():  # the programs of the build: compiling them would take half a minute
+        key = recompile.cache_key(cell.stablehlo.sha256, recorded_mesh(target.mesh))
+        executable = Executable(target.requires, target.mesh, cell.call)
+        recompile.store_program(cache, key, (read_checked(toy, cell.exec), executable), lambda text: None)
+        small += [] if cell.phase in ON_LOGITS else sorted(cache.glob(f"{key}.*"))  # a sampler takes four seconds
+    files = {path: path.read_bytes() for path in cache.iterdir()}
+    changed_targets(toy, lambda target: replace(target, requires=replace(target.requires, jaxlib="0.0.0")))
+    check_answers(toy, "allow-compile")
+    if files != {path: path.read_bytes() for path in cache.iterdir()}:
+        raise WrongResultError("programs were compiled again that were there")
+
+    def case(rng: Random) -> None:
+        for path, data in files.items():
+            path.write_bytes(data)
+        path = rng.choice(small)
+        crafted = path.suffix == ".json" and rng.random() < 0.8
+        if crafted:
+            tree = json.loads(files[path])
+            del tree["sha256"]
+            tree = mutated(rng, tree)
+            with suppress(ValueError, TypeError, AttributeError):  # it has no place for a digest
+                tree["sha256"] = sha256_of(tree)
+            path.write_bytes(json_text(tree))
+        else:
+            path.write_bytes(mutated_bytes(rng, files[path]))
+        try:
+            check_answers(toy, "allow-compile")
+        except Ling3Error as error:
+            if crafted:
+                raise
+            raise WrongResultError(f"a damaged program was not compiled again: {error}") from error
+
     yield case
 
 

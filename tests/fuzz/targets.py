@@ -13,6 +13,7 @@ from tests.fuzz import (
 TARGETS = {
     "manifest": (artifact_cases.manifests, 50),
     "calibration": (artifact_cases.calibrations, 100),
+    "recompiled": (artifact_cases.recompiled, 15),
     "tokenizer": (artifact_cases.tokenizers, 150),
     "catalog": (catalog_cases.catalogs, 80),
     "signatures": (catalog_cases.signatures, 100),
