@@ -172,21 +172,16 @@ def recorded_mesh(record: MeshRecord) -> Mesh:
     return Mesh(np.array([devices[number] for number in ids]), (record.axis,), axis_types=(AxisType.Auto,))
 
 
-def load_executable(raw: bytes, record: Executable, *, compared: bool = False) -> Program:
+def load_executable(raw: bytes, record: Executable) -> Program:
     """The program that ``serialized`` gave: ``f(*flat inputs) -> [flat outputs]``.
 
     Nothing is traced, compiled or unpickled. Inputs are jax.Arrays with the recorded shardings on the recorded mesh
     (jax refuses others by the input's name); a call deletes the donated ones. Outputs have the recorded NamedShardings
     on it. The caller checks digests before: damaged bytes may kill the process.
 
-    Args:
-        raw: PJRT's bytes.
-        record: How to call them. jax believes it: what the record calls larger than it is would be read past its end.
-        compared: Compare the record with the executable's own inputs and outputs; that takes a tenth of loading it.
-
     Raises:
         ArtifactError: The executable does not fit here.
-        ValueError: It takes or gives others than recorded.
+        ValueError: A program without inputs is recorded, and it takes some or gives other outputs.
     """
     if reason := executable_fits(record.requires, record.mesh):
         raise ArtifactError(f"executable: {reason}", hint="compile the portable program on this machine instead")
@@ -197,26 +192,30 @@ def load_executable(raw: bytes, record: Executable, *, compared: bool = False) -
     device_list = xla_client.DeviceList(devices)
     client = devices[0].client
     executable = client.deserialize_executable(raw, executable_devices=device_list)
-    if compared:
-        _compare(executable, record.call, mesh)
+    if not record.call.inputs:
+        _compare_outputs(executable, record.call, mesh)
     return _program(executable, device_list, client, record.call, mesh)
 
 
-def _compare(executable: Any, call: CallRecord, mesh: Mesh) -> None:
-    """Refuses an executable whose arrays, on each device, are not those of ``call``."""
+def _compare_outputs(executable: Any, call: CallRecord, mesh: Mesh) -> None:
+    """Refuses an executable that takes inputs, or whose outputs on each device are not those of ``call``.
+
+    XLA compares the inputs of each call with the executable's, which tells one program from another. Where there are
+    none, jax would give its outputs the recorded shapes, whatever they are.
+    """
     module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
     own = xla_client.XlaComputation(module).program_shape()
     result = own.result_shape()
-    outputs = result.tuple_shapes() if result.is_tuple() else [result]
-    kept = [array for array in call.inputs if array.kept]
-    for side, rows, shapes in (("inputs", kept, own.parameter_shapes()), ("outputs", call.outputs, outputs)):
-        if len(rows) != len(shapes):
-            raise ValueError(f"{len(shapes)} {side} in place of {len(rows)}")
-        for row, shape in zip(rows, shapes, strict=True):
-            wanted = NamedSharding(mesh, PartitionSpec(*row.spec)).shard_shape(tuple(row.shape))
-            expected, found = f"{row.dtype} {wanted}", f"{shape.numpy_dtype().name} {tuple(shape.dimensions())}"
-            if found != expected:
-                raise ValueError(f"{found} on a device in place of {expected} as `{row.name}` of its {side}")
+    shapes = result.tuple_shapes() if result.is_tuple() else [result]
+    if inputs := own.parameter_shapes():
+        raise ValueError(f"{len(inputs)} inputs in place of none")
+    if len(shapes) != len(call.outputs):
+        raise ValueError(f"{len(shapes)} outputs in place of {len(call.outputs)}")
+    for row, shape in zip(call.outputs, shapes, strict=True):
+        wanted = NamedSharding(mesh, PartitionSpec(*row.spec)).shard_shape(tuple(row.shape))
+        expected, found = f"{row.dtype} {wanted}", f"{shape.numpy_dtype().name} {tuple(shape.dimensions())}"
+        if found != expected:
+            raise ValueError(f"{found} on a device in place of {expected} as `{row.name}` of its outputs")
 
 
 def _program(executable: Any, device_list: Any, client: Any, call: CallRecord, mesh: Mesh) -> Program:
