@@ -147,3 +147,11 @@ def test_texts_that_end_are_what_was_asked_for(engine, seed):
             check(grammar, done.text)
             ended += 1
     assert ended >= 6
+
+
+def test_a_text_goes_on_behind_the_mark_and_does_not_end_before_it(engine):
+    """A grammar could begin with the text alone, so it took the place of a thought that the template had begun."""
+    grammar = Grammar("regex", "[A-C]{3}", behind="e")
+    requests = [engine.request("the", 60, Sampling(1.0, seed=number), grammar=grammar) for number in range(3)]
+    ended = [done.text for done in engine.complete(requests) if done.stop_reason != "length"]
+    assert ended and all(re.fullmatch("[^e]*e\n{0,2}[A-C]{3}", text) for text in ended)
