@@ -98,6 +98,8 @@ class FolderStore:
 
         lease = {} if self._lease is None else {"lease": self._lease}
         try:
+            if self._lease is not None and self._clock() > self._swept + self._lease + YOUNG:
+                self.sweep()  # what was leased when this process began
             data = StateBytes(self._layout, {**descriptor, **lease}, tokens, first, allocate)
         except OSError:
             partial.unlink(missing_ok=True)
@@ -194,6 +196,7 @@ class FolderStore:
 
     def sweep(self) -> None:
         """Removes what killed processes have left."""
+        self._swept = self._clock()
         for _ in collect(self._folder, clock=self._clock):
             self.counts["swept"] += 1
 

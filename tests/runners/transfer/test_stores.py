@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from contextlib import closing, suppress
 
 import pytest
 from click.testing import CliRunner
@@ -218,10 +218,12 @@ def test_a_folder_that_others_can_write_to_is_refused(found, tmp_path, monkeypat
         FolderStore(LAYOUT, DESCRIPTION, folder)
 
 
-def test_a_folder_that_is_gone_stores_nothing(tmp_path):
-    end = store("file", tmp_path / "states")
+def test_a_folder_that_is_gone_stores_nothing(tmp_path, clock):
+    end = store("file", tmp_path / "states", clock=clock)
     (tmp_path / "states").rmdir()
     assert not put(end, NAME, random_state()) and end.counts == {"full": 1}
+    clock.now += 700
+    assert not put(end, NAME, random_state()) and end.counts == {"full": 2}
 
 
 def test_a_store_that_cannot_start_says_why(tmp_path):
@@ -307,6 +309,19 @@ def test_what_a_killed_process_left_goes_and_blocks_nobody(kind, how, child, tmp
     else:
         CliRunner().invoke(main, words)
     assert [*path.parent.iterdir()] == []
+
+
+def test_what_was_leased_when_a_process_began_again_goes_later(child, tmp_path, clock):
+    """One that was started at once after a kill found the leases of before not over, and never looked again."""
+    process, _ = child("file", "whole")
+    process.kill()
+    process.wait()
+    left = file_of("file", tmp_path, NAME)
+    with closing(store("file", tmp_path, clock=clock)) as end:
+        assert put(end, name_of(2), random_state()) and left.exists(), "its lease is not over"
+        clock.now += 700
+        assert put(end, name_of(3), random_state()) and not left.exists()
+        assert end.counts["swept"] == 1
 
 
 def test_gc_takes_what_is_no_state_and_leaves_a_users_own(tmp_path):
