@@ -102,7 +102,7 @@ def make_key(path: Path) -> str:
             with writing(name), open(create(name, mode), "wb") as file:
                 made.append(name)
                 file.write(data)
-    except ArtifactError:
+    except BaseException:
         for name in made:  # half a pair would be in the way of the next one
             name.unlink()
         raise

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
+from ling3export.artifacts import signing
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.schema import Manifest
@@ -215,6 +216,21 @@ def test_keygen_on_a_full_disk_leaves_nothing_that_stops_the_next_one(tmp_path):
     assert full.returncode == 1 and "error: write `k`: expected room, found a file-size limit of 0 bytes" in full.stderr
     assert not [*tmp_path.iterdir()]
     assert subprocess.run(words, capture_output=True).returncode == 0
+
+
+def test_keygen_that_is_interrupted_leaves_no_half_of_a_pair(tmp_path, monkeypatch):
+    """Only what the disk refused took back the key; Ctrl-C left it, and it stopped the next one."""
+    create = signing.create
+
+    def interrupted(path, mode):
+        if path.suffix == ".pub":
+            raise KeyboardInterrupt
+        return create(path, mode)
+
+    monkeypatch.setattr(signing, "create", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        make_key(tmp_path / "k")
+    assert not [*tmp_path.iterdir()]
 
 
 def test_an_empty_name_for_the_trusted_keys_is_an_error(toy, key, monkeypatch):
