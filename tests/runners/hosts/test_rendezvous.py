@@ -325,10 +325,10 @@ def test_a_caller_has_one_deadline_for_all_its_bytes(monkeypatch):
 
 
 def test_silent_callers_delay_nobody(monkeypatch):
-    """However many they are: the first of them is dropped for the next one."""
-    monkeypatch.setattr(rendezvous, "GREETING", 2.0)
+    """However many they are: the first of them is dropped for the next one, not given up for its silence in the end."""
+    monkeypatch.setattr(rendezvous, "GREETING", 60.0)
     monkeypatch.setattr(handshake, "CALLERS", 3)
-    first, second = hosts()
+    first, second = hosts(timeout=10.0)
 
     def crowded() -> Any:
         with contextlib.ExitStack() as stack:
