@@ -1,7 +1,7 @@
 """Messages to text by the checkpoint's own chat template, which is a program: it runs in jinja2's sandbox.
 
 An artifact runs native code, so its template need not be held back; what the messages of a request make of it has
-bounds: its text, and its time, which is looked at whenever the template reads something or writes something.
+bounds: its text, its powers, and its time, which is looked at whenever the template reads or writes something.
 """
 
 import json
@@ -17,6 +17,7 @@ Message = Mapping[str, Any]
 FILE = "chat_template.jinja"
 SECONDS = 5.0  # that a template may take; published ones take milliseconds
 LARGEST = 1 << 24  # characters of its text
+BITS = 1 << 16  # of a power, which jinja2 would work out while it compiles, however long that takes
 WANTED = 'expected messages, [{"role": TEXT, "content": TEXT}, ...]'
 
 
@@ -159,6 +160,13 @@ def _environment(check: Callable[[], None]) -> Any:
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Environment(ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"**"})
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > BITS:
+                raise _TooMuch(f"a power of more than {BITS:,} bits")
+            return super().call_binop(context, operator, left, right)
+
         def getattr(self, obj: Any, attribute: str) -> Any:
             check()
             return super().getattr(obj, attribute)

@@ -13,7 +13,7 @@ from ling3export.model.geometry import AXIS, Form, Geometry
 from ling3export.model.inputs import BIASES
 from ling3export.model.program import build_step
 from ling3export.model.sampling.logits_processor import TOP
-from ling3export.runners.engine import request
+from ling3export.runners.engine import validation
 from tests.support.direct import pack
 
 pytestmark = pytest.mark.jit
@@ -115,5 +115,5 @@ def test_only_so_many_are_ranked_as_a_row_of_the_call_asks_for(adjuster: Adjuste
 
 
 def test_there_is_room_for_what_a_request_may_ask():
-    assert request.BIASES == BIASES
-    assert request.LIKELY.high == TOP
+    assert validation.BIASES == BIASES
+    assert validation.TOP_LOGPROBS.high == TOP
