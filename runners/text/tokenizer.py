@@ -13,7 +13,7 @@ from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.text import chat
 from ling3export.runners.text.detokenize import TextStream
 from ling3export.runners.text.grammar import Grammars
-from ling3export.runners.text.trial import Trial
+from ling3export.runners.text.trial import GrammarTrial
 
 FILE = "tokenizer.json"
 PRINTED = (*range(33, 127), *range(161, 173), *range(174, 256))  # bytes that byte-level BPE writes as themselves
@@ -255,7 +255,7 @@ class TokenizerFiles:
         if self._grammars is None:
             self.tokenizer("structured output")
             data = read_checked(self._folder, self._records[FILE]).decode()
-            trial = Trial(data, vocab_size, self.eos_token_ids())
+            trial = GrammarTrial(data, vocab_size, self.eos_token_ids())
             self._grammars = Grammars(data, vocab_size, self.eos_token_ids(), trial.refusal)
         return self._grammars
 

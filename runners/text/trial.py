@@ -21,7 +21,7 @@ WAIT = 30.0  # seconds until a try is given up on a machine that is busy
 TOKENS = 3  # that are taken: some grammars fail behind their first token, whichever it is
 
 
-class Trial:
+class GrammarTrial:
     """A process that tries grammars for one tokenizer, one after the other. It starts with the first grammar.
 
     Args:
