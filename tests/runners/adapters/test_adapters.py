@@ -26,13 +26,14 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.evals.demo import demo_records
 from tests.support import toy_artifact
-from tests.support.artifacts_fixture import ROOT
+from tests.support.artifacts_fixture import RECIPES, ROOT
 from tests.support.serving import RUNNER
 
 pytestmark = pytest.mark.extras
 
 COUNT = 6  # problems
 TOKENS = 32
+CONTEXT = RECIPES["demo-tp1"].context
 STOP = "\n\n"
 OFFLINE = {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -267,22 +268,22 @@ def test_lm_eval_edges(lm_eval_model: Any, caplog: pytest.LogCaptureFixture):
     """Empty contexts, what is longer than the context, texts in windows, settings."""
     model, engine = lm_eval_model, lm_eval_model.engine
     assert (model.rank, model.world_size) == (0, 1)
-    assert model.max_length == 1024
+    assert model.max_length == CONTEXT
     encode = engine.files.tokenizer("test").encode
     eos = engine.manifest.eos_token_ids[0]
-    long = problems()[0].prompt * 16
+    long = problems()[0].prompt * 64
     ids = encode(long, special=False)
-    assert len(ids) > 2 * 1023
+    assert len(ids) > 2 * (CONTEXT - 1)
     empty, cut = model.loglikelihood([instance("", " 5"), instance(long, " 5")], disable_tqdm=True)
     after = encode(long + " 5")[len(encode(long)) :]
-    expected = engine.score([([eos], encode(" 5", special=False)), (encode(long)[-(1024 - len(after)) :], after)])
+    expected = engine.score([([eos], encode(" 5", special=False)), (encode(long)[-(CONTEXT - len(after)) :], after)])
     assert [empty, cut] == [(score.logprob, score.is_greedy) for score in expected]
-    assert caplog.messages == [f"a context of {len(encode(long))} tokens is cut to its last {1024 - len(after)}"]
-    # Every token once: 1,023 behind the end-of-text token, then windows of the whole context.
-    windows = [([eos], ids[:1023])]
-    for start in range(1023, len(ids), 1023):
-        end = min(start + 1023, len(ids))
-        windows.append((ids[end - 1024 : start], ids[start:end]))
+    assert caplog.messages == [f"a context of {len(encode(long))} tokens is cut to its last {CONTEXT - len(after)}"]
+    # Every token once: all but one of the context behind the end-of-text token, then windows of the whole context.
+    windows = [([eos], ids[: CONTEXT - 1])]
+    for start in range(CONTEXT - 1, len(ids), CONTEXT - 1):
+        end = min(start + CONTEXT - 1, len(ids))
+        windows.append((ids[end - CONTEXT : start], ids[start:end]))
     (found,) = model.loglikelihood_rolling([instance(long)])
     assert found == pytest.approx(sum(score.logprob for score in engine.score(windows)), rel=1e-12)
     (text,) = model.generate_until([instance("Question:", {"until": "?"})])
@@ -301,8 +302,9 @@ def test_lm_eval_edges(lm_eval_model: Any, caplog: pytest.LogCaptureFixture):
             "until, found 4, in task a task",
         ),
         (
-            {"max_gen_toks": 1024},
-            "max_gen_toks: expected 1 to 1023, so that a context fits beside the answer, found 1024, in task a task",
+            {"max_gen_toks": CONTEXT},
+            f"max_gen_toks: expected 1 to {CONTEXT - 1}, so that a context fits beside the answer, found {CONTEXT}, "
+            "in task a task",
         ),
     ],
 )
@@ -312,7 +314,7 @@ def test_lm_eval_settings_that_are_refused(lm_eval_model: Any, settings: dict[st
     assert raised.value.message == message
     with pytest.raises(RequestError) as raised:
         lm_eval_model.loglikelihood([instance("Question:", "")], disable_tqdm=True)
-    assert raised.value.message == "continuation '': expected 1 to 1023 tokens, found 0, behind 'Question:'"
+    assert raised.value.message == f"continuation '': expected 1 to {CONTEXT - 1} tokens, found 0, behind 'Question:'"
 
 
 @pytest.fixture(scope="module")
@@ -367,8 +369,8 @@ def test_inspect_edges(inspect_model: Any):
     assert (output.completion, output.stop_reason) == (done.text, "max_tokens")
     assert (output.usage.input_tokens, output.usage.output_tokens) == (len(done.prompt_ids), 5)
     assert ask(stop_seqs=["?"]).stop_reason == "stop"
-    whole = ask(ChatMessageUser(content="Question: 5 9" * 170), max_tokens=2000)
-    assert (whole.stop_reason, whole.usage.total_tokens) == ("model_length", 1024)
+    whole = ask(ChatMessageUser(content="Question: 5 9" * 680), max_tokens=2000)
+    assert (whole.stop_reason, whole.usage.total_tokens) == ("model_length", CONTEXT)
     same = [ask(max_tokens=9, temperature=2.0, seed=7).completion for _ in range(2)]
     assert same[0] == same[1] != ask(max_tokens=9, temperature=2.0, seed=8).completion
     encode = engine.files.tokenizer("test").encode
