@@ -15,6 +15,7 @@ from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.workers import Worker
 
 WITHIN = 1.0  # seconds for an answer
+TEMPLATE = ("chat_template_kwargs", "reasoning_effort", "add_generation_prompt", "continue_final_message")
 AGAIN = 10.0  # seconds until the next question after a failure
 
 
@@ -57,7 +58,8 @@ def _asked(path: str, body: dict[str, Any]) -> list[Any] | dict[str, Any] | None
     """Token ids, or what ``/tokenize`` is asked; None where it cannot be."""
     if path == "/v1/chat/completions":
         messages = body.get("messages")
-        return {"messages": messages} if isinstance(messages, list) and not body.get("tools") else None
+        asked = {name: body[name] for name in TEMPLATE if body.get(name) is not None}
+        return {"messages": messages} | asked if isinstance(messages, list) and not body.get("tools") else None
     if path != "/v1/completions":
         return None
     prompt = body.get("prompt")

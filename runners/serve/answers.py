@@ -28,7 +28,7 @@ from ling3export.runners.engine.request import Completion, Logprobs
 from ling3export.runners.serve.completions import GenerationCall
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.schema import ApiError, ChoicesBody, ConversationBody, StreamOptions
-from ling3export.runners.serve.structure import REASONING, TEXT, TOOL, AnswerParser
+from ling3export.runners.text.answer import REASONING, TEXT, TOOL, AnswerParser
 
 LOG = logging.getLogger(__name__)
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -99,7 +99,7 @@ class ChoicesAnswer:
                 _add(choices[index], chunk["choices"][0])
             message = choices[index].get("message", {})
             if TOOL in message:
-                message[TEXT] = message[TEXT].strip() or None
+                message[TEXT] = message[TEXT] or None
         if self._call.echo is not None and self._call.body.top is not None:
             scores = iter(completions[generated:])
             prompts = [self._scored(ids, next(scores) if len(ids) > 1 else None) for ids in self._call.prompts]

@@ -19,14 +19,15 @@ from ling3export.runners.serve.schema import (
     text_of_parts,
     validated,
 )
-from ling3export.runners.serve.structure import THOUGHT, AnswerFormat, tools
+from ling3export.runners.serve.structure import tools
+from ling3export.runners.text.answer import AnswerFormat
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 
 class ChatMessage(ListedObject):
-    """A message of a conversation, its content joined from its parts. A message with tool calls needs no content."""
+    """A message of a conversation, its content joined from its parts. One with calls or a thought needs no content."""
 
     role: str
     content: Annotated[str, BeforeValidator(text_of_parts)]
@@ -38,8 +39,14 @@ class ChatMessage(ListedObject):
     @model_validator(mode="before")
     @classmethod
     def _spoken(cls, value: Any) -> Any:
-        silent = isinstance(value, dict) and value.get("tool_calls") and value.get("content") is None
-        return {**value, "content": ""} if silent else value
+        if not isinstance(value, dict):
+            return value
+        value = dict(value)
+        if (thought := value.pop("reasoning", None)) is not None and value.get("reasoning_content") is None:
+            value["reasoning_content"] = thought
+        if value.get("content") is None and (value.get("tool_calls") or value.get("reasoning_content")):
+            value["content"] = ""
+        return value
 
     @field_validator("role")
     @classmethod
@@ -130,10 +137,12 @@ def conversation(
     check_choices(asked, engine, n, most)
     offered = tools(asked, files.template_text)
     with refusing(name):
-        text = files.render_chat([spoken(each, name) for each in asked.conversation], tools=offered.offered, name=name)
-    format = AnswerFormat.of(files.template_text, text, offered)
-    behind = THOUGHT if format is not None and format.within else ""
-    call = generation(asked, engine, [text], limit, n=n, params=params, tools=offered, behind=behind, special=False)
+        messages = [spoken(each, name) for each in asked.conversation]
+        text = files.render_chat(messages, tools=offered.offered, name=name, **asked.how)
+    begun = asked.continue_final_message
+    format = AnswerFormat.of(files.template_text, text, offered.functions, offered.reader, begun=begun)
+    within = format is not None and format.within
+    call = generation(asked, engine, [text], limit, n=n, params=params, tools=offered, within=within, special=False)
     return replace(call, format=format)
 
 

@@ -24,7 +24,8 @@ from ling3export.runners.serve.schema import (
     shown,
     validated,
 )
-from ling3export.runners.serve.structure import AT_MOST_ONE, GUIDES, NO_TOOLS, AnswerFormat, Tools, asked_grammar
+from ling3export.runners.serve.structure import GUIDES, NO_TOOLS, Tools, asked_grammar
+from ling3export.runners.text.answer import THOUGHT, AnswerFormat
 from ling3export.runners.text.grammar import grammar_of
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def generation(
     n: int = 1,
     params: dict[str, Any] | None = None,
     tools: Tools = NO_TOOLS,
-    behind: str = "",
+    within: bool = False,
     special: bool = True,
 ) -> GenerationCall:
     """The requests of a call whose body has been checked.
@@ -200,22 +201,22 @@ def generation(
         n: Choices of each prompt.
         params: The body's ``kv_transfer_params``, which are of one state, so of the first request alone.
         tools: What the body says of tools.
-        behind: The mark behind which grammars begin; empty where they begin with the answer.
+        within: Whether the answer begins within a thought, behind which what it has to be begins.
         special: Whether texts begin with the special tokens that the tokenizer adds.
 
     Raises:
         ApiError: The call can never be served.
     """
     name = asked.prompt_name
-    field, grammar = asked_grammar(asked) or ("tools", tools.grammar)
-    if tools.grammar not in (None, grammar):
-        param, wanted = (
-            ("parallel_tool_calls", "true") if tools.grammar == AT_MOST_ONE else ("tool_choice", '"auto" or "none"')
-        )
-        raise refusal(param, f"{wanted} beside `{field}`", shown(getattr(asked, param)))
-    if grammar is not None:
-        grammar = grammar._replace(behind=behind)
-        with refusing(field):
+    field, grammars = "tools", tools.grammars(within)
+    if (form := asked_grammar(asked)) is not None:
+        field, grammar = form
+        if grammars:
+            param, wanted = str(tools.reason), "true" if tools.single else '"auto" or "none"'
+            raise refusal(param, f"{wanted} beside `{field}`", shown(getattr(asked, param)))
+        grammars = [grammar._replace(behind=THOUGHT if within else "")]
+    with refusing(field):
+        for grammar in grammars:
             engine.files.grammars(engine.limits.vocab_size).check(grammar_of(grammar, field), field)
     with refusing("logit_bias"):
         samplings = [_sampling(asked, choice) for choice in range(n)]
@@ -227,7 +228,7 @@ def generation(
             room = max(1, _room(engine, len(ids))) if limit is None else limit
             first = Request(
                 ids, room, samplings[0], tuple(asked.stop), asked.ignore_eos,
-                name=called, cache_salt=asked.cache_salt, logprobs=asked.top, grammar=grammar,
+                name=called, cache_salt=asked.cache_salt, logprobs=asked.top, grammar=grammars[0] if grammars else None,
             )  # fmt: skip
             engine.check(first)
         same = [first, *map(first.sampled, samplings[1:])]

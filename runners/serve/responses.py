@@ -20,6 +20,7 @@ from ling3export.runners.serve.schema import (
     ApiError,
     ConversationBody,
     Count,
+    Effort,
     ListedObject,
     TopLogprobs,
     refusal,
@@ -27,7 +28,7 @@ from ling3export.runners.serve.schema import (
     text_of_parts,
     validated,
 )
-from ling3export.runners.serve.structure import REASONING, TEXT, TOOL, AnswerParser
+from ling3export.runners.text.answer import REASONING, TEXT, TOOL, AnswerParser
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
@@ -86,6 +87,13 @@ class _Function(ListedObject):
     strict: bool | None = None
 
 
+class _Reasoning(ListedObject):
+    """How much an answer is to think; no summaries are made."""
+
+    effort: Effort | None = None
+    summary: Literal["auto"] | None = None
+
+
 class _Text(ListedObject):
     """The form of an answer's text."""
 
@@ -120,11 +128,7 @@ class ResponsesBody(ConversationBody):
 
     prompt_name: ClassVar[str] = "input"
     format_name: ClassVar[str] = "text"
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
-        **NEUTRAL,
-        "reasoning": ({}, {"summary": "auto"}),
-        "stream_options": ({}, {"include_obfuscation": False}),
-    }
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {**NEUTRAL, "stream_options": ({}, {"include_obfuscation": False})}
 
     input: Annotated[
         Annotated[str, Tag("TEXT")] | Annotated[list[_AnyItem], Field(fail_fast=True, min_length=1), Tag("ITEMS")],
@@ -150,6 +154,9 @@ class ResponsesBody(ConversationBody):
         Field(default_factory=list, description=f'a list of "{LOGPROBS}" and "{ENCRYPTED}" at most'),
     ]
     top_logprobs: TopLogprobs = 0
+    reasoning: Annotated[
+        _Reasoning | None, Field(description="an object with an effort, and at most a summary of auto beside it")
+    ] = None
     metadata: Annotated[dict[str, Any], Field(default_factory=dict, description="an object")]
 
     @classmethod
@@ -163,6 +170,11 @@ class ResponsesBody(ConversationBody):
     def top(self) -> int | None:
         """How many of the most likely tokens are asked for with each token."""
         return self.top_logprobs if LOGPROBS in self.include or self.top_logprobs else None
+
+    @property
+    def effort(self) -> str | None:
+        """How much an answer is to think, where the body says."""
+        return self.reasoning_effort if self.reasoning is None else self.reasoning.effort
 
     @property
     def form(self) -> dict[str, Any] | None:
@@ -193,6 +205,7 @@ class ResponsesBody(ConversationBody):
         return same | {
             "text": {"format": form},
             "tools": [tool.model_dump() for tool in self.tools],
+            "reasoning": {"effort": self.effort, "summary": None},
             "truncation": "disabled",
             "store": False,
             "background": False,

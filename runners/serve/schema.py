@@ -7,7 +7,7 @@ import json
 import re
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
@@ -179,6 +179,10 @@ Text = Annotated[str, Field(description="a text")]
 Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int | None, Field(ge=1, le=MOST, description=COUNT)]
 TopLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS.high, description=str(TOP_LOGPROBS))]
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    Field(description='"none", "minimal", "low", "medium", "high", "xhigh" or "max"'),
+]
 Ids = Annotated[list[int], Field(fail_fast=True)]
 TOOL_CHOICE = '"auto", "none", "required" or the name of a function of `tools`'
 Stops = Annotated[
@@ -266,7 +270,39 @@ class GenerationBody(ModelBody):
         """The form of an answer's text, as `response_format` says it."""
 
 
-class ConversationBody(GenerationBody):
+class TemplateBody(ModelBody):
+    """What bodies take that a chat template makes a text of: see vLLM's chats, which have these fields, too."""
+
+    chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] = {}
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: Flag = True
+    continue_final_message: Flag = False
+
+    @property
+    def effort(self) -> str | None:
+        """How much an answer is to think, where the body says."""
+        return self.reasoning_effort
+
+    @property
+    def how(self) -> dict[str, Any]:
+        """How the chat template is to write the conversation: what the body says itself goes first."""
+        effort: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
+        effort |= {"enable_thinking": False} if self.effort == "none" else {}
+        return {
+            "variables": effort | self.chat_template_kwargs,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
+
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        both = self.continue_final_message and self.add_generation_prompt
+        if both and "add_generation_prompt" in self.model_fields_set:
+            raise refusal("add_generation_prompt", "false beside `continue_final_message`", "true")
+        return self
+
+
+class ConversationBody(GenerationBody, TemplateBody):
     """What endpoints take that answer a conversation."""
 
     tool_choice: Annotated[str | dict[str, Any], Field(description=TOOL_CHOICE)] = "auto"

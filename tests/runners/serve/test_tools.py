@@ -13,7 +13,7 @@ from ling3export.runners.serve.chat import chat, spoken
 from ling3export.runners.serve.completions import GenerationCall
 from ling3export.runners.serve.responses import ResponsesAnswer, responses
 from ling3export.runners.serve.schema import ApiError
-from ling3export.runners.serve.structure import AnswerFormat, AnswerParser
+from ling3export.runners.text.answer import AnswerFormat, AnswerParser
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from tests.support import toy_artifact
@@ -174,7 +174,7 @@ BROKEN = '<tool_call>{"name": "f", "arguments": "</tool_call>'
 )
 def test_a_call_ends_at_a_mark_outside_of_strings_and_what_is_none_stays_as_it_was(text, content, calls):
     """A string with the mark cut the call, and a blank was lost behind what looked like a call and was none."""
-    form = AnswerFormat(False, False, frozenset({"f"}))
+    form = AnswerFormat(False, False, {"f": None})
     for size in (1, 3, len(text)):
         parser, found = AnswerParser(form), []
         for at in range(0, len(text), size):

@@ -1,0 +1,205 @@
+"""Answers in the dialect of Ling-3's template: thoughts, text and calls, in whatever pieces the text comes."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from ling3export.runners.text.answer import AnswerFormat, AnswerParser
+from ling3export.runners.text.calls import JsonCall, KeyedCall, argument, kinds_of_property, reader_of
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        "listed": {"type": ["string", "integer"]},
+        "named": {"$ref": "#/$defs/Name"},
+        "round": {"$ref": "#/$defs/Round"},
+        "both": {"allOf": [{"type": ["string", "null"]}, {"enum": ["3", "4"]}]},
+        "chosen": {"enum": ["1", "2"]},
+        "any": {},
+    },
+    "$defs": {"Name": {"type": "string"}, "Round": {"anyOf": [{"$ref": "#/$defs/Round"}, {"type": "string"}]}},
+}
+FUNCTIONS = {"f": SCHEMA, "g": None}
+
+
+def parsed(text: str, sizes: list[int], within: bool = False, reader: Any = KeyedCall) -> dict[str, Any]:
+    """The parts of an answer that comes in pieces of these sizes, and then whole."""
+    parser, at, said = AnswerParser(AnswerFormat(True, within, FUNCTIONS, reader)), 0, dict[str, Any]()
+    while at < len(text) or not at:
+        size = sizes.pop(0) if sizes else max(1, len(text) - at)
+        for kind, part in parser.push(text[at : at + size], last=at + size >= len(text)):
+            if kind == "tool_calls":
+                assert part["index"] == len(said.setdefault(kind, []))
+                said[kind].append((part["function"]["name"], json.loads(part["function"]["arguments"])))
+            else:
+                said[kind] = said.get(kind, "") + part
+        at += size
+    return said
+
+
+def written(name: str, *arguments: tuple[str, str]) -> str:
+    pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for key, value in arguments)
+    return f"<tool_call>{name}\n{''.join(pairs)}\n</tool_call>"
+
+
+ONE, NONE = written("f", ("text", "3"), ("count", "3")), "<tool_call>g</tool_call>"
+CALLED = ("f", {"text": "3", "count": 3})
+CUT = "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a</tool_call>"
+ANSWERS: list[tuple[str, bool, dict[str, Any]]] = [
+    (ONE, False, {"tool_calls": [CALLED]}),
+    (f"before {ONE}\n{NONE}\nbehind", False, {"content": "before \nbehind", "tool_calls": [CALLED, ("g", {})]}),
+    (f"{ONE} between {NONE}", False, {"content": "between ", "tool_calls": [CALLED, ("g", {})]}),
+    ("<tool_call>\n g \n\n</tool_call> \n", False, {"tool_calls": [("g", {})]}),
+    ("<tool_call>other</tool_call>", False, {"tool_calls": [("other", {})]}),
+    (ONE.replace("\n", ""), False, {"tool_calls": [CALLED]}),
+    (ONE.replace("\n", " \n\t").replace("><arg_key", "> \n <arg_key"), False, {"tool_calls": [CALLED]}),
+    ("hm</think>\n\n answer", True, {"reasoning_content": "hm", "content": "answer"}),
+    ("\nhm \n</think>", True, {"reasoning_content": "\nhm \n"}),
+    (f"hm{ONE}", True, {"reasoning_content": "hm", "tool_calls": [CALLED]}),
+    (f"hm{ONE}\n</think>\nanswer", True, {"reasoning_content": "hm", "tool_calls": [CALLED], "content": "answer"}),
+    (f"so <tool_call> or</think>{NONE}", True, {"reasoning_content": "so <tool_call> or", "tool_calls": [("g", {})]}),
+    (f"hm {CUT}</think>answer", True, {"reasoning_content": f"hm {CUT}", "content": "answer"}),
+    ("a</think>b <think> c", True, {"reasoning_content": "a", "content": "b <think> c"}),
+    ("<think>a</think>b", False, {"reasoning_content": "a", "content": "b"}),
+    (" \n", False, {"content": " \n"}),
+    ("a <tool", False, {"content": "a <tool"}),
+]
+BROKEN = [
+    CUT,
+    "<tool_call>",
+    "<tool_call>f",
+    "<tool_call>f\n<arg_key>",
+    "<tool_call>f\n<arg_key>text</arg_key>",
+    "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a",
+    "<tool_call>f\n<arg_key>text</arg_key>\n<arg_value>a</arg_value>\n",
+    "<tool_call></tool_call>",
+    "<tool_call>two words</tool_call>",
+    "<tool_call>f<arg_value>a</arg_value></tool_call>",
+    "<tool_call>f<arg_key>text</arg_key></tool_call>",
+    "<tool_call>f<arg_key>text</tool_call>",
+    "<tool_call>f<arg_key>text</arg_key>a</tool_call>",
+    f"<tool_call>{'f' * 65}</tool_call>",
+    '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>',
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "within", "parts"), [*ANSWERS, *((text, False, {"content": text}) for text in BROKEN)]
+)
+def test_an_answer_has_the_same_parts_cut_at_every_boundary(text, within, parts):
+    """The whole, each two pieces of it, single characters, and pieces at random."""
+    assert parsed(text, [], within) == parts
+    for at in range(1, len(text)):
+        assert parsed(text, [at], within) == parts
+    for size in (1, 2, 3, 7):
+        assert parsed(text, [size] * len(text), within) == parts
+    for seed in range(10):
+        draw = random.Random(seed)
+        assert parsed(text, [draw.randint(1, 9) for _ in text], within) == parts
+
+
+@pytest.mark.parametrize("broken", BROKEN[7:])
+def test_a_call_behind_a_broken_one_is_read(broken):
+    """What was broken comes back whole, and nothing of it is lost."""
+    assert parsed(f"{broken}{ONE}", [5] * 99) == {"content": broken, "tool_calls": [CALLED]}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "",
+        " a \n",
+        "<b> & \"c\" 'd' > 1",
+        "&lt;&amp;&#10;",
+        "</tool_call>",
+        "<tool_call>g</tool_call>",
+        "<arg_key>k</arg_key><arg_value>v",
+        "</arg_value> and more </arg_value>",
+        "</arg_value",
+        "</think><think>",
+        "</arg_value></arg_value>",
+        '{"a": 1}',
+        "null",
+        "\u2028é😀",
+    ],
+)
+def test_a_value_may_hold_what_looks_like_a_mark(value):
+    text = written("f", ("text", value), ("count", "1"))
+    for within in (False, True):
+        for size in (1, 4, len(text)):
+            found = parsed(text, [size] * len(text), within)["tool_calls"]
+            assert found == [("f", {"text": value, "count": 1})]
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("text", "3", "3"),
+        ("count", "3", 3),
+        ("count", " 3\n", 3),
+        ("count", "three", "three"),
+        ("count", '"3"', "3"),
+        ("count", "NaN", "NaN"),
+        ("count", "1" * 5000, "1" * 5000),
+        ("maybe", "3", "3"),
+        ("maybe", "null", None),
+        ("maybe", '"a"', '"a"'),
+        ("listed", "3", 3),
+        ("listed", "3.5", "3.5"),
+        ("named", "3", "3"),
+        ("round", "3", 3),
+        ("both", "3", "3"),
+        ("chosen", "1", "1"),
+        ("any", "3", 3),
+        ("any", "a", "a"),
+        ("unknown", "[1, {}]", [1, {}]),
+        ("unknown", "[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_what_a_value_is_follows_from_its_schema(key, text, value):
+    assert json.loads(argument(text, kinds_of_property(SCHEMA, key))) == value
+
+
+@pytest.mark.parametrize(
+    ("schema", "text", "value"),
+    [
+        ({"allOf": [{"properties": {"a": {"type": "string"}}}]}, "3", "3"),
+        ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"a": {"type": "string"}}}}}, "3", "3"),
+        ({"additionalProperties": {"type": "string"}}, "3", "3"),
+        ({"properties": {"a": {"type": "string", "nullable": True}}}, "null", None),
+        ({"properties": {"a": {"$ref": "#/nowhere"}}}, "3", 3),
+        ({"properties": {"a": {"type": 5, "enum": 3, "anyOf": {}, "allOf": [1]}}}, "3", 3),
+        ({"properties": [1]}, "3", 3),
+        ([1], "3", 3),
+        (None, "3", 3),
+    ],
+)
+def test_schemas_are_looked_through_and_odd_ones_say_nothing(schema, text, value):
+    assert json.loads(argument(text, kinds_of_property(schema, "a"))) == value
+
+
+def test_schemas_with_many_ways_to_each_are_looked_through_once():
+    """A reference in both branches of each of 200 levels would take 2^200 looks."""
+    levels = {
+        str(n): {key: [{"$ref": f"#/$defs/{n + 1}"}] * 2 for key in ("anyOf", "allOf", "oneOf")} for n in range(200)
+    }
+    schema = {"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": levels | {"200": {"type": "string"}}}
+    assert kinds_of_property(schema, "a") == {"string"}
+    chain = {str(n): {"$ref": f"#/$defs/{n + 1}"} for n in range(50_000)}
+    assert "string" in kinds_of_property({"properties": {"a": {"$ref": "#/$defs/0"}}, "$defs": chain}, "a")
+
+
+def test_the_last_of_two_values_of_one_key_counts():
+    assert parsed(written("f", ("text", "a"), ("text", "b")), [])["tool_calls"] == [("f", {"text": "b"})]
+
+
+def test_the_template_says_which_dialect_it_is():
+    assert reader_of("… <tool_call>{{ name }}<arg_key> …") is KeyedCall
+    assert reader_of('… <tool_call>{"name": … ') is JsonCall
+    text = '<tool_call>{"name": "f", "arguments": {"text": "<arg_key>"}}</tool_call>'
+    assert parsed(text, [3] * 99, reader=JsonCall) == {"tool_calls": [("f", {"text": "<arg_key>"})]}
