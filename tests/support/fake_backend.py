@@ -62,7 +62,8 @@ class FakeBackend:
         self.pool[page, position % self.page_size] = token
 
     def _held(self, table: np.ndarray, length: int) -> list[int]:
-        return [int(self.pool[table[p // self.page_size], p % self.page_size]) for p in range(length)]
+        places = np.arange(length)
+        return list(self.pool[np.asarray(table)[places // self.page_size], places % self.page_size].tolist())
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> list[list[int] | None]:
         self.calls.append((phase, padding))

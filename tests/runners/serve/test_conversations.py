@@ -1,0 +1,289 @@
+"""The conversation of the public checkpoints, each rule by a test that is named after it, on a model that is scripted.
+
+What prompts and answers have to be is said by tests/support/conversations.py, which knows nothing of the product.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.support.conversations import (
+    CALL,
+    GIVEN,
+    NOT_THINKING,
+    WEATHER,
+    Answer,
+    Call,
+    answer,
+    broken,
+    conversation,
+    prose,
+)
+from tests.support.scripted import CHAT, HI, RESPONSES, Talk, answers, streamed, talking
+
+COUNT = 300  # of random conversations and answers
+
+
+@pytest.fixture(scope="module")
+def talk(tmp_path_factory):
+    with talking(tmp_path_factory.mktemp("scripted")) as talk:
+        yield talk
+
+
+# --- what a conversation becomes ---
+
+
+def test_a_turn_is_its_role_its_content_and_role_end(talk):
+    messages = [*HI, {"role": "assistant", "content": "Yes?"}, {"role": "user", "content": "A"}]
+    assert talk.prompt(messages=messages) == (
+        "<role>SYSTEM</role>detailed thinking on<|role_end|><role>HUMAN</role>Hi<|role_end|>"
+        "<role>ASSISTANT</role>\n<think></think>Yes?<|role_end|><role>HUMAN</role>A<|role_end|>"
+        "<role>ASSISTANT</role>\n<think>"
+    )
+
+
+def test_the_first_turn_is_the_callers_text_then_the_tools_then_the_line_of_thinking(talk):
+    messages = [{"role": "system", "content": "Be brief."}, *HI]
+    tool = json.dumps(WEATHER.tool, ensure_ascii=False)
+    listed = f'<tools>\n{tool}\n{tool[:-1]}, "x": 1}}\n</tools>'
+    assert talk.prompt(messages=messages, tools=[WEATHER.tool, WEATHER.tool | {"x": 1}]).startswith(
+        f"<role>SYSTEM</role>Be brief.\n{listed}\ndetailed thinking on<|role_end|>"
+    )
+
+
+@pytest.mark.parametrize("word", ["on", "off"])
+def test_a_system_text_that_already_says_whether_to_think_keeps_it(talk, word):
+    messages = [{"role": "system", "content": f"detailed thinking {word}\nBe brief."}, *HI]
+    kwargs = {"enable_thinking": word == "on"}
+    begin = f"<role>SYSTEM</role>detailed thinking {word}\nBe brief.<|role_end|>"
+    assert talk.prompt(messages=messages, chat_template_kwargs=kwargs).startswith(begin)
+
+
+@pytest.mark.parametrize(
+    ("fields", "on"),
+    [
+        ({}, True),
+        ({"chat_template_kwargs": {}}, True),
+        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
+        (NOT_THINKING, False),
+        ({"reasoning_effort": "none"}, False),
+        ({"reasoning_effort": "low"}, True),
+        ({"reasoning_effort": "high"}, True),
+    ],
+)
+def test_thinking_is_switched_by_chat_template_kwargs_and_by_reasoning_effort(talk, fields, on):
+    found = talk.prompt(**fields)
+    assert f"detailed thinking {'on' if on else 'off'}<|role_end|>" in found
+    assert found.endswith("<role>ASSISTANT</role>\n<think>" + ("" if on else "</think>"))
+
+
+def test_switching_thinking_changes_the_prompts_head(talk):
+    on, off = talk.prompt(), talk.prompt(**NOT_THINKING)
+    assert on.split("<|role_end|>")[0] != off.split("<|role_end|>")[0]
+    assert on.split("<|role_end|>")[1] == off.split("<|role_end|>")[1]
+
+
+def test_earlier_turns_keep_their_thoughts_and_history_only_grows(talk):
+    """What a client sends back of an answer becomes the very text that the model wrote."""
+    messages, written = list(HI), "Let me see.</think>" + CALL
+    message = talk.said(written, messages=messages, tools=[WEATHER.tool])
+    before = talk.runner.prompts[-1]
+    call = message["tool_calls"][0]["id"]
+    messages += [message, {"role": "tool", "tool_call_id": call, "content": "sunny"}]
+    again = talk.said("Aha.</think>It is sunny.", messages=messages, tools=[WEATHER.tool])
+    grown = (
+        f"{before}{written}<|role_end|><role>OBSERVATION</role>\n<tool_response>\nsunny\n</tool_response><|role_end|>"
+    )
+    assert talk.runner.prompts[-1] == f"{grown}<role>ASSISTANT</role>\n<think>"
+    last = talk.prompt(messages=[*messages, again, *HI], tools=[WEATHER.tool])
+    assert last.startswith(f"{grown}<role>ASSISTANT</role>\n<think>Aha.</think>It is sunny.<|role_end|>")
+
+
+def test_results_go_back_as_observations(talk):
+    calls = [Call("get_weather", GIVEN, "").said(number) for number in range(2)]
+    messages = [
+        *HI,
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "call_0", "content": "<sunny>\n&amp;"},
+        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]},
+    ]
+    assert talk.prompt(messages=messages, tools=[WEATHER.tool]).endswith(
+        f"<role>ASSISTANT</role>\n<think></think>{CALL}{CALL}<|role_end|>"
+        "<role>OBSERVATION</role>\n<tool_response>\n<sunny>\n&amp;\n</tool_response><|role_end|>"
+        "<role>OBSERVATION</role>\n<tool_response>\nrain\n</tool_response><|role_end|><role>ASSISTANT</role>\n<think>"
+    )
+
+
+def test_random_conversations_become_the_prompts_that_the_writer_says(talk):
+    engine, runner, model = talk.engine, talk.runner, talk.lines
+    model.texts, runner.prompts[:] = [""] * COUNT, []
+    asked = [conversation(Random(seed)) for seed in range(COUNT)]
+    for found in answers(engine, CHAT, [each.body | {"max_tokens": 1} for each in asked]):
+        assert found.status_code == 200, found.text
+    lacking = Counter(each.prompt for each in asked) - Counter(runner.prompts)
+    assert list(lacking)[:1] == [] and len(runner.prompts) == COUNT
+
+
+# --- what an answer is read as ---
+
+
+def test_the_answer_begins_inside_the_thought(talk):
+    assert talk.said("Hm, <b>.</think>Yes.") == {
+        "role": "assistant",
+        "content": "Yes.",
+        "reasoning_content": "Hm, <b>.",
+    }
+
+
+def test_a_thought_that_does_not_end_is_no_content(talk):
+    found = talk.said("Hm")
+    assert (found["reasoning_content"], found["content"] or "") == ("Hm", "")
+
+
+def test_without_thinking_all_is_content(talk):
+    found = talk.said("Yes.", **NOT_THINKING)
+    assert (found.get("reasoning_content") or "", found["content"]) == ("", "Yes.")
+
+
+@pytest.fixture(scope="module")
+def spoken() -> list[Answer]:
+    return [answer(Random(seed)) for seed in range(COUNT)]
+
+
+def bodies(spoken: Sequence[Answer], **more: Any) -> list[dict[str, Any]]:
+    found = []
+    for number, each in enumerate(spoken):
+        messages = [{"role": "user", "content": f"answer {number}"}]
+        found.append({"messages": messages} | each.offered | ({} if each.thinks else NOT_THINKING) | more)
+    return found
+
+
+def tell(talk: Talk, spoken: Sequence[Answer]) -> None:
+    talk.lines.texts = [each.text for each in spoken]
+
+
+def checked(spoken: Sequence[Answer], messages: Sequence[dict[str, Any]]) -> None:
+    """All that are wrong are named."""
+    wrong = []
+    for number, (each, message) in enumerate(zip(spoken, messages, strict=True)):
+        try:
+            each.assert_read(message)
+        except AssertionError:
+            wrong.append((number, each.text, message))
+    assert wrong[:1] == [], f"{len(wrong)} of {len(spoken)}"
+
+
+def test_random_answers_are_read_back(talk, spoken):
+    tell(talk, spoken)
+    found = answers(talk.engine, CHAT, bodies(spoken))
+    assert {each.status_code for each in found} == {200}
+    choices = [each.json()["choices"][0] for each in found]
+    checked(spoken, [each["message"] for each in choices])
+    assert [each["finish_reason"] for each in choices] == ["tool_calls" if each.calls else "stop" for each in spoken]
+    ids = [call["id"] for each in choices for call in each["message"].get("tool_calls") or []]
+    assert len(ids) == len(set(ids)) == sum(len(each.calls) for each in spoken)
+
+
+def test_a_stream_says_the_same_and_hands_out_a_call_once(talk, spoken):
+    tell(talk, spoken)
+    found = [streamed(each.text) for each in answers(talk.engine, CHAT, bodies(spoken, stream=True))]
+    checked(spoken, [message for message, _ in found])
+    assert [reason for _, reason in found] == ["tool_calls" if each.calls else "stop" for each in spoken]
+
+
+def of_items(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The message that the items of a response say."""
+    text = {"message": "content", "reasoning": "reasoning_content"}
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for item in items:
+        if item["type"] == "function_call":
+            message["tool_calls"].append({"function": {"name": item["name"], "arguments": item["arguments"]}})
+        else:
+            message[text[item["type"]]] += "".join(part["text"] for part in item["content"])
+    return message
+
+
+def asked_of_responses(spoken: Sequence[Answer], **more: Any) -> list[dict[str, Any]]:
+    found = []
+    for number, each in enumerate(spoken):
+        tools = [{"type": "function", **tool["function"]} for tool in each.offered.get("tools", ())]
+        off: dict[str, Any] = {} if each.thinks else {"reasoning": {"effort": "none"}}
+        found.append({"input": f"answer {number}"} | ({"tools": tools} if tools else {}) | off | more)
+    return found
+
+
+def test_responses_read_the_same(talk, spoken):
+    tell(talk, spoken)
+    found = answers(talk.engine, RESPONSES, asked_of_responses(spoken))
+    assert {each.status_code for each in found} == {200}
+    checked(spoken, [of_items(each.json()["output"]) for each in found])
+
+
+def test_a_stream_of_a_response_says_the_same(talk, spoken):
+    tell(talk, spoken)
+    ends = {"response.output_text.delta": "content", "response.reasoning_text.delta": "reasoning_content"}
+    messages = []
+    for found in answers(talk.engine, RESPONSES, asked_of_responses(spoken, stream=True)):
+        message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+        for line in found.text.splitlines():
+            event = json.loads(line[6:]) if line.startswith("data: ") else {"type": None}
+            if event["type"] in ends:
+                message[ends[event["type"]]] += event["delta"]
+            if event["type"] == "response.output_item.done" and event["item"]["type"] == "function_call":
+                message["tool_calls"].append({"function": event["item"]})
+            if event["type"] == "response.completed":
+                whole = of_items(event["response"]["output"])
+                assert [each["function"]["arguments"] for each in whole["tool_calls"]] == [
+                    each["function"]["arguments"] for each in message["tool_calls"]
+                ]
+        messages.append(message)
+    checked(spoken, messages)
+
+
+def test_marks_that_are_tokens_are_read_alike(tmp_path, spoken):
+    """A checkpoint's tokenizer may have a token for each mark."""
+    few = spoken[:60]
+    with talking(tmp_path, marks="added") as talk:
+        tokenizer = talk.engine.files.tokenizer("test")
+        talk.lines.texts = [tokenizer.encode(each.text, special=False) for each in few]
+        found = answers(talk.engine, CHAT, bodies(few))
+        checked(few, [each.json()["choices"][0]["message"] for each in found])
+
+
+def test_broken_calls_come_back_whole_as_text(talk):
+    spoken = [broken(Random(seed)) for seed in range(COUNT)]
+    tell(talk, spoken)
+    found = answers(talk.engine, CHAT, bodies(spoken))
+    assert {each.status_code for each in found} == {200}
+    choices = [each.json()["choices"][0] for each in found]
+    checked(spoken, [each["message"] for each in choices])
+    assert {each["finish_reason"] for each in choices} == {"stop"}
+    found = answers(talk.engine, CHAT, bodies(spoken, stream=True))
+    checked(spoken, [streamed(each.text)[0] for each in found])
+
+
+def rounds(rng: Random) -> Iterator[Answer]:
+    """Answers that a client sends back: as the template writes them."""
+    for _ in range(4):
+        calls = tuple(Call("get_weather", {"city": prose(rng, 3), "days": rng.randint(0, 9)}, "") for _ in range(2))
+        thought, text = prose(rng, 4), prose(rng, 4)
+        yield Answer(True, f"{thought}</think>{text}{''.join(call.written for call in calls)}", thought, text, calls)
+
+
+def test_a_talk_of_many_rounds_is_prefixed_by_each_of_its_beginnings(talk):
+    """So that the prefix cache has all of it but the last turn."""
+    rng, messages = Random(0), list(HI)
+    so_far = ""
+    for each in rounds(rng):
+        message = talk.said(each.text, messages=messages, tools=[WEATHER.tool])
+        each.assert_read(message)
+        prompt = talk.runner.prompts[-1]
+        assert prompt.startswith(so_far)
+        so_far = prompt + each.text
+        messages.append(message)
+        for call in message["tool_calls"]:
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": prose(rng, 3)})

@@ -1,0 +1,280 @@
+"""A model that writes what a test says, token by token, behind the product's own engine and server.
+
+All is the product's but the programs: the loader gives a runner without jax, whose "logits" name one token. So prompts,
+pieces, grammars, endpoints and limits are what users have.
+"""
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx2
+import numpy as np
+import pytest
+import tokenizers
+
+from ling3export.artifacts.manifest import file_record, read_manifest
+from ling3export.checkpoint.synth_tokenizer import write_tokenizer
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.load.loader import Loaded, Timings
+from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.connection import ConnectionLimits
+from ling3export.runners.serve.run import address, bound, http_server
+from tests.support import toy_artifact
+from tests.support.conversations import MARKS, TEMPLATE
+from tests.support.fake_backend import FakeBackend
+
+MODEL, CHAT, RESPONSES = "scripted", "/v1/chat/completions", "/v1/responses"
+HI = [{"role": "user", "content": "Hi"}]
+EOS, VOCAB = 900, 928
+SLOTS, PAGES, PAGE, CONTEXT, PREFILL = 4, 4096, 16, 16384, 2048
+GRACE = 10  # seconds
+Script = Callable[[str], "str | Sequence[int]"]
+
+
+class ScriptedRunner(FakeBackend):
+    """Stands in the place of a ``ModelRunner``: a row of logits is the tokens before it, and the mask of its grammar.
+
+    Args:
+        script: What to write behind a prompt: text, whose bytes become tokens, or token ids.
+        tokenizer: Its text of prompts has special tokens.
+
+    Attributes:
+        prompts: Of each answer, as it came to the model.
+        refused: Tokens of the script that a grammar did not allow, as text, in order.
+    """
+
+    def __init__(self, script: Script, tokenizer: tokenizers.Tokenizer, chunk: int) -> None:
+        super().__init__(SLOTS, PAGES, PAGE, chunk)
+        self.script, self._tokenizer = script, tokenizer
+        self.prompts: list[str] = []
+        self.refused: list[str] = []
+        self._left: dict[int, list[int]] = {}  # of the answer in a slot; nothing before its first token
+
+    def marks_unusable(self) -> bool:
+        return True
+
+    def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> list[Any]:
+        rows = super().step(phase, padding, fields)
+        if phase == "prefill":
+            for slot in fields["chunk_slot"]:
+                self._left.pop(int(slot), None)
+        return rows
+
+    def adjust(
+        self,
+        logits: list[Any],
+        rows: int,
+        fields: Mapping[str, np.ndarray],
+        edits: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
+        token: np.ndarray | None = None,
+    ) -> dict[str, Any]:
+        """Takes masks; log-probabilities are those of a model that is certain."""
+        if token is not None:
+            tops = np.tile(np.arange(20, dtype=np.int32), (rows, 1))
+            tops[:, 0] = token
+            return {"logprob": np.zeros(rows, np.float32), "top_token": tops, "top_logprob": np.zeros((rows, 20))}
+        assert mask is not None
+        masks = [np.unpackbits(row.view(np.uint8), bitorder="little") for row in mask]
+        masked = [
+            (row, allowed) if on else row for row, allowed, on in zip(logits, masks, fields["masked"], strict=True)
+        ]
+        return {"logits": masked}
+
+    def sample(self, logits: list[Any], rows: int, fields: Mapping[str, np.ndarray]) -> np.ndarray:
+        tokens = np.zeros(rows, np.int32)
+        for place, row in enumerate(logits):
+            slot = int(fields["slot"][place])
+            if slot:
+                state, allowed = row if isinstance(row, tuple) else (row, None)
+                tokens[place] = self.last_token[slot] = self._next(slot, state, allowed)
+        return tokens
+
+    def read(self, handle: Any) -> np.ndarray:
+        return np.asarray(handle)
+
+    def _next(self, slot: int, state: list[int], allowed: np.ndarray | None) -> int:
+        if slot not in self._left:
+            prompt = str(self._tokenizer.decode(state, skip_special_tokens=False))
+            self.prompts.append(prompt)
+            said = self.script(prompt)
+            self._left[slot] = list(said.encode() if isinstance(said, str) else said)  # ids of bytes are the bytes
+        left = self._left[slot]
+        token = left[0] if left else EOS
+        if allowed is not None and not allowed[token]:
+            # As a model does: the most likely of what may be written, which is what it meant to write a little later.
+            self.refused.append(str(self._tokenizer.decode([token], skip_special_tokens=False)))
+            skipped = next((at for at, later in enumerate(left[:8]) if allowed[later]), None)
+            if skipped is None:
+                return int(np.flatnonzero(allowed)[0])
+            del left[:skipped]
+            token = left[0]
+        if left:
+            del left[0]
+        return token
+
+
+def write_files(folder: Path, template: str = TEMPLATE, marks: str = "bytes") -> None:
+    """A tokenizer and a chat template.
+
+    Args:
+        folder: For the files.
+        template: The chat template.
+        marks: ``bytes`` where the marks of the dialect are spelled, ``added`` or ``special`` where each is a token.
+    """
+    write_tokenizer(folder, EOS)
+    (folder / "chat_template.jinja").write_text(template)
+    if marks != "bytes":
+        file = str(folder / "tokenizer.json")
+        tokenizer = tokenizers.Tokenizer.from_file(file)
+        added = [tokenizers.AddedToken(mark, special=marks == "special", normalized=False) for mark in MARKS]
+        tokenizer.add_tokens(added)
+        tokenizer.save(file)
+
+
+@contextmanager
+def scripted(
+    folder: Path, script: Script, *, template: str = TEMPLATE, marks: str = "bytes"
+) -> Iterator[tuple[Engine, ScriptedRunner]]:
+    """An engine whose model writes what ``script`` says, and that model. The arguments are those of ``write_files``."""
+    (folder / "tokenizer").mkdir()
+    write_files(folder / "tokenizer", template, marks)
+    tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
+    records = tuple(file_record(folder, f"tokenizer/{file.name}") for file in sorted((folder / "tokenizer").iterdir()))
+    manifest = read_manifest(toy_artifact.shared())
+    (name,) = manifest.targets
+    target = manifest.targets[name]
+    state = replace(target.state, slots=SLOTS, pages=PAGES, page_size=PAGE, max_pages=CONTEXT // PAGE)
+    cells = dict(target.cells)
+    for rows in (PREFILL, PREFILL // state.chunk):
+        for phase in ("prefill", "sample", "logits_processor"):
+            like = cells["prefill@16" if phase == "prefill" else f"{phase}@1"]
+            cells[f"{phase}@{rows}"] = replace(like, padding=rows)
+    manifest = replace(
+        manifest,
+        plan=replace(manifest.plan, context=CONTEXT),
+        config={"vocab_size": VOCAB, "eos_token_id": (EOS,)},
+        targets={name: replace(target, state=state, cells=cells)},
+        tokenizer=records,
+    )
+    runner = ScriptedRunner(script, tokenizer, state.chunk)
+    programs = SimpleNamespace(close=lambda: None, settle=lambda: None)
+    compiles = SimpleNamespace(count=0)
+    loaded: Any = Loaded(folder, manifest, name, runner, programs, {}, Timings(), compiles, 0)  # type: ignore[arg-type]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ling3export.runners.engine.assembly.load", lambda *_, **__: loaded)
+        engine = Engine(folder, report=lambda text: None)
+    with engine:
+        yield engine, runner
+
+
+@contextmanager
+def listening(engine: Engine) -> Iterator[str]:
+    """The address of a server of an engine on loopback, for clients of other makers."""
+    app = application(engine, Policy(MODEL, None, 64, 1 << 24))
+    with bound("127.0.0.1", 0) as listener:
+        listener.listen()
+        server = http_server(app, ConnectionLimits(), GRACE)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield address(listener)
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+def answers(engine: Engine, path: str, bodies: Sequence[dict[str, Any]]) -> list[httpx2.Response]:
+    """The answers to bodies, a few at once, from the application in this process."""
+
+    async def all_of_them() -> list[httpx2.Response]:
+        transport, few = (
+            httpx2.ASGITransport(application(engine, Policy(MODEL, None, 64, 1 << 24))),
+            asyncio.Semaphore(8),
+        )
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost", timeout=120) as client:
+
+            async def ask(body: dict[str, Any]) -> httpx2.Response:
+                async with few:
+                    return await client.post(path, json={"model": MODEL} | body)
+
+            return await asyncio.gather(*map(ask, bodies))
+
+    return asyncio.run(all_of_them())
+
+
+class Lines:
+    """A script that writes the next of the texts that were put in, or the one that its prompt names: ``answer 7``."""
+
+    def __init__(self) -> None:
+        self.texts: list[Any] = []
+
+    def __call__(self, prompt: str) -> Any:
+        named = re.findall(r"<role>HUMAN</role>answer (\d+)<", prompt)
+        return self.texts[int(named[-1])] if named else self.texts.pop(0)
+
+
+@dataclass
+class Talk:
+    """An engine whose model writes what each call of ``said`` says."""
+
+    engine: Engine
+    runner: ScriptedRunner
+    lines: Lines
+
+    def ask(self, text: Any, path: str = CHAT, **body: Any) -> Any:
+        """The answer of a model that writes ``text``: an object, or the text of a stream."""
+        self.lines.texts = [text]
+        (found,) = answers(self.engine, path, [({"messages": HI} if path == CHAT else {"input": "Hi"}) | body])
+        assert found.status_code == 200, found.text
+        return found.text if body.get("stream") else found.json()
+
+    def said(self, text: Any, **body: Any) -> dict[str, Any]:
+        """The message of a chat's answer."""
+        return dict(self.ask(text, **body)["choices"][0]["message"])
+
+    def prompt(self, **body: Any) -> str:
+        """The prompt that a body becomes."""
+        self.ask("", max_tokens=1, **body)
+        return self.runner.prompts[-1]
+
+
+@contextmanager
+def talking(folder: Path, **how: str) -> Iterator[Talk]:
+    """A talk; the arguments are those of ``scripted``."""
+    lines = Lines()
+    with scripted(folder, lines, **how) as (engine, runner):
+        yield Talk(engine, runner, lines)
+
+
+def function_calls(message: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Names and arguments of a message's calls."""
+    functions = [each["function"] for each in message.get("tool_calls") or []]
+    return [(function["name"], json.loads(function["arguments"])) for function in functions]
+
+
+def streamed(text: str) -> tuple[dict[str, Any], str]:
+    """The message that the deltas of a stream add up to, and the finish reason: each call is handed out once, whole."""
+    lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    assert lines.pop() == "[DONE]"
+    choices = [json.loads(line)["choices"][0] for line in lines]
+    reasons = [choice["finish_reason"] for choice in choices]
+    assert reasons[-1] is not None and not any(reasons[:-1])
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for choice in choices:
+        delta = choice["delta"]
+        for kind in ("content", "reasoning_content"):
+            message[kind] += delta.get(kind) or ""
+        for call in delta.get("tool_calls") or []:
+            assert call["index"] == len(message["tool_calls"]) and call["type"] == "function" and call["id"]
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+            message["tool_calls"].append(call)
+    return message, reasons[-1]
