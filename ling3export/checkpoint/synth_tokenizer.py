@@ -25,20 +25,17 @@ WORDS = (
     "minutes week month cost dollars per cent"
 ).split()
 
-CHAT_TEMPLATE = (
-    "{% for message in messages %}"
-    "{{ '<role>' + ('HUMAN' if message['role'] == 'user' else message['role'] | upper) + '</role>' }}"
-    "{{ message['content'] + '<|role_end|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<role>ASSISTANT</role>' }}{% endif %}"
-)
+# Of all checkpoints that this project makes: its own writing, of the conversation that the published models have.
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
 # Where the published tokenizer has them, counted from the end-of-text token.
 SPECIALS = {"<|startoftext|>": -1, "<|endoftext|>": 0, "<|role_end|>": 1, "<role>": 2, "</role>": 3}
 
 
 def write_tokenizer(folder: Path, eos_token_id: int) -> None:
-    """Writes tokenizer.json and tokenizer_config.json; ids 0 to 255 are bytes, merged words follow below the specials.
+    """Writes tokenizer.json, tokenizer_config.json and the chat template.
+
+    Ids 0 to 255 are bytes, merged words follow below the specials.
 
     Args:
         folder: The checkpoint.
@@ -63,9 +60,9 @@ def write_tokenizer(folder: Path, eos_token_id: int) -> None:
             "add_bos_token": False,
             "add_eos_token": False,
             "clean_up_tokenization_spaces": False,
-            "chat_template": CHAT_TEMPLATE,
         },
     )
+    write_new(folder / CHAT_TEMPLATE.name, CHAT_TEMPLATE.read_bytes())
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

@@ -185,11 +185,11 @@ def recompiled(folder: Path) -> Iterator[Case]:
 @contextmanager
 def tokenizers(folder: Path) -> Iterator[Case]:
     """Files of a tokenizer, by right digests: ids, text, streams, and conversations."""
-    from ling3export.checkpoint.synth_tokenizer import write_tokenizer
+    from tests.support.short_chats import write_short
     from tests.support.toy_artifact import EOS
 
     chat.SECONDS = 0.3  # templates that never end are many
-    write_tokenizer(folder, EOS)
+    write_short(folder, EOS)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 1], "pad_token_id": 0}))
     files = {path: path.read_bytes() for path in folder.glob("*.json")}
     template = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]

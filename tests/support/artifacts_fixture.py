@@ -177,7 +177,9 @@ def sources_of(module: str) -> str:
                 left += [str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)]
     assert module in found, f"{module}: expected a module, found none: name another in {__file__}"
     found |= {f"ling3export.cli {path.name}": path for path in package.glob("cli/*.py")}
-    found |= {path.name: path for path in package.glob("model/native/*.cc")}
+    found |= {
+        path.name: path for pattern in ("model/native/*.cc", "checkpoint/*.jinja") for path in package.glob(pattern)
+    }
     return digest_of(found)
 
 

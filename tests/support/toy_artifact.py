@@ -19,7 +19,6 @@ from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record, write_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.artifacts.store import StoreWriter, TensorSpec
-from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.compile import lower
 from ling3export.model import program as steps
 from ling3export.model.config import Config
@@ -28,6 +27,7 @@ from ling3export.model.inputs import batch_fields, packed_size, unpack
 from ling3export.model.state import StateArray
 from ling3export.runners.engine.engine import Engine
 from tests.support.artifacts_fixture import Artifacts, digest_of, kept_folder, sources_of, versions
+from tests.support.short_chats import write_short
 from tests.support.tiny import tiny_fields
 
 VOCAB, EOS, TP = 320, 316, 2
@@ -137,7 +137,7 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
     records: tuple[schema.FileRecord, ...] = ()
     if tokenizer:
         (folder / "tokenizer").mkdir()
-        write_tokenizer(folder / "tokenizer", EOS)
+        write_short(folder / "tokenizer", EOS)
         names = ("tokenizer.json", "tokenizer_config.json")
         records = tuple(file_record(folder, f"tokenizer/{name}") for name in names)
     assert needs is not None

@@ -106,7 +106,8 @@ def test_tensors_are_mapped_and_equal_to_what_safetensors_reads(pristine: Path):
 def test_what_a_checkpoint_tells_of_itself(pristine: Path):
     checkpoint = Checkpoint.open(pristine)
     assert checkpoint.config == Config.from_file(pristine / "config.json")
-    assert [*checkpoint.tokenizer_files()] == ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+    names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
+    assert [*checkpoint.tokenizer_files()] == names
     names = [*expected_tensors(checkpoint.config)]
     assert checkpoint.nbytes == sum(checkpoint.tensor(name).nbytes for name in names)
     digests = checkpoint.digests()
@@ -373,6 +374,7 @@ def test_a_tokenizer_file_that_leads_out_is_refused_and_what_no_runner_reads_is_
     for name in ("special_tokens_map.json", "merges.txt", "vocab.json", "added_tokens.json"):
         (folder / name).symlink_to(secret)
     assert secret.read_bytes() not in Checkpoint.open(folder).tokenizer_files().values()
+    (folder / "chat_template.jinja").unlink()
     (folder / "chat_template.jinja").symlink_to(secret)
     with pytest.raises(CheckpointError, match=r"tokenizer file `chat_template\.jinja`: .* found a symbolic link that"):
         Checkpoint.open(folder).tokenizer_files()

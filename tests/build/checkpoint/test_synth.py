@@ -37,6 +37,7 @@ def sha256(array: np.ndarray) -> str:
 def test_files_of_the_published_layout(micro: Path):
     shards = [f"model-{i:05}-of-00004.safetensors" for i in range(1, 5)]
     others = ["config.json", "generation_config.json", INDEX, "tokenizer.json", "tokenizer_config.json"]
+    others += ["chat_template.jinja"]
     assert sorted(path.name for path in micro.iterdir()) == sorted(shards + others)
     index = json.loads((micro / INDEX).read_text())
     sizes: dict[str, int] = {}

@@ -5,11 +5,11 @@ import json
 import pytest
 
 from ling3export.artifacts.manifest import file_record
-from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.text import chat
 from ling3export.runners.text.chat import ChatTemplate
 from ling3export.runners.text.tokenizer import TokenizerFiles
+from tests.support.short_chats import write_short
 
 EOS = 2044
 HELLO = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello"}]
@@ -17,7 +17,7 @@ HELLO = [{"role": "system", "content": "be brief"}, {"role": "user", "content": 
 
 def files(folder, template=None, jinja=None):
     """Tokenizer files; ``template`` replaces that of tokenizer_config.json, ``jinja`` is a file of its own."""
-    write_tokenizer(folder, EOS)
+    write_short(folder, EOS)
     path = folder / "tokenizer_config.json"
     if template is not None:
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
@@ -150,7 +150,7 @@ def test_what_published_templates_do_is_still_done():
 
 def test_a_tokenizer_at_which_the_library_panics_is_a_clear_error(tmp_path):
     """A prefix that is longer than what it is cut from; a panic is no Exception, and once passed every handler."""
-    write_tokenizer(tmp_path, EOS)
+    write_short(tmp_path, EOS)
     path = tmp_path / "tokenizer.json"
     value = json.loads(path.read_text())
     path.write_text(json.dumps(value | {"model": value["model"] | {"continuing_subword_prefix": "true"}}))
@@ -159,7 +159,7 @@ def test_a_tokenizer_at_which_the_library_panics_is_a_clear_error(tmp_path):
 
 
 def test_no_template_is_refused_by_name(tmp_path):
-    write_tokenizer(tmp_path, EOS)
+    write_short(tmp_path, EOS)
     records = TokenizerFiles(tmp_path, [file_record(tmp_path, "tokenizer.json")], [EOS])
     with pytest.raises(RequestError, match="prompt 0: expected an artifact with a chat template, found none, in "):
         records.render_chat(HELLO, name="prompt 0")

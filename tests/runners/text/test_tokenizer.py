@@ -12,10 +12,10 @@ from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
 from tokenizers.models import WordLevel
 
 from ling3export.artifacts.manifest import file_record
-from ling3export.checkpoint.synth_tokenizer import write_tokenizer
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.text.detokenize import TextStream
 from ling3export.runners.text.tokenizer import Tokenizer, TokenizerFiles
+from tests.support.short_chats import write_short
 
 EOS = 2044
 
@@ -23,7 +23,7 @@ EOS = 2044
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tokenizer")
-    write_tokenizer(folder, EOS)
+    write_short(folder, EOS)
     return (folder / "tokenizer.json").read_text()
 
 
@@ -122,7 +122,7 @@ def test_a_broken_tokenizer_is_a_clear_error():
 
 def artifact(folder, eos, **files):
     (folder / "tokenizer").mkdir()
-    write_tokenizer(folder / "tokenizer", EOS)
+    write_short(folder / "tokenizer", EOS)
     for name, value in files.items():
         (folder / "tokenizer" / f"{name}.json").write_text(json.dumps(value))
     records = [file_record(folder, f"tokenizer/{path.name}") for path in sorted((folder / "tokenizer").iterdir())]
@@ -241,7 +241,7 @@ def test_other_threads_run_while_a_text_is_tokenized(tokenizer):
 )
 def test_a_file_of_strange_json_is_an_error_that_names_it(tmp_path, name, text, found):
     """Deep JSON was a RecursionError, and a lone surrogate as ``eos_token`` a UnicodeEncodeError."""
-    write_tokenizer(tmp_path, EOS)
+    write_short(tmp_path, EOS)
     (tmp_path / name).write_text(text)
     records = [file_record(tmp_path, path.name) for path in tmp_path.iterdir()]
     with pytest.raises(ArtifactError, match=f"tokenizer file `{name}`: expected JSON, {found}"):
@@ -249,7 +249,7 @@ def test_a_file_of_strange_json_is_an_error_that_names_it(tmp_path, name, text, 
 
 
 def test_templates_of_other_types_are_no_template(tmp_path):
-    write_tokenizer(tmp_path, EOS)
+    write_short(tmp_path, EOS)
     for value in ([{"name": [], "template": "x"}], [3], [], None):
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": value}))
         records = [file_record(tmp_path, path.name) for path in tmp_path.iterdir()]
