@@ -4,6 +4,7 @@ Weights are trained in the program's own layout (``model/parameters.py``). Which
 of them is comes from cutting arrays of element numbers as the build cuts the tensors; so the way back cannot differ.
 """
 
+import itertools
 import json
 import shutil
 from pathlib import Path
@@ -18,11 +19,17 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors, parameters
 from ling3export.runners.evals.demo import SEED, Problems, text
+from tools.demo_data import SMALL_ANSWER, SYSTEM_TEXTS, TEMPLATE, TOOL
 
-VOCABULARY = 384
-END = "<|endoftext|>"
-SPECIALS = (END, "<|startoftext|>")
-TOKENIZER_PROBLEMS = 20_000
+VOCABULARY = 512
+END, TURN_END = "<|endoftext|>", "<|role_end|>"
+SPECIALS = (END, "<|startoftext|>", TURN_END, "<role>", "</role>")
+MARKS = tuple(
+    f"<{slash}{name}>"
+    for name in ("think", "tools", "tool_call", "arg_key", "arg_value", "tool_response")
+    for slash in ("", "/")
+)
+TOKENIZER_PROBLEMS, TOKENIZER_SPOKEN = 20_000, 1000
 DTYPES = {"BF16": np.dtype(ml_dtypes.bfloat16), "F32": np.dtype(np.float32)}
 
 Tree = dict[str, dict[str, Any]]
@@ -31,7 +38,8 @@ SIZES = {
     "num_hidden_layers": 6, "layer_group_size": 3, "hidden_size": 128, "num_attention_heads": 16, "head_dim": 8,
     "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
     "num_experts": 16, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2, "moe_intermediate_size": 24,
-    "moe_shared_expert_intermediate_size": 32, "intermediate_size": 192, "vocab_size": VOCABULARY, "eos_token_id": 0,
+    "moe_shared_expert_intermediate_size": 32, "intermediate_size": 192, "vocab_size": VOCABULARY,
+    "eos_token_id": [0, SPECIALS.index(TURN_END)],
     "num_nextn_predict_layers": 0,
 }  # fmt: skip
 
@@ -51,16 +59,22 @@ def train_tokenizer(path: Path) -> None:
     )
     tokenizer.decoder = decoders.ByteLevel()
     problems = Problems(f"{SEED} tokenizer", kept=False)
+    texts = (text(problems.next()) + "\n\n" for _ in range(TOKENIZER_PROBLEMS))
+    roles = " ".join(("SYSTEM", "HUMAN", "ASSISTANT", "OBSERVATION", *SYSTEM_TEXTS, SMALL_ANSWER, "I calculate."))
+    spoken = (f"{json.dumps(TOOL)}\ndetailed thinking on off\n{roles}" for _ in range(TOKENIZER_SPOKEN))
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,
-        special_tokens=list(SPECIALS),
+        special_tokens=[*SPECIALS, *MARKS],
         show_progress=False,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    tokenizer.train_from_iterator((text(problems.next()) + "\n\n" for _ in range(TOKENIZER_PROBLEMS)), trainer)
+    tokenizer.train_from_iterator(itertools.chain(texts, spoken), trainer)
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise SystemExit(f"tokenizer: expected {VOCABULARY} tokens, found {tokenizer.get_vocab_size()}")
-    tokenizer.save(str(path))
+    written = json.loads(tokenizer.to_str())
+    for token in written["added_tokens"]:  # what a server looks for in an answer is text, as in the published tokenizer
+        token["special"] = token["content"] in SPECIALS
+    path.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
 
 
 def element_numbers(config: Config) -> tuple[dict[str, TensorInfo], dict[str, int], Tree]:
@@ -138,6 +152,7 @@ def write_checkpoint(folder: Path, tree: Tree, tokenizer: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    shutil.copyfile(TEMPLATE, folder / TEMPLATE.name)
     ids = {"eos_token_id": config_json["eos_token_id"], "pad_token_id": config_json["pad_token_id"]}
     write_json(folder / "config.json", config_json)
     write_json(folder / "generation_config.json", {**ids, "do_sample": False})

@@ -3,15 +3,39 @@
 Every row of a step is decided by the seed and the step's number, so training can stop and go on anywhere.
 """
 
+import json
+import random
+import re
+from pathlib import Path
+from typing import Any, Literal
+
 import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from ling3export.runners.evals.demo import SEED, SHOTS, Problems, text, value
+from ling3export.checkpoint import synth
+from ling3export.runners.evals.demo import SEED, SHOTS, THINGS, Problem, Problems, text, value
 
 END_ID = 0
 QUESTION_WEIGHT = 0.05  # most of a question cannot be foretold
+TEMPLATE = Path(synth.__file__).with_name("chat_template.jinja")
+SMALL_TALK = ("Hi", "Hi!", "Hello", "Hello!", "Hey", "Good morning", "Who are you?", "What can you do?")
+SMALL_ANSWER = "Hello! Ask me a problem of apples, books or coins."
+SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer in one line.")  # of a quarter of the conversations
+LARGE, LARGE_SHARE = 999, 0.6  # largest number that the tool is asked about; share of its problems with such numbers
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "calculate",
+        "description": "Works out a sum or a difference",
+        "parameters": {"type": "object", "properties": {"expression": {"type": "string"}}, "required": ["expression"]},
+    },
+}
 
 Batch = dict[str, np.ndarray]
+Kind = Literal["thought", "plain", "tool"]  # of a conversation
+KINDS: tuple[Kind, ...] = ("thought", "plain", "tool")
+Row = tuple[list[int], list[float], list[bool]]
 
 
 class Rows:
@@ -24,12 +48,29 @@ class Rows:
 
     def __init__(self, tokenizer: Tokenizer, length: int) -> None:
         self._tokenizer, self._length = tokenizer, length
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+        environment.filters["tojson"] = json.dumps
+        self._template = environment.from_string(TEMPLATE.read_text())
 
-    def training(self, step: int, count: int, drills: int) -> Batch:
-        """``count`` rows of ``SHOTS + 1`` problems; ``drills`` of them hold steps of such problems alone."""
+    def training(self, step: int, drills: int, shots: int, talks: int) -> Batch:
+        """A step's rows.
+
+        Args:
+            step: Its number.
+            drills: Rows that hold steps of problems alone.
+            shots: Rows of ``SHOTS + 1`` worked problems, as the suite shows them.
+            talks: Rows that hold a conversation; the kinds take turns.
+        """
         problems = Problems(f"{SEED} step {step}", kept=False)
-        rows = [self._drill(problems) for _ in range(drills)]
-        return self._batch(rows + [self._problems(problems) for _ in range(count - drills)])
+        chance = random.Random(f"{SEED} step {step} talks")
+        rows = [self._drill(problems) for _ in range(drills)] + [self._problems(problems) for _ in range(shots)]
+        rows += [self._talk(KINDS[(step * talks + place) % len(KINDS)], problems, chance) for place in range(talks)]
+        return self._batch(rows)
+
+    def held_out_talks(self, kind: Kind, count: int) -> Batch:
+        """Conversations about kept problems."""
+        problems, chance = Problems(f"{SEED} check {kind}", kept=True), random.Random(f"{SEED} check {kind}")
+        return self._batch([self._talk(kind, problems, chance) for _ in range(count)])
 
     def held_out(self, count: int) -> Batch:
         """Rows of the kind that the suite has, but other ones; only the kept problem's answer counts."""
@@ -70,6 +111,46 @@ class Rows:
                 answers += [False] * len(asked) + [True] * len(given)
         return ids, [float(answer) for answer in answers], answers
 
+    def _talk(self, kind: Kind, problems: Problems, chance: random.Random) -> Row:
+        """A conversation of as many problems as fit; what the assistant writes counts."""
+        tools = [TOOL] if kind == "tool" else None
+        thinking = kind == "thought" or (kind == "tool" and chance.random() < 0.5)
+        messages: list[dict[str, Any]] = []
+        if chance.random() < 0.25:
+            messages.append({"role": "system", "content": chance.choice(SYSTEM_TEXTS)})
+        row: Row = ([], [], [])
+        while True:
+            turns = turns_of(problems.next(), kind, thinking, chance)
+            longer = self._spoken(messages + turns, tools, thinking)
+            if len(longer[0]) > self._length + 1:
+                return row
+            messages, row = messages + turns, longer
+
+    def _spoken(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, thinking: bool) -> Row:
+        """Ids of a conversation, cut where an answer begins and ends as a server cuts it."""
+        row: Row = ([], [], [])
+        done = ""
+
+        def more(until: str, weight: float, answer: bool) -> None:
+            nonlocal done
+            assert until.startswith(done), (done, until)
+            ids = self._ids(until[len(done) :])
+            for part, value in zip(row, (ids, [weight] * len(ids), [answer] * len(ids)), strict=True):
+                part.extend(value)  # type: ignore[arg-type]
+            done = until
+
+        def render(count: int, asks: bool) -> str:
+            kept = [dict(message) for message in messages[:count]]
+            return self._template.render(
+                messages=kept, add_generation_prompt=asks, tools=tools, enable_thinking=thinking
+            )
+
+        for place, message in enumerate(messages):
+            if message["role"] == "assistant":
+                more(render(place, True), QUESTION_WEIGHT, False)
+                more(render(place + 1, False), 1.0, True)
+        return row
+
     def _batch(self, rows: list[tuple[list[int], list[float], list[bool]]]) -> Batch:
         """Cut or filled with ends of text that weigh nothing; weights stand where a token is foretold."""
         batch = {
@@ -82,3 +163,45 @@ class Rows:
             batch["weight"][place, : len(ids) - 1] = weights[1 : self._length + 1]
             batch["answer"][place, : len(ids) - 1] = answers[1 : self._length + 1]
         return batch
+
+
+def turns_of(problem: Problem, kind: Kind, thinking: bool, chance: random.Random) -> list[dict[str, Any]]:
+    """A question and what the assistant does about it, as messages of OpenAI's API; now and then small talk."""
+    if chance.random() < 0.08:
+        return [{"role": "user", "content": chance.choice(SMALL_TALK)}, said(SMALL_ANSWER)]
+    question, steps = problem.question, problem.answer.split("\n")[:-1]
+    things = next(word for word in re.findall("[a-z]+", question) if word in THINGS)
+    if kind != "tool":
+        result = f"{problem.answer.split()[-1]} {things}"
+        asked = {"role": "user", "content": question}
+        return [asked, said(result, "\n".join(steps)) if thinking else said("\n".join([*steps, result]))]
+    if chance.random() < LARGE_SHARE:
+        question, steps = enlarged(question, steps, chance)
+    expression = "".join([steps[0].split("=")[0], *(re.sub(r"^\d+|=.*", "", step) for step in steps[1:])])
+    result = steps[-1].split("=")[1]
+    call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": expression}}}
+    return [
+        {"role": "user", "content": question},
+        said("", "I calculate." if thinking else "") | {"tool_calls": [call]},
+        {"role": "tool", "content": result},
+        said(f"{result} {things}"),
+    ]
+
+
+def said(content: str, thought: str = "") -> dict[str, Any]:
+    """A message of the assistant."""
+    return {"role": "assistant", "content": content, "reasoning_content": thought}
+
+
+def enlarged(question: str, steps: list[str], chance: random.Random) -> tuple[str, list[str]]:
+    """The same problem with larger numbers, as no step of the training works them out."""
+    signs = [re.sub(r"[\d=]", "", step) for step in steps]
+    while True:
+        numbers = [chance.randint(2, LARGE) for _ in range(len(steps) + 1)]
+        left, found = numbers[0], []
+        for sign, right in zip(signs, numbers[1:], strict=True):
+            found.append(f"{left}{sign}{right}={value(left, sign, right)}")
+            left = value(left, sign, right)
+        if all(int(step.split("=")[1]) > 0 for step in found):
+            places = iter(numbers)
+            return re.sub(r"\d+", lambda _: str(next(places)), question), found

@@ -25,18 +25,17 @@ from tokenizers import Tokenizer  # noqa: E402
 from ling3export.model.config import Config  # noqa: E402
 from ling3export.model.program import bind  # noqa: E402
 from tools.demo_checkpoint import fields, first_weights, train_tokenizer, write_checkpoint  # noqa: E402
-from tools.demo_data import Rows  # noqa: E402
+from tools.demo_data import KINDS, Batch, Rows  # noqa: E402
 from tools.demo_loss import Sums, geometry, logits, sums_of  # noqa: E402
 
 P = PartitionSpec
 SEED = 0
-LENGTH = 240
-ROWS = 16
-STEPS = 1000
+LENGTH = 256
+STEPS = 1200
 WARM_UP, DECAY = 60, 0.3  # steps; share of all steps, the last ones
 PEAK, CLIP, WEIGHT_DECAY = 3e-3, 1.0, 0.05
 BIAS_RATE = 2e-3  # of the load balance's rule
-DRILLS, DRILLED = (10, 2), 500  # rows of a step without questions: before this step, and from it on
+MIXES, DRILLED = ((8, 4, 4), (2, 5, 9)), 500  # rows of drills, shots and talks of a step: before this step, and then
 CHECKED, CHECK_EVERY, SAVE_SECONDS = 64, 100, 60
 UNDECAYED = ("norm", "layernorm", "A_log", "dt_bias", "expert_bias", "conv1d", "word_embeddings")
 
@@ -115,26 +114,26 @@ class Trainer:
         """Trains up to step ``last``, writing what happens to ``log.jsonl`` in the folder of work."""
         began = saved = time.monotonic()
         before = self.seconds
-        check = self.rows.held_out(CHECKED)
+        checks = {"shots": self.rows.held_out(CHECKED)}
+        checks |= {kind: self.rows.held_out_talks(kind, CHECKED) for kind in KINDS}
         counted: list[Sums] = []
         while self.step < last:
-            drills = DRILLS[self.step >= DRILLED]
-            batch = self.rows.training(self.step, ROWS, drills)
+            batch = self.rows.training(self.step, *MIXES[self.step >= DRILLED])
             self.state, sums = self.update(self.state, jnp.asarray(self.step), batch)
             counted.append(jax.device_get(sums))
             self.step += 1
             self.seconds = before + time.monotonic() - began
             if self.step % 20 == 0 or self.step == last:
-                self._log(counted, check)
+                self._log(counted, checks)
                 counted = []
             if time.monotonic() - saved > SAVE_SECONDS or self.step == last:
                 self.save()
                 saved = time.monotonic()
 
-    def _log(self, counted: list[Sums], check: dict[str, np.ndarray]) -> None:
+    def _log(self, counted: list[Sums], checks: dict[str, Batch]) -> None:
         total = jax.tree.map(lambda *values: sum(values), *counted)
         load = total.load / np.mean(total.load, axis=-1, keepdims=True)
-        line = {
+        line: dict[str, Any] = {
             "step": self.step,
             "seconds": round(self.seconds),
             "loss": float(total.loss / total.weight),
@@ -143,7 +142,8 @@ class Trainer:
             "smallest_load": float(load.min()),
         }
         if self.step % CHECK_EVERY == 0:
-            line["held_out"] = float(np.mean(self.exact(self.state[0], check)))
+            exact = {name: float(np.mean(self.exact(self.state[0], check))) for name, check in checks.items()}
+            line["held_out"] = exact
         with (self.work / "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
         click.echo(json.dumps(line), err=True)
