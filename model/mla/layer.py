@@ -3,8 +3,9 @@
 Two ways to compute the same attention, softmax scale ``(nope + rope)^-0.5``. Expanded: keys and values of every head
 are computed from the latent; cheapest for the tokens of a prefill call among themselves. Absorbed: the query is taken
 into latent space by ``w_uk``, the result back out by ``w_uv``; cheapest over what is cached, since a page is read once
-for all heads. Prefill uses the first inside the call and the second over what was cached before it, merged as an online
-softmax; decode uses the second. Source: docs/model.md, "MLA"; DeepSeek-V2 (arXiv 2405.04434).
+for all heads. Prefill uses the first inside the call; over what was cached before it the second, or the first in large
+calls of one sequence, for which 512 tokens behind 8,192 took 0.3 of the time (docs/log/kernels-cpu.md); merged as an
+online softmax. Decode uses the second. Source: docs/model.md, "MLA"; DeepSeek-V2 (arXiv 2405.04434).
 """
 
 from typing import NamedTuple
@@ -24,6 +25,7 @@ from ling3export.model.mla.paged import (
     MASKED,
     OnlineSoftmax,
     Pool,
+    attend_expanded,
     attend_list,
     attend_pages,
     attend_tables,
@@ -211,6 +213,25 @@ class GatedMLA(nnx.Module):
         return jax.tree.map(lambda y: y.reshape(count, *y.shape[2:]), lax.map(block, split))
 
     def _before(self, p: Projected, layer: Index, pool: Pool, chunks: Chunks) -> OnlineSoftmax:
+        """Attention of the call's tokens over what their sequences had cached before it, shapes as `_within`.
+
+        Expanded where one sequence has the whole call and that takes less, as with a long prompt; else absorbed.
+        """
+        config, tokens = self.config, p.latent.shape[0]
+        rank, values = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
+        if tokens * (2 * rank - config.qk_head_dim - config.v_head_dim) < rank * values:
+            return self._absorbed_before(p, layer, pool, chunks)
+
+        def expanded(p: Projected, pool: Pool) -> OnlineSoftmax:
+            query = jnp.moveaxis(jnp.concatenate([p.q_nope, p.q_rope], axis=-1), 1, 0)
+            weights = of_heads(self.w_uk, layer), of_heads(self.w_uv, layer)
+            table, length = chunks.page_table[0], chunks.run_start[0]
+            return attend_expanded(query, pool, layer, table, length, *weights, self.geometry)
+
+        alone = jnp.all((chunks.slot == chunks.slot[0]) | (chunks.slot == 0))
+        return lax.cond(alone, expanded, lambda p, pool: self._absorbed_before(p, layer, pool, chunks), p, pool)
+
+    def _absorbed_before(self, p: Projected, layer: Index, pool: Pool, chunks: Chunks) -> OnlineSoftmax:
         """Absorbed attention of each chunk over what its sequence had cached before this call, shapes as `_within`."""
         count, rank = chunks.slot.shape[0], self.config.kv_lora_rank
         query = self._absorb(p, layer, pool.shape[3])

@@ -13,6 +13,7 @@ tiles. So its time follows what the sequences hold, whatever their number and le
 byte once for all heads. Where the page tables of a step for a card are small, it attends them whole, without a loop.
 """
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -22,12 +23,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.layers import IN_BOUNDS, Index
-from ling3export.model.products import einsum, product
+from ling3export.model.products import dot_heads, einsum, product
 
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
 TILE = 16  # pages attended at once: 8 cost 12 small operations as often again (docs/log/programs-tpu.md)
 TILE_EACH = 4  # and as many at most for each sequence: tiles are read whole
 AT_ONCE = 512  # pages of all page tables of a step for a card that are attended without a loop: 150 MB copied a layer
+
+BLOCK = 4  # pages whose keys and values :func:`attend_expanded` computes at once: 7.6 ms a page, one by one 9
 
 SEEN = 1e-30  # in the place of a sum of no weights
 
@@ -161,6 +164,79 @@ def attend_pages(
     with jax.named_scope("pages"):
         part = lax.fori_loop(0, (length + page - 1) // page, step, empty)
     return part._replace(acc=part.acc[:, :rank])
+
+
+def attend_expanded(
+    query: Float[Array, "H T Q"],
+    pool: Pool,
+    layer: Index,
+    table: Int32[Array, "M"],
+    length: Int32[Array, ""],
+    to_key: Float[Array, "H N R"],
+    to_value: Float[Array, "H V R"],
+    geometry: Geometry,
+) -> OnlineSoftmax:
+    """Attention of T tokens of one sequence over its first ``length`` cached ones, whose keys and values are computed.
+
+    Costs 2 R (N + V) / T + 2 (Q + V) for a query, head and cached token, where :func:`attend_pages` costs 4 R and more.
+
+    Args:
+        query: Scaled: nope, then rope.
+        pool: The latents of all MLA layers.
+        layer: The layer whose latents these are.
+        table: The sequence's pages.
+        length: Cached tokens; the loop's trip count is the number of blocks that they fill.
+        to_key: ``w_uk`` of the layer.
+        to_value: ``w_uv`` of the layer.
+        geometry: Whose pages these are.
+
+    Returns:
+        ``m [T, H]``, ``l [T, H]``, ``acc [T, H, V]``.
+    """
+    heads, tokens, width = query.shape
+    nope, rank = to_key.shape[1:]
+    page, dtype = pool.shape[2], pool.dtype
+    table = jnp.pad(table, (0, -table.shape[0] % BLOCK))
+
+    def expanded(cached: jax.Array, weight: jax.Array) -> jax.Array:  # [S, R] to [H, S, each]
+        y = product(cached, weight.reshape(-1, rank), 1).astype(dtype)
+        return jnp.moveaxis(y.reshape(cached.shape[0], heads, -1), 1, 0)
+
+    def block(j: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
+        here, number = local_pages(lax.dynamic_slice_in_dim(table, j * BLOCK, BLOCK), geometry)
+        counts = j * BLOCK * page + jnp.arange(BLOCK * page, dtype=jnp.int32) < length
+        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+        used = counts.reshape(BLOCK, page) & here[:, None]
+        cached = jnp.where(used[..., None], pool.at[layer, number].get(mode=IN_BOUNDS), jnp.zeros((), dtype))
+        if geometry.striped:
+            cached = lax.psum(cached, AXIS)
+        cached = cached.reshape(BLOCK * page, -1)
+        roped = jnp.broadcast_to(cached[None, :, rank : rank + width - nope], (heads, BLOCK * page, width - nope))
+        key = jnp.concatenate([expanded(cached[:, :rank], to_key), roped], axis=-1)
+        value = expanded(cached[:, :rank], to_value)
+
+        def merged(before: OnlineSoftmax, score: jax.Array, times: Callable[[jax.Array], jax.Array]) -> OnlineSoftmax:
+            score = jnp.where(counts, score, MASKED)
+            m = jnp.maximum(before.m, jnp.max(score, axis=-1))
+            weights, kept = jnp.exp(score - m[..., None]), jnp.exp(before.m - m)
+            acc = before.acc * kept[..., None] + times(weights.astype(dtype))
+            return OnlineSoftmax(m, before.l * kept + jnp.sum(weights, axis=-1), acc)
+
+        if geometry.tiled:
+            return merged(part, dot_heads("htq,hsq->hts", query, key), lambda x: dot_heads("hts,hsv->htv", x, value))
+
+        def head(h: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:  # XLA:CPU has no batched product of bf16
+            before = jax.tree.map(lambda whole: whole[h], part)
+            own = merged(before, product(query[h], key[h], 1), lambda x: product(x, value[h], 0))
+            return jax.tree.map(lambda whole, one: whole.at[h].set(one), part, own)
+
+        return lax.fori_loop(0, heads, head, part)
+
+    rows = (heads, tokens)
+    empty = OnlineSoftmax(jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, to_value.shape[1])))
+    with jax.named_scope("blocks"):
+        part = lax.fori_loop(0, (length + BLOCK * page - 1) // (BLOCK * page), block, empty)
+    return jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), part)
 
 
 def attend_list(query: Float[Array, "B H row"], pool: Pool, layer: Index, pages: PageList, rank: int) -> OnlineSoftmax:
