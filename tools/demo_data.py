@@ -135,8 +135,9 @@ class Rows:
             nonlocal done
             assert until.startswith(done), (done, until)
             ids = self._ids(until[len(done) :])
-            for part, value in zip(row, (ids, [weight] * len(ids), [answer] * len(ids)), strict=True):
-                part.extend(value)  # type: ignore[arg-type]
+            row[0].extend(ids)
+            row[1].extend([weight] * len(ids))
+            row[2].extend([answer] * len(ids))
             done = until
 
         def render(count: int, asks: bool) -> str:
@@ -203,5 +204,6 @@ def enlarged(question: str, steps: list[str], chance: random.Random) -> tuple[st
             found.append(f"{left}{sign}{right}={value(left, sign, right)}")
             left = value(left, sign, right)
         if all(int(step.split("=")[1]) > 0 for step in found):
-            places = iter(numbers)
-            return re.sub(r"\d+", lambda _: str(next(places)), question), found
+            for number in numbers:
+                question = re.sub(r"(?<!#)\d+", f"#{number}", question, count=1)
+            return question.replace("#", ""), found
