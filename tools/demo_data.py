@@ -204,6 +204,5 @@ def enlarged(question: str, steps: list[str], chance: random.Random) -> tuple[st
             found.append(f"{left}{sign}{right}={value(left, sign, right)}")
             left = value(left, sign, right)
         if all(int(step.split("=")[1]) > 0 for step in found):
-            for number in numbers:
-                question = re.sub(r"(?<!#)\d+", f"#{number}", question, count=1)
-            return question.replace("#", ""), found
+            words = re.split(r"\d+", question)
+            return words[0] + "".join(f"{n}{text}" for n, text in zip(numbers, words[1:], strict=True)), found
