@@ -90,7 +90,7 @@ class _Function(ListedObject):
 class _Reasoning(ListedObject):
     """How much an answer is to think; no summaries are made."""
 
-    effort: Effort | None = None
+    effort: Effort = None
     summary: Literal["auto"] | None = None
 
 

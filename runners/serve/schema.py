@@ -180,7 +180,7 @@ Flag = Annotated[bool, Field(description="true or false")]
 Count = Annotated[int | None, Field(ge=1, le=MOST, description=COUNT)]
 TopLogprobs = Annotated[int, Field(ge=0, le=TOP_LOGPROBS.high, description=str(TOP_LOGPROBS))]
 Effort = Annotated[
-    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"],
+    Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None,
     Field(description='"none", "minimal", "low", "medium", "high", "xhigh" or "max"'),
 ]
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -274,7 +274,7 @@ class TemplateBody(ModelBody):
     """What bodies take that a chat template makes a text of: see vLLM's chats, which have these fields, too."""
 
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] = {}
-    reasoning_effort: Effort | None = None
+    reasoning_effort: Effort = None
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
 

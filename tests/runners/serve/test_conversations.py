@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE
 from tests.support.conversations import (
     CALL,
     GIVEN,
@@ -21,6 +22,7 @@ from tests.support.conversations import (
     answer,
     broken,
     conversation,
+    joined,
     prose,
 )
 from tests.support.scripted import CHAT, HI, RESPONSES, Talk, answers, streamed, talking
@@ -81,6 +83,13 @@ def test_thinking_is_switched_by_chat_template_kwargs_and_by_reasoning_effort(ta
     assert found.endswith("<role>ASSISTANT</role>\n<think>" + ("" if on else "</think>"))
 
 
+def test_a_reasoning_effort_that_is_none_of_openais_is_refused_by_name(talk):
+    """It said `expected None`."""
+    (found,) = answers(talk.engine, CHAT, [{"messages": HI, "reasoning_effort": "much"}])
+    message = '`reasoning_effort`: expected "none", "minimal", "low", "medium", "high", "xhigh" or "max", found "much"'
+    assert (found.status_code, found.json()["error"]["message"]) == (400, message)
+
+
 def test_switching_thinking_changes_the_prompts_head(talk):
     on, off = talk.prompt(), talk.prompt(**NOT_THINKING)
     assert on.split("<|role_end|>")[0] != off.split("<|role_end|>")[0]
@@ -126,6 +135,15 @@ def test_random_conversations_become_the_prompts_that_the_writer_says(talk):
         assert found.status_code == 200, found.text
     lacking = Counter(each.prompt for each in asked) - Counter(runner.prompts)
     assert list(lacking)[:1] == [] and len(runner.prompts) == COUNT
+
+
+def test_the_template_of_synthetic_checkpoints_renders_the_same_but_for_blanks_around_calls(tmp_path):
+    """And but for results that follow each other, which it has in one turn."""
+    next_turn = "</tool_response><|role_end|><role>OBSERVATION</role>"
+    with talking(tmp_path, template=CHAT_TEMPLATE.read_text()) as talk:
+        for seed in range(60):
+            asked = conversation(Random(seed))
+            assert joined(talk.prompt(**asked.body)) == joined(asked.prompt).replace(next_turn, "</tool_response>")
 
 
 # --- what an answer is read as ---
