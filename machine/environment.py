@@ -103,6 +103,22 @@ def memory() -> tuple[int, int, int]:
     return total, available, swap
 
 
+def memory_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
+    """Number of bytes that the control group may use; None if there is no limit."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
+
+
+def usable_memory() -> tuple[int, int]:
+    """Bytes of memory that this machine or its control group has, and what is free of it; zeros if unknown."""
+    total, available, _ = memory()
+    bound = memory_limit() or total
+    return min(total, bound), min(available, bound)
+
+
 def cores() -> int:
     """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -4,12 +4,12 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -24,6 +24,9 @@ from ling3export.runners.cli.cluster import on_cluster
 from ling3export.runners.cli.command import Group, given, section
 from ling3export.runners.cli.options import FOLDER, PATH, cluster_options, shard_option, trust_option
 from ling3export.runners.cli.references import Artifact
+
+if TYPE_CHECKING:
+    from ling3export.model.config import Config
 
 # Options of `build` that ask for something else than a whole artifact, and what may not stand beside each of them.
 APART = {
@@ -134,29 +137,36 @@ def build(
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
-    Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3; ARTIFACT defaults to
+    For cpu, sizes that nobody names are what this machine's memory takes; --tp is 1.
+    Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3, at --tp 16; ARTIFACT defaults to
     ./<checkpoint folder name>.ling3, or .savedmodel. An artifact of --into has what its targets need.
     Programs of --no-weights get weights from ling3export attach.
     """
     require("build", "build", "flax", "rich")
+    from ling3export.artifacts.manifest import MANIFEST
     from ling3export.cli.progress import Console
     from ling3export.compile import build as building
+    from ling3export.model.config import Config
 
     chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir, explain)
     _check_alone(chosen if kind != "artifact" else chosen - {"kind"})
     source = checkpoint or building.DEMO
+    fits = (
+        checkpoint is not None and "tp" not in chosen and kind == "artifact" and not (checkpoint / MANIFEST).is_file()
+    )
     ending = "ling3" if kind == "artifact" else kind
     destination = artifact or Path(f"{source.resolve().name.removesuffix('.json')}.{ending}")
     how: dict[str, Any] = {"ignore": ignore, "cache": use}
     whole: dict[str, Any] = how | {"force": force, "prove": prove}
     with _unwinding(), Console() as console:
+        if fits:
+            what = _fitted(Config.from_path(source, ignore), what, chosen, console.note)
         if kind == "savedmodel":
             from ling3export.savedmodel.export import build_savedmodel
 
             build_savedmodel(source, destination, what, console, force=force, ignore=ignore)
             console.note(f"wrote {destination}")
         elif replay is not None:
-            from ling3export.artifacts.manifest import MANIFEST
             from ling3export.compile import replay as replaying
 
             if checkpoint is not None and artifact is None and (checkpoint / MANIFEST).is_file():
@@ -180,6 +190,17 @@ def build(
                 source, destination, what, console, no_weights=no_weights, dummy=dummy_weights, **whole
             )
             console.summary(destination, manifest)
+
+
+def _fitted(config: "Config", options: Options, chosen: set[str], note: Callable[[str], None]) -> Options:
+    """The options of a checkpoint's build: sizes that were not given follow from this machine; says which."""
+    from ling3export.machine.environment import usable_memory
+    from ling3export.plan.here import fitted
+
+    options, said = fitted(config, options, chosen, usable_memory()[0])
+    if said is not None:
+        note(said)
+    return options
 
 
 def _check_alone(chosen: set[str]) -> None:
@@ -228,7 +249,8 @@ def plan(
     """Show what a build would make, without compiling.
 
     CHECKPOINT is a folder or a config.json; without it, the packaged demo. Shows the pools, what each device holds
-    against its memory, and each cell's roofline bound: the time that its bytes and FLOPs take at the least.
+    against its memory (on cpu: the machine against its own), and each cell's roofline bound: the time that its bytes
+    and FLOPs take at the least. Sizes for cpu that are not given are those of a build.
 
     A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shown is what
     these requests pad at each padding, and as many paddings that pad less.
@@ -245,16 +267,19 @@ def plan(
     from ling3export.plan.paddings import read_lengths
     from ling3export.plan.pricing import described, priced
 
-    config = Config.from_path(checkpoint or DEMO, ignore)
+    config, what = Config.from_path(checkpoint or DEMO, ignore), Options(**options)
+    if checkpoint is not None:
+        chosen = given(click.get_current_context())
+        what = _fitted(config, what, chosen, lambda text: None if as_json else click.echo(text))
     if fleet is not None and chips is not None:
         require("plan --fleet", "fleet", "simpy")
         from ling3export.simulation import divide
 
-        divided = divide.plan_fleet(config, Options(**options), divide.read_kinds(fleet), chips, artifact, ignore)
+        divided = divide.plan_fleet(config, what, divide.read_kinds(fleet), chips, artifact, ignore)
         click.echo(json.dumps(to_json(divided)) if as_json else divide.described(divided))
         return
     requests = [] if lengths is None else read_lengths(lengths)
-    found = priced(config, Options(**options), requests, artifact, ignore)
+    found = priced(config, what, requests, artifact, ignore)
     click.echo(json.dumps(to_json(found)) if as_json else described(found, wide=wide))
 
 

@@ -70,15 +70,27 @@ MACHINES = section(
         multiple=True,
         metavar="TARGET",
     ),
-    _option("tp", int, "Devices that share the model on cpu.  [default: 16, or fewer]", metavar="N"),
+    _option(
+        "tp", int, "Devices that share the model on cpu.  [default: 1; 16 or fewer without CHECKPOINT]", metavar="N"
+    ),
 )
 POOLS = section(
     "Memory",
-    _option("max_running", int, "Sequences that hold state at once.", metavar="N"),
-    _option("context", int, "Longest sequence in tokens.  [default: 8192, or the model's limit]", metavar="N"),
+    _option(
+        "max_running",
+        int,
+        "Sequences that hold state at once.  [default: what memory takes on cpu, or 64]",
+        metavar="N",
+    ),
+    _option("context", int, "Longest sequence in tokens.  [default: what memory takes on cpu, or 8192]", metavar="N"),
     _option("page_size", int, "Tokens a latent page.", metavar="N"),
     _option("pages", int, "Latent pages.  [default: what fits]", metavar="N"),
-    _option("snapshots", int, "Copies of states that a prefix cache can keep.", metavar="N"),
+    _option(
+        "snapshots",
+        int,
+        "Copies of states that a prefix cache can keep.  [default: what memory takes on cpu, or 0]",
+        metavar="N",
+    ),
     _option("memory_fraction", float, "Share of an accelerator's memory for weights and pools.", metavar="SHARE"),
     _option("state_memory", BYTES, "Memory for the state of all virtual cpu devices.  [default: 4GiB]"),
 )

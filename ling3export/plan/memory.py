@@ -152,6 +152,34 @@ def held(config: Config, target: TargetSpec, geometry: Geometry, cells: Mapping[
     return Held(weights, state, temporaries, programs, dearest, weights + state + temporaries + programs, memory)
 
 
+@dataclass(frozen=True)
+class OnMachine:
+    """Bytes that one machine holds of a target for processors, all of its devices together."""
+
+    weights: int
+    state: int
+    total: int
+    memory: int  # what the machine or its control group has; 0 where that is not known
+    available: int  # what is free of it; 0 where that is not known
+
+
+def on_machine(config: Config, target: TargetSpec, geometry: Geometry, memory: tuple[int, int]) -> OnMachine:
+    """What a machine holds of ``target``, and has: ``memory`` in all and free, as ``environment.usable_memory``."""
+    weights = weight_bytes(config, geometry) * target.tp // target.processes
+    state = state_bytes(config, geometry) // target.processes
+    return OnMachine(weights, state, weights + state, *memory)
+
+
+def in_words(found: OnMachine) -> str:
+    """The sum, and how it compares with what is there."""
+    text = f"{readable(found.weights)} of weights + {readable(found.state)} of state = {readable(found.total)}"
+    if not found.memory:
+        return text
+    free = f", {readable(found.available)} free" if found.available else ""
+    text += f" of the {readable(found.memory)} that are here{free}"
+    return text if found.total <= (found.available or found.memory) else f"{text}: too much"
+
+
 def check_memory(config: Config, target: TargetSpec, geometry: Geometry, cells: Mapping[str, Program]) -> None:
     """Refuses a compiled target that a device cannot hold. Pools are checked before anything is compiled.
 

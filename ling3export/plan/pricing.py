@@ -16,9 +16,10 @@ from ling3export.artifacts.program_records import RooflineBound
 from ling3export.artifacts.schema import Cell, Manifest
 from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.foundation.tables import aligned, readable, selected
+from ling3export.machine.environment import usable_memory
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.plan.memory import Held, held
+from ling3export.plan.memory import Held, OnMachine, held, in_words, on_machine
 from ling3export.plan.options import Options, spelled
 from ling3export.plan.paddings import (
     DecodeWaste,
@@ -97,6 +98,7 @@ class PricedTarget:
     cells: dict[str, PricedCell]  # by name
     measured: str | None = None  # on which machine, or why a calibration that is there is not used
     prefill: TokenCosts | None = None  # None with one padding, or where nothing gives the times of all of them
+    machine: OnMachine | None = None  # what one machine holds, and this one has; None for accelerators
 
 
 @dataclass(frozen=True)
@@ -210,6 +212,7 @@ def _target(
         cells,
         note,
         token_costs(cells, plan.paddings),
+        on_machine(config, target, geometry, usable_memory()) if target.platform == "cpu" else None,
     )
 
 
@@ -278,6 +281,8 @@ def _target_lines(name: str, target: PricedTarget, wide: bool) -> list[str]:
         *(f"  {note}" for note in target.notes),
         f"  {sizes} = {total}",
     ]
+    if target.machine is not None:
+        lines.append(f"  one machine: {in_words(target.machine)}")
     if target.unknown is not None:
         lines.append(f"  temporaries and programs: {target.unknown}")
     bounded = any(cell.bound is not None for cell in target.cells.values())

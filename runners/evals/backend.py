@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ling3export.foundation.errors import RankDivergence, RequestError
-from ling3export.machine.environment import compiler_flags
+from ling3export.machine.environment import compiler_flags, memory_limit
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
@@ -157,7 +157,7 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
             "xla_flags": flags.get("XLA_FLAGS", ""),
             "libtpu_init_args": flags.get("LIBTPU_INIT_ARGS", ""),
             "memory_fraction": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"),
-            "memory_limit": _memory_limit(),
+            "memory_limit": memory_limit(),
             "git_commit": _git_commit(Path(__file__).resolve()),
         }
 
@@ -276,15 +276,6 @@ def _version(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
-
-
-def _memory_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
-    """Number of bytes that the control group may use; None if there is no limit."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
-    return int(text) if text.isdigit() else None
 
 
 def _git_commit(file: Path) -> str | None:

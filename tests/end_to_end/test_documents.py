@@ -53,7 +53,7 @@ GIVEN = {
 }
 SWAPS = {
     "README.md": [
-        ("--tp 1 --max-running 8", DEMO_OPTIONS),
+        ("CHECKPOINT ling3.ling3", f"CHECKPOINT ling3.ling3 {DEMO_OPTIONS}"),
         ("CHECKPOINT ling3-v6e.ling3 --target tpu:v6e:4x4 --paddings 16,128,512", f"micro ling3-v6e.ling3 {SLICE}"),
     ],
     # Compiling the portable programs for the processor, too, takes half a minute.
