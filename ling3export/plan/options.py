@@ -23,7 +23,7 @@ class Options:
         segments: ``group`` also cuts prefill into a call for each group of layers; ``none`` does not.
         afd: Attention processes of which an FFN worker takes tokens; 0 for a model that is not split.
         afd_dtype: What travels to an FFN worker: tokens in the ``model``'s dtype, or ``int8`` with a scale each.
-        tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer (plan.here chooses 1).
+        tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
         targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
         max_running: Sequences that hold state at once.
         page_size: Tokens a latent page.
