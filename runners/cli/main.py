@@ -11,6 +11,7 @@ from ling3export.runners import flight
 from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.bench import bench
 from ling3export.runners.cli.calibrate import calibrate
+from ling3export.runners.cli.chat import chat
 from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.doctor import doctor
 from ling3export.runners.cli.eval import evaluate
@@ -28,7 +29,7 @@ VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @click.group(
     cls=Group,
     sections={
-        "Run": ("pull", "generate", "batch", "serve", "route", "ffn-worker"),
+        "Run": ("pull", "generate", "chat", "batch", "serve", "route", "ffn-worker"),
         "Evaluate": ("eval", "lm-eval"),
         "Measure": ("bench", "profile", "calibrate", "doctor"),
         "Look after": ("transfer",),
@@ -40,7 +41,7 @@ def main() -> None:
     """Run a prebuilt Ling3-Tiny artifact."""
 
 
-for command in (pull, generate, batch, serve, route, ffn_worker, evaluate, bench, profile, calibrate, doctor):
+for command in (pull, generate, chat, batch, serve, route, ffn_worker, evaluate, bench, profile, calibrate, doctor):
     main.add_command(command)
 
 

@@ -299,6 +299,10 @@ class Limits:
         """How many tokens may be generated: ``max_tokens``, cut by the context."""
         return min(request.max_tokens, self.context - len(request.prompt_ids))
 
+    def room(self, length: int) -> int:
+        """The most tokens that the answer to a prompt of ``length`` tokens may have."""
+        return min(self.context, self.pages * self.page_size + 1) - length  # the last token is never fed back
+
     def check_text(self, size: int, longest: int | None, name: str) -> None:
         """Refuses a text that can never fit, before anybody looks for its tokens.
 

@@ -225,7 +225,7 @@ def generation(
         called = name if len(prompts) == 1 else f"{name} {number}"
         with refusing(name):
             ids = engine.prompt_ids(prompt, called, special=special)
-            room = max(1, _room(engine, len(ids))) if limit is None else limit
+            room = max(1, engine.limits.room(len(ids))) if limit is None else limit
             first = Request(
                 ids, room, samplings[0], tuple(asked.stop), asked.ignore_eos,
                 name=called, cache_salt=asked.cache_salt, logprobs=asked.top, grammar=grammars[0] if grammars else None,
@@ -274,9 +274,3 @@ def _check_lengths(prompt: object, most: int, context: int) -> None:
     longest = max(len(ids) for ids in lists if isinstance(ids, list)) if isinstance(lists[0], list) else 0
     if longest > context:
         raise refusal("prompt", f"at most {context} token ids", str(longest))
-
-
-def _room(engine: "Engine", length: int) -> int:
-    """The most tokens that the answer to a prompt of ``length`` tokens may have."""
-    limits = engine.limits
-    return min(limits.context, limits.pages * limits.page_size + 1) - length  # the last token is never fed back

@@ -15,7 +15,7 @@ from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.serve.config import ServerConfig
 from tests.support import toy_artifact
 
-ARGUMENTS = {"serve": ["none"], "generate": ["none"], "route": [], "batch": ["none", "in", "out"]}
+ARGUMENTS = {"serve": ["none"], "generate": ["none"], "chat": ["none"], "route": [], "batch": ["none", "in", "out"]}
 COMMANDS = {name: main.commands[name] for name in ARGUMENTS} | {"batch": main.commands["batch"].commands["run"]}
 REQUIRED = {"generate": {"max-tokens": 3, "prompt-ids": "1"}, "route": {"decode": ["http://127.0.0.1:1"]}}
 
@@ -71,7 +71,13 @@ def test_a_file_gives_every_option_of_a_command(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_line_wins_over_the_file(name, tmp_path):
-    key = {"serve": "max-requests", "generate": "max-tokens", "route": "max-queue", "batch": "max-tokens"}[name]
+    key = {
+        "serve": "max-requests",
+        "generate": "max-tokens",
+        "chat": "max-tokens",
+        "route": "max-queue",
+        "batch": "max-tokens",
+    }[name]
     path, field = toml(tmp_path / "c.toml", REQUIRED.get(name, {}) | {key: 5}), key.replace("-", "_")
     assert values(name, "--config", path)[field] == 5
     assert values(name, "--config", path, f"--{key}", 9)[field] == 9
