@@ -44,7 +44,8 @@ PROGRAMS = section(
     _option(
         "segments",
         click.Choice(["none", "group"]),
-        "group: also add programs that prefill one group of layers at a time, so that states leave group by group.",
+        "group: also add programs that prefill one group of layers a call. A server that prefills for others then "
+        "sends the state of each group while it computes the next.",
     ),
     _option(
         "afd",
@@ -55,7 +56,7 @@ PROGRAMS = section(
     _option(
         "afd_dtype",
         click.Choice(["model", "int8"]),
-        "With --afd: dtype of the tokens sent to ffn-workers, the model's own or int8 with a scale for each token.",
+        "With --afd: how tokens travel to ffn-workers, in the model's dtype or in int8, half the bytes.",
     ),
     _option("kernels", click.Choice(["auto", "on", "off"]), "Native kernels in executables for cpu."),
     _option("dtype", click.Choice(["bfloat16", "float32"]), "float32 means highest matmul precision throughout."),

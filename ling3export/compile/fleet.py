@@ -1,7 +1,8 @@
 """A build's cells compiled on a cluster, into the cache of this machine: the build then only collects."""
 
 import tempfile
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -92,7 +93,19 @@ def build_on(
             return
         with make_pool(partial(CompileWorker, config)) as pool:
             report.start(STAGE, len(todo))
-            for (plan, cell), made in zip(todo, pool.map(todo), strict=True):
+            started: list[float] = []
+            names = [f"{plan.target.name}, {cell.name}" for plan, cell in todo]
+
+            def taken() -> Iterator[tuple[Plan, PlannedCell]]:
+                for name, piece in zip(names, todo, strict=True):
+                    report.note(f"{name}: compiling on the cluster")
+                    started.append(time.perf_counter())
+                    yield piece
+
+            def ended(number: int) -> None:
+                report.note(f"{names[number]}: ended after {time.perf_counter() - started[number]:.1f} s")
+
+            for (plan, cell), made in zip(todo, pool.map(taken(), ended), strict=True):
                 outcome = outcomes[plan.target.name]
                 if isinstance(made, Failure):
                     outcome.failures[cell.name] = made

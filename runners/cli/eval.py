@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from ling3export.runners.evals.suites import Suite
 
 DEFAULTS = RunConfig()
+QUIET = 10.0  # seconds without a word, where there is no bar
 
 
 def finished_run(path: Path, artifact: str | None) -> tuple[str, float, list[str]]:
@@ -338,11 +340,24 @@ def _suite_of(suite: str, data: Path | None, limit: int | None) -> "Suite":
     return loaded
 
 
+def lines(title: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
+    """Says on stderr how far something is, at most every QUIET seconds: shorter work says nothing."""
+    last = clock()
+
+    def told(done: int, total: int) -> None:
+        nonlocal last
+        if clock() - last >= QUIET:
+            last = clock()
+            click.echo(f"{title}: {done:,} of {total:,}", err=True)
+
+    return told
+
+
 @contextmanager
-def progress(title: str) -> Iterator[Callable[[int, int], None] | None]:
-    """A bar on stderr, as a function of the finished and of all units; None where stderr is no terminal."""
+def progress(title: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar on stderr, as a function of the finished and of all units; a line now and then where it is no terminal."""
     if not sys.stderr.isatty():
-        yield None
+        yield lines(title)
         return
     with click.progressbar(length=1, label=title, file=sys.stderr) as bar:
 

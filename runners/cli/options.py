@@ -194,15 +194,16 @@ TRANSFER = {
         "transfer_limit",
         type=POSITIVE,
         default=Transfer.limit,
-        help="With --transfer: bytes that states may take until others have fetched them. While they are full, no "
-        "further state is kept.",
+        help="With --transfer: bytes of memory for states that wait to be fetched. While it is full, no further state "
+        "is kept, and the other server computes the prompt again.",
     ),
     "lease": click.option(
         "--lease",
         "transfer_lease",
         type=SECONDS,
         default=Transfer.lease,
-        help="With --transfer: seconds that a state is kept for the server that is to fetch it; then it is removed.",
+        help="With --transfer: seconds in which the other server has to fetch a state; then it is removed, and the "
+        "prompt is computed again there.",
     ),
     "deadline": click.option(
         "--transfer-timeout",

@@ -93,7 +93,8 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
     _option(
         "restarts",
         COUNT,
-        "How often in ten minutes the engine is started again after a failed step; after one more, all calls get 503.",
+        "How often in ten minutes a failed step may restart the engine: running requests fail, later ones are served. "
+        "After one more, all calls get 503.",
     ),
 )
 @section(
@@ -166,7 +167,7 @@ def serve(artifact: Path, server: ServerConfig, engine: EngineConfig, place: dic
         type=POSITIVE,
         default=64,
         metavar="REQUESTS",
-        help="While every server of --prefill has so many requests, prompts are prefilled where they are decoded.",
+        help="Once each server of --prefill has this many requests, --decode servers compute prompts, too.",
     ),
     click.option(
         "--timeout", type=SECONDS, default=600.0, metavar="SECONDS", help="Give up a server that is silent for so long."

@@ -260,15 +260,23 @@ class Engine:
         """
         self._loop.check_room(count)
 
-    def complete(self, requests: Many[Request]) -> list[Completion]:
+    def complete(self, requests: Many[Request], ended: Callable[[], None] = lambda: None) -> list[Completion]:
         """Completes requests, each with settings of its own, all together; cancels them all if it is interrupted.
+
+        Args:
+            requests: What is asked.
+            ended: Called once for each request, in their order, when it and those before it have ended.
 
         Raises:
             RequestError, QueueFull, EngineStopped: For the reasons that ``submit`` gives.
         """
         handles = self.submit(*requests)
         try:
-            return [handle.result() for handle in handles]
+            found = []
+            for handle in handles:
+                found.append(handle.result())
+                ended()
+            return found
         finally:
             for handle in handles:
                 handle.cancel()

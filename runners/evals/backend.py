@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -58,8 +58,18 @@ class PromptResult:
     attempts: tuple[InfraError, ...] = ()
 
 
+def _untold() -> None:
+    """Nobody asks how far a batch is."""
+
+
 class EvalBackend(Protocol):
-    """What an evaluation needs: answers to batches, and what decides them."""
+    """What an evaluation needs: answers to batches, and what decides them.
+
+    Attributes:
+        ended: Called as each prompt of a batch ends, where answers are made in this process.
+    """
+
+    ended: Callable[[], None] = staticmethod(_untold)
 
     def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
         """The answers to each batch, in order.
@@ -122,7 +132,7 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
         Raises:
             RequestError: One of the prompts can never be served; then none is started.
         """
-        return self._engine.complete([self._request(ask) for ask in asks])
+        return self._engine.complete([self._request(ask) for ask in asks], self.ended)
 
     def stats(self) -> dict[str, Any]:
         return self._engine.stats()

@@ -50,7 +50,7 @@ def run_suite(
         config: The run's settings.
         shard: Which share of the batches is run.
         force: Begin anew, whatever run is in the folder.
-        progress: Called with the numbers of finished and of all trials.
+        progress: Called with the numbers of finished and of all trials, as trials end.
 
     Returns:
         The totals of the trials that were run.
@@ -74,9 +74,12 @@ def run_suite(
         try:
             starts = range(0, len(trials), config.batch)
             batches = [[each for each in trials[n : n + config.batch] if each.pair not in opened.done] for n in starts]
+            if progress:
+                count = _Count(opened, len(trials), progress)
+                backend.ended = count.one
             for _ in runner.run([batch for batch in batches if batch]):
                 if progress:
-                    progress(len(opened.done), len(trials))
+                    count.batch()
         except EngineStopped as error:
             kept = f"{len(opened.done)} of {len(trials)} trials are kept: the same command goes on from there"
             raise EngineStopped(error.message, kept) from error
@@ -96,6 +99,23 @@ def concluded(folder: RunFolder, run: RunRecord, tasks: Sequence[TaskRecord]) ->
     run = replace(run, totals={**summary.record(), "invalid": summary.invalid(run.config.max_infra)})
     folder.finish(run, report(run, records, summary, tasks))
     return summary
+
+
+class _Count:
+    """How many trials have ended: those that are written, and those of the batch that runs."""
+
+    def __init__(self, folder: RunFolder, total: int, progress: Callable[[int, int], None]) -> None:
+        self._folder, self._total, self._progress, self._running = folder, total, progress, 0
+
+    def one(self) -> None:
+        """A trial of the batch has ended; one that is tried again counts once more, up to all."""
+        self._running += 1
+        self._progress(min(self._total, len(self._folder.done) + self._running), self._total)
+
+    def batch(self) -> None:
+        """The batch is written."""
+        self._running = 0
+        self._progress(len(self._folder.done), self._total)
 
 
 class _Runner:

@@ -1,6 +1,7 @@
 """Cells that nodes of a cluster compile, in the cache of the machine that asked; the compilers are stubs."""
 
 import json
+import re
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
@@ -62,8 +63,11 @@ class InProcess(AbstractContextManager["InProcess"]):
     def __exit__(self, *_: object) -> None:
         pass
 
-    def map(self, pieces):
-        return map(self.worker.work, pieces)
+    def map(self, pieces, ended):
+        for number, piece in enumerate(pieces):
+            done = self.worker.work(piece)
+            ended(number)
+            yield done
 
 
 class Asked:
@@ -108,6 +112,16 @@ def test_cells_of_nodes_are_what_the_build_finds_and_a_second_run_needs_no_clust
         assert (tmp_path / f"{name}.exec").read_text() == f"exec of {name}"
     asked.run()
     assert asked.pools == 1
+
+
+def test_cells_are_told_by_name_as_they_start_and_end_on_the_cluster(asked, capsys):
+    """A build on a cluster said nothing for minutes."""
+    asked.run()
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("cpu-tp1, ")]
+    assert [line.partition(": ")[0] for line in said[::2]] == [line.partition(": ")[0] for line in said[1::2]]
+    assert sorted(line.split()[1].rstrip(":") for line in said[::2]) == CELLS
+    assert all(line.endswith(": compiling on the cluster") for line in said[::2])
+    assert all(re.search(r": ended after \d+\.\d s$", line) for line in said[1::2])
 
 
 def test_a_cell_that_fails_loses_none_of_the_others(asked, tmp_path, monkeypatch):

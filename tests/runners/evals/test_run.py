@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.runners.cli.eval import lines
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.evals import folder
@@ -495,3 +496,30 @@ def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "r" / folder.TASKS)
     with pytest.raises(EvalError, match=r"file `tasks.jsonl`: expected a readable file, found a pipe"):
         diff(tmp_path / "r", tmp_path / "r")
+
+
+class Telling(FakeBackend):
+    """Says of each prompt that it ended, as an engine does."""
+
+    def generate(self, asks):
+        done = super().generate(asks)
+        for _ in asks:
+            self.ended()
+        return done
+
+
+def test_trials_are_counted_as_they_end(tmp_path):
+    """The bar jumped from 0 to 100 % where all trials were one batch."""
+    told = []
+    suite = Suite("ten", numbered(10))
+    run_suite(suite, Telling(half), tmp_path / "run", RunConfig(batch=8), progress=lambda *each: told.append(each))
+    done = [number for number, total in told if total == 10]
+    assert len(done) == len(told) and done == [*range(1, 9), 8, 9, 10, 10]
+
+
+def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(capsys):
+    now = iter([0.0, 3.0, 10.5, 10.5, 12.0, 30.0, 30.0])
+    tell = lines("eval ten", lambda: next(now))
+    for done in (1, 2, 3, 1204):
+        tell(done, 2000)
+    assert capsys.readouterr().err == "eval ten: 2 of 2,000\neval ten: 1,204 of 2,000\n"
