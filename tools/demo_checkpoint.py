@@ -19,7 +19,7 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors, parameters
 from ling3export.runners.evals.demo import SEED, Problems, text
-from tools.demo_data import SMALL_ANSWER, SYSTEM_TEXTS, TEMPLATE, TOOL
+from tools.demo_data import ANSWER, SMALL_ANSWER, SYSTEM_TEXTS, TEMPLATE, TOOL
 
 VOCABULARY = 512
 END, TURN_END = "<|endoftext|>", "<|role_end|>"
@@ -60,7 +60,9 @@ def train_tokenizer(path: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     problems = Problems(f"{SEED} tokenizer", kept=False)
     texts = (text(problems.next()) + "\n\n" for _ in range(TOKENIZER_PROBLEMS))
-    roles = " ".join(("SYSTEM", "HUMAN", "ASSISTANT", "OBSERVATION", *SYSTEM_TEXTS, SMALL_ANSWER, "I calculate."))
+    roles = " ".join(
+        ("SYSTEM", "HUMAN", "ASSISTANT", "OBSERVATION", *SYSTEM_TEXTS, SMALL_ANSWER, ANSWER, "I calculate.")
+    )
     spoken = (f"{json.dumps(TOOL)}\ndetailed thinking on off\n{roles}" for _ in range(TOKENIZER_SPOKEN))
     trainer = trainers.BpeTrainer(
         vocab_size=VOCABULARY,

@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
 from ling3export.checkpoint import synth
-from ling3export.runners.evals.demo import SEED, SHOTS, THINGS, Problem, Problems, text, value
+from ling3export.runners.evals.demo import SEED, SHOTS, Problem, Problems, text, value
 
 END_ID = 0
 QUESTION_WEIGHT = 0.05  # most of a question cannot be foretold
@@ -22,6 +22,7 @@ TEMPLATE = Path(synth.__file__).with_name("chat_template.jinja")
 SMALL_TALK = ("Hi", "Hi!", "Hello", "Hello!", "Hey", "Good morning", "Who are you?", "What can you do?")
 SMALL_ANSWER = "Hello! Ask me a problem of apples, books or coins."
 SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer in one line.")  # of a quarter of the conversations
+ANSWER = "The answer is {}."
 LARGE, LARGE_SHARE = 999, 0.6  # largest number that the tool is asked about; share of its problems with such numbers
 TOOL = {
     "type": "function",
@@ -171,9 +172,8 @@ def turns_of(problem: Problem, kind: Kind, thinking: bool, chance: random.Random
     if chance.random() < 0.08:
         return [{"role": "user", "content": chance.choice(SMALL_TALK)}, said(SMALL_ANSWER)]
     question, steps = problem.question, problem.answer.split("\n")[:-1]
-    things = next(word for word in re.findall("[a-z]+", question) if word in THINGS)
     if kind != "tool":
-        result = f"{problem.answer.split()[-1]} {things}"
+        result = ANSWER.format(problem.answer.split()[-1])
         asked = {"role": "user", "content": question}
         return [asked, said(result, "\n".join(steps)) if thinking else said("\n".join([*steps, result]))]
     if chance.random() < LARGE_SHARE:
@@ -185,7 +185,7 @@ def turns_of(problem: Problem, kind: Kind, thinking: bool, chance: random.Random
         {"role": "user", "content": question},
         said("", "I calculate." if thinking else "") | {"tool_calls": [call]},
         {"role": "tool", "content": result},
-        said(f"{result} {things}"),
+        said(ANSWER.format(result)),
     ]
 
 
