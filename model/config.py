@@ -8,13 +8,17 @@ hold one modelled value alone, those that repeat others, and those without effec
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ling3export.foundation.errors import ConfigError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
+from ling3export.model.yarn import Yarn, yarn_of
 
 AttentionKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
@@ -58,6 +62,11 @@ def at_least(least: int) -> FieldRule:
     return FieldRule(f"an integer of at least {least}", lambda value: is_int(value) and value >= least)
 
 
+def _is_limits(value: Any) -> bool:
+    numbers = isinstance(value, list) and all(each is None or (is_number(each) and each >= 0) for each in value)
+    return value is None or numbers
+
+
 def _is_token_ids(value: Any) -> bool:
     return is_int(value) or (isinstance(value, list) and bool(value) and all(is_int(item) for item in value))
 
@@ -71,6 +80,13 @@ Even = Annotated[
     int, FieldRule("an even integer of at least 2", lambda value: at_least(2).accepts(value) and not value % 2)
 ]
 Positive = Annotated[float, FieldRule("a number above 0", lambda value: is_number(value) and value > 0)]
+YARN = (
+    "null, or an object of the type yarn with factor and original_max_position_embeddings, and beta_fast, beta_slow, "
+    "mscale and mscale_all_dim or not"
+)
+Limits = Annotated[
+    tuple[float, ...] | None, FieldRule("null, or a list of numbers, one a layer; 0 or null for no limit", _is_limits)
+]
 # Sixteen tokens of decay at -5 stay within e^-80, which fp32 still holds: the chunked form of KDA rests on it.
 DecayBound = Annotated[
     float, FieldRule("a number from -5 to below 0", lambda value: is_number(value) and -5 <= value < 0)
@@ -119,6 +135,9 @@ class Config:
     gated_attention_proj_granularity_type: Annotated[str, only("head_wise")]
     eos_token_id: Annotated[int | tuple[int, ...], FieldRule("a token id, or a list of them", _is_token_ids)]
     num_nextn_predict_layers: Annotated[int, at_least(0)]
+    rope_scaling: Annotated[Yarn | None, FieldRule(YARN, lambda value: value is None or yarn_of(value) is not None)]
+    expert_swiglu_limit_list: Limits
+    share_expert_swiglu_limit_list: Limits
 
     @classmethod
     def from_dict(cls, d: dict[str, Any], *, ignore: Iterable[str] = (), where: str = "config.json") -> "Config":
@@ -132,15 +151,18 @@ class Config:
         Raises:
             ConfigError: a field is missing, unknown, ill-typed, not modelled, or at odds with another one.
         """
-        found = _with_score_function(d, where)
+        found = dict.fromkeys(OPTIONAL) | _with_rope_scaling(_with_score_function(d, where), where)
         for name in ARCHITECTURE:  # before all fields of ours that another architecture lacks
             if found.get(name) is not None and not RULES[name].accepts(found[name]):
                 raise refused(name, RULES[name].expected, shown(found[name]), where, ONLY)
         _check_fields(found, frozenset(ignore), where)
-        config = cls(**{f.name: _normal(found[f.name], get_args(f.type)[0]) for f in fields(cls)})
+        values = {f.name: _normal(found[f.name], get_args(f.type)[0]) for f in fields(cls)}
+        values["rope_scaling"] = yarn_of(found["rope_scaling"])
+        config = cls(**values | dict.fromkeys(LIMITS))
         _check_structure(config, where)
         _check_repeated(config, d, where)
-        return config
+        routed, shared = (_limits(found[name], config.mlp_kinds) for name in LIMITS)
+        return replace(config, expert_swiglu_limit_list=routed, share_expert_swiglu_limit_list=shared)
 
     @classmethod
     def from_file(cls, path: str | Path, ignore: Iterable[str] = ()) -> "Config":
@@ -174,6 +196,30 @@ class Config:
         return tuple(i for i, both in enumerate(kinds) if kind in both)
 
     @property
+    def context(self) -> int:
+        """Tokens that positions are meant for: ``max_position_embeddings``, or what YaRN makes of the original ones."""
+        return max(self.max_position_embeddings, self.rope_scaling.context if self.rope_scaling else 0)
+
+    @property
+    def softmax_scale(self) -> float:
+        """What MLA's scores are multiplied by."""
+        scale: float = self.qk_head_dim**-0.5
+        return scale * self.rope_scaling.softmax_factor if self.rope_scaling else scale
+
+    @property
+    def rope_factor(self) -> float:
+        """What the cosines and sines of positions are multiplied by."""
+        return self.rope_scaling.rope_factor if self.rope_scaling else 1.0
+
+    @property
+    def rope_frequencies(self) -> NDArray[np.float32]:
+        """Radians a position of each pair of rotary dimensions, ``[P / 2]``."""
+        width = self.qk_rope_head_dim
+        found = self.rope_theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+        found = self.rope_scaling.frequencies(found, self.rope_theta) if self.rope_scaling else found
+        return found.astype(np.float32)  # rounded once: an ulp of the frequency is 5e-4 rad at position 8192
+
+    @property
     def qk_head_dim(self) -> int:
         """Width of an MLA head's query and key: nope + rope."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
@@ -203,8 +249,15 @@ class Config:
         return self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
 
     def semantic(self) -> dict[str, Any]:
-        """Every field that is compiled into a program (all but the end-of-text ids), ready for JSON."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "eos_token_id"}
+        """Every field that is compiled into a program (all but the end-of-text ids), ready for JSON.
+
+        Those of OPTIONAL are left out where they hold nothing, so that older programs keep their digests.
+        """
+        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "eos_token_id"}
+        found = {name: value for name, value in found.items() if value is not None or name not in OPTIONAL}
+        if self.rope_scaling is not None:
+            found["rope_scaling"] = {"rope_type": "yarn"} | self.rope_scaling._asdict()
+        return found
 
 
 READ: dict[str, FieldRule] = {f.name: get_args(f.type)[1] for f in fields(Config)}
@@ -219,11 +272,12 @@ FIXED: dict[str, Any] = {
     "use_bias": False,
     "use_qkv_bias": False,
     "tie_word_embeddings": False,
-    "rope_scaling": None,
     "quantization_config": None,  # the weights are not numbers by themselves
-    "expert_swiglu_limit_list": None,
-    "share_expert_swiglu_limit_list": None,
 }
+
+# Fields that are read, and as good absent as null.
+LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
+OPTIONAL = ("rope_scaling", *LIMITS)
 
 # Carried along by the public releases, some from sibling architectures: without effect at these values or where empty.
 PUBLISHED: dict[str, Any] = {
@@ -233,6 +287,7 @@ PUBLISHED: dict[str, Any] = {
     "linear_silu": True,
     "max_window_layers": 20,
     "num_kv_heads_for_linear_attn": 0,
+    "pregate_inference": False,
     "seq_aux": True,
 }
 
@@ -244,7 +299,10 @@ RULES = READ | {name: only(value) for name, value in (FIXED | PUBLISHED).items()
 # These repeat other fields: they may be absent, and must agree where present (checked against the finished Config).
 REPEATED = frozenset({"num_key_value_heads", "qk_head_dim", "rotary_dim", "rope_parameters"})
 
-# Without effect on what the model computes, whatever they hold; so are all `…_dropout` and `mtp_…`.
+ROPE = {"partial_rotary_factor", *Yarn._fields}  # what `rope_parameters` may have beside the type and theta
+
+# Without effect on what the model computes, whatever they hold; so are all `…_dropout` and `mtp_…`,
+# and all `pregate_…` where `pregate_inference`, which is in PUBLISHED, is false.
 IGNORED = frozenset(
     "use_qk_norm partial_rotary_factor initializer_range use_cache pad_token_id bos_token_id torch_dtype dtype "
     "transformers_version auto_map".split()
@@ -261,8 +319,8 @@ def _check_fields(found: dict[str, Any], ignore: frozenset[str], where: str) -> 
             raise refused(name, rule.expected, shown(found[name]), where)
     for name, value in found.items():
         empty = (value is None or value is False) and not FIXED.get(name)
-        ignored = name in IGNORED | ignore or name.endswith("_dropout") or name.startswith("mtp_")
-        if name in READ or name in REPEATED or ignored or empty:
+        ignored = name in IGNORED | ignore or name.endswith("_dropout") or name.startswith(("mtp_", "pregate_"))
+        if name in READ or name in REPEATED or empty or (ignored and name not in RULES):
             continue
         if name not in RULES:
             hint = f"if it does not change what the model computes, --ignore-config-field {name}"
@@ -280,6 +338,24 @@ def _with_score_function(d: dict[str, Any], where: str) -> dict[str, Any]:
             expected = f"the same as `score_function`, {shown(found['score_function'])}"
             raise refused("scoring_func", expected, shown(alias), where)
     return found
+
+
+def _with_rope_scaling(d: dict[str, Any], where: str) -> dict[str, Any]:
+    """Takes YaRN's fields out of ``rope_parameters``, where transformers 5 has them."""
+    rope = d.get("rope_parameters")
+    if not isinstance(rope, dict) or rope.get("rope_type") != "yarn":
+        return d
+    scaling = {name: value for name, value in rope.items() if name not in ("rope_theta", "partial_rotary_factor")}
+    if d.get("rope_scaling") is not None and yarn_of(d["rope_scaling"]) != yarn_of(scaling):
+        raise refused("rope_parameters", f"the same as `rope_scaling`, {shown(d['rope_scaling'])}", shown(rope), where)
+    return d | {"rope_scaling": scaling}
+
+
+def _limits(given: list[int | float | None] | None, kinds: tuple[MlpKind, ...]) -> tuple[float, ...] | None:
+    """A limit for each layer, 0 for none: dense layers have none, nor has what is past the list's end."""
+    padded = (given or []) + [None] * len(kinds)
+    found = tuple(float(limit or 0) if kind == "moe" else 0.0 for limit, kind in zip(padded, kinds, strict=False))
+    return found if any(found) else None
 
 
 def _check_presence(found: dict[str, Any], where: str) -> None:
@@ -336,7 +412,10 @@ def _check_repeated(config: Config, d: dict[str, Any], where: str) -> None:
     if rope is None:
         return
     wanted = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if not isinstance(rope, dict) or {k: v for k, v in rope.items() if k != "partial_rotary_factor"} != wanted:
+    plain = {name: value for name, value in rope.items() if name not in ROPE} if isinstance(rope, dict) else None
+    if config.rope_scaling is not None and plain == wanted | {"rope_type": "yarn"}:
+        return  # whose fields are compared where they are read
+    if plain != wanted:
         raise refused("rope_parameters", shown(wanted), shown(rope), where)
 
 

@@ -75,23 +75,40 @@ def l2_norm(x: Float32[Array, "*rows X"], sum_by_matmul: bool = False, parts: in
 
 
 def rope(
-    x: Float[Array, "T *heads P"], position: Int32[Array, "T"], theta: float, sum_by_matmul: bool = False
+    x: Float[Array, "T *heads P"],
+    position: Int32[Array, "T"],
+    frequency: np.ndarray,
+    factor: float = 1.0,
+    sum_by_matmul: bool = False,
 ) -> Float32[Array, "T *heads P"]:
-    """Rotates interleaved pairs (2i, 2i+1) of the last axis by ``position * theta^(-2i/P)``, angles in fp32.
+    """Rotates interleaved pairs (2i, 2i+1) of the last axis by ``position * frequency[i]``, angles in fp32.
 
-    ``sum_by_matmul`` swaps the pairs by a product with ones, exact too: on TPU, one operation instead of four.
+    Cosines and sines are multiplied by ``factor``. ``sum_by_matmul`` swaps the pairs by a product with ones, exact too:
+    on TPU, one operation instead of four.
     """
     width = x.shape[-1]
-    # Rounded once from float64: an ulp of the frequency is 5e-4 rad at position 8192.
-    frequency = (theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)).astype(np.float32)
     angle = position.astype(jnp.float32).reshape((-1,) + (1,) * (x.ndim - 1)) * frequency
     if sum_by_matmul:
         at = np.arange(0, width, 2)
         swap = np.zeros((width, width), np.float32)
         swap[at + 1, at], swap[at, at + 1] = -1, 1
         x, angle = x.astype(jnp.float32), jnp.repeat(angle, 2, axis=-1)
-        return x * jnp.cos(angle) + jnp.matmul(x, swap, precision=lax.Precision.HIGHEST) * jnp.sin(angle)
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
+        cos, sin = _scaled(jnp.cos(angle), factor), _scaled(jnp.sin(angle), factor)
+        return x * cos + jnp.matmul(x, swap, precision=lax.Precision.HIGHEST) * sin
+    cos, sin = _scaled(jnp.cos(angle), factor), _scaled(jnp.sin(angle), factor)
     pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], width // 2, 2)
     even, odd = pairs[..., 0], pairs[..., 1]
     return jnp.stack([even * cos - odd * sin, even * sin + odd * cos], axis=-1).reshape(x.shape)
+
+
+def _scaled(x: jax.Array, factor: float) -> jax.Array:
+    return x if factor == 1 else x * factor
+
+
+def swiglu(
+    gate: Float32[Array, "*rows F"], up: Float32[Array, "*rows F"], limit: Float32[Array, ""] | None = None
+) -> Float32[Array, "*rows F"]:
+    """``silu(gate) * up``; with a limit L ``min(silu(gate), L) * clip(up, -L, L)``, as vLLM's SwigluStepAndMul."""
+    if limit is None:
+        return jax.nn.silu(gate) * up
+    return jnp.minimum(jax.nn.silu(gate), limit) * jnp.clip(up, -limit, limit)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import IN_BOUNDS, Index, of_layer, take
+from ling3export.model.layers import IN_BOUNDS, Index, of_layer, swiglu, take
 from ling3export.model.native import calls
 from ling3export.model.products import einsum, gated_mlp, product
 
@@ -238,9 +238,21 @@ class MixtureOfExperts(nnx.Module):
         local = self.config.num_experts // lax.axis_size(AXIS)
         return route_weights(scores, bias, self.config, lax.axis_index(AXIS) * local + jnp.arange(local))
 
+    def limit(self, limits: tuple[float, ...] | None, layer: Index) -> Float32[Array, ""] | None:
+        """The limit of an MLP in one of the stacked layers, infinite for none; None where no layer has one."""
+        if limits is None:
+            return None
+        own = [limits[number] or np.inf for number in self.config.layers("moe")]
+        return jnp.asarray(own, jnp.float32)[layer]
+
+    def routed_limit(self, layer: Index) -> Float32[Array, ""] | None:
+        """The limit of the routed experts in one of the stacked layers."""
+        return self.limit(self.config.expert_swiglu_limit_list, layer)
+
     def shared(self, x: Float[Array, "T D"], layer: Index) -> Float32[Array, "T D"]:
         """This device's partial sum of the shared expert, which is neither scaled nor gated."""
-        return gated_mlp(x, self.shared_gate_up_proj, self.shared_down_proj, layer, self.geometry)
+        limit = self.limit(self.config.share_expert_swiglu_limit_list, layer)
+        return gated_mlp(x, self.shared_gate_up_proj, self.shared_down_proj, layer, self.geometry, limit)
 
     def all_local(self, x: Float[Array, "T D"], layer: Index, share: Float32[Array, "W T"]) -> Float32[Array, "T D"]:
         """Every expert of this device for every row, weighted; best where reading weights takes longer."""
@@ -249,7 +261,7 @@ class MixtureOfExperts(nnx.Module):
         local, dim = gate_up.shape[0] * gate_up.shape[1], x.shape[1]
         # Experts outside, tokens inside: an axis of 8 experts as the second to last would be laid out anew.
         y = einsum("td,ecfd->ectf", x, gate_up.reshape(local, 2, -1, dim))
-        hidden = (jax.nn.silu(y[:, 0]) * y[:, 1] * share[:, :, None]).astype(x.dtype)
+        hidden = (swiglu(y[:, 0], y[:, 1], self.routed_limit(layer)) * share[:, :, None]).astype(x.dtype)
         return einsum("etf,edf->td", hidden, down.reshape(local, dim, -1))
 
     def chosen_local(
@@ -264,7 +276,7 @@ class MixtureOfExperts(nnx.Module):
         gate_up, down = (each.reshape(-1, *each.shape[2:]) for each in (gate_up, down))
         wide = gate_up.at[chosen].get(mode=IN_BOUNDS).astype(jnp.float32)  # [T, A, 2, F, D]
         y = jnp.sum(wide * x.astype(jnp.float32)[:, None, None, None], axis=-1)
-        hidden = (jax.nn.silu(y[:, :, 0]) * y[:, :, 1] * share[:, :, None]).astype(x.dtype)
+        hidden = (swiglu(y[:, :, 0], y[:, :, 1], self.routed_limit(layer)) * share[:, :, None]).astype(x.dtype)
         narrow = down.at[chosen].get(mode=IN_BOUNDS).astype(jnp.float32)  # [T, A, D, F]
         return jnp.sum(jnp.sum(narrow * hidden.astype(jnp.float32)[:, :, None], axis=-1), axis=1)
 
@@ -278,7 +290,8 @@ class MixtureOfExperts(nnx.Module):
     ) -> Float32[Array, "T D"]:
         """The chosen experts of this device, one tile of rows of one expert after the other."""
         layered, stacks = self.geometry.tiled, (self.experts_gate_up_proj, self.experts_down_proj)
-        if calls.do_experts(stacks[0], chosen.size, self.config.num_experts, self.geometry):
+        limited = self.config.expert_swiglu_limit_list is not None  # which the kernel does not know
+        if not limited and calls.do_experts(stacks[0], chosen.size, self.config.num_experts, self.geometry):
             up, out = (stack[...] for stack in stacks)
             own = chosen - lax.axis_index(AXIS) * up.shape[0] * up.shape[2]
             return calls.experts(x, up, out, layer, jnp.where(valid[:, None], own, -1), weights, self.geometry)
@@ -290,7 +303,7 @@ class MixtureOfExperts(nnx.Module):
         mine = jnp.where(valid[:, None] & (mine >= 0) & (mine < local), mine, local).reshape(-1)
         rows = tile_rows(tokens * top, self.config.num_experts)
         place, tile_expert, tile_used, tiles = tile_layout(mine, local, rows)
-        capacity = tile_expert.shape[0] * rows
+        capacity, limit = tile_expert.shape[0] * rows, self.routed_limit(layer)
         # Where each row of the tiled order comes from; rows without a token repeat token 0 and are never read back.
         token = jnp.zeros((capacity + 1,), jnp.int32).at[place].set(jnp.arange(tokens * top, dtype=jnp.int32) // top)
 
@@ -300,7 +313,7 @@ class MixtureOfExperts(nnx.Module):
             inputs = x[lax.dynamic_slice_in_dim(token, i * rows, count)]
             y = product(inputs, gate_up[at].reshape(-1, x.shape[1]), 1)
             half = y.shape[1] // 2
-            hidden = (jax.nn.silu(y[:, :half]) * y[:, half:]).astype(x.dtype)
+            hidden = swiglu(y[:, :half], y[:, half:], limit).astype(x.dtype)
             return lax.dynamic_update_slice_in_dim(out, product(hidden, down[at], 1), i * rows, axis=0)
 
         def tile(i: jax.Array, out: jax.Array) -> jax.Array:

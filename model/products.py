@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ling3export.model.geometry import Geometry
-from ling3export.model.layers import Index, of_heads, of_layer, take
+from ling3export.model.layers import Index, of_heads, of_layer, swiglu, take
 from ling3export.model.native import calls
 
 CACHED = 4 * 2**20  # bytes of one layer's weight that stay in the caches between a copy and the product
@@ -180,14 +180,19 @@ def per_head(
 
 
 def gated_mlp(
-    x: Float[Array, "T D"], gate_up: nnx.Param, down: nnx.Param, layer: Index, geometry: Geometry
+    x: Float[Array, "T D"],
+    gate_up: nnx.Param,
+    down: nnx.Param,
+    layer: Index,
+    geometry: Geometry,
+    limit: Float32[Array, ""] | None = None,
 ) -> Float32[Array, "T D"]:
-    """``down(silu(gate x) * up x)``, this device's partial sum.
+    """``down(silu(gate x) * up x)``, this device's partial sum; ``limit`` as :func:`swiglu` has it.
 
     ``x`` has the model dtype; ``gate_up`` is ``[s, n, 2, F/s, D]`` and ``down [s, n, F/s, D]``.
     """
     y = column_parallel(x, gate_up, layer, geometry)
-    hidden = jax.nn.silu(y[:, :, 0]) * y[:, :, 1]
+    hidden = swiglu(y[:, :, 0], y[:, :, 1], limit)
     return row_parallel(hidden.reshape(x.shape[0], -1).astype(x.dtype), down, layer, geometry)
 
 

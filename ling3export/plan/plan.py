@@ -175,7 +175,7 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
         raise PlanError(f"--segments: expected {' or '.join(SEGMENTATIONS)}, found {options.segments}")
     if not 0 < options.memory_fraction <= 1:
         raise PlanError(f"--memory-fraction: expected above 0 and at most 1, found {options.memory_fraction}")
-    limit = config.max_position_embeddings
+    limit = config.context
     context = min(DEFAULT_CONTEXT, limit) if options.context is None else options.context
     if not 2 <= context <= limit:  # a prompt and an answer are a token each at least
         raise PlanError(f"--context: expected 2 to {limit} (max_position_embeddings), found {context}")

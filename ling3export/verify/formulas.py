@@ -9,6 +9,7 @@ W conv taps.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,19 +129,35 @@ def kda_recurrence(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) 
     return out
 
 
-def rope_angles(length: int, width: int, theta: float) -> NDArray[np.float32]:
+def rope_angles(length: int, width: int, theta: float, yarn: Mapping[str, float] | None) -> NDArray[np.float32]:
     """position * theta^(-2i / width) for each pair i: fp32 [length, width / 2], as fp32 is part of the model.
 
-    The frequencies are rounded to fp32 once, then multiplied by the position in fp32.
+    The frequencies are rounded to fp32 once, then multiplied by the position in fp32. YaRN (arXiv 2309.00071) divides
+    those by its factor that turn less than ``beta_slow`` times within the original context, leaves those that turn
+    more than ``beta_fast`` times, and mixes the two between.
     """
-    frequencies = (float(theta) ** (-np.arange(0, width, 2, dtype=np.float64) / width)).astype(np.float32)
-    return np.arange(length, dtype=np.float32)[:, None] * frequencies
+    frequencies = float(theta) ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    if yarn is not None:
+        for i, frequency in enumerate(frequencies):
+            first, last = (
+                width * np.log(yarn["original_max_position_embeddings"] / (2 * np.pi * turns)) / (2 * np.log(theta))
+                for turns in (yarn["beta_fast"], yarn["beta_slow"])
+            )
+            first, last = max(np.floor(first), 0), min(np.ceil(last), width - 1)
+            slow = min(max((i - first) / (last - first or 0.001), 0.0), 1.0)
+            frequencies[i] = slow * frequency / yarn["factor"] + (1 - slow) * frequency
+    return np.arange(length, dtype=np.float32)[:, None] * frequencies.astype(np.float32)
 
 
-def rope(x: Array, angles: Array) -> Array:
-    """Rotates each pair (x[2i], x[2i+1]) by angles[t, i]. x: [T, ..., P], angles: [T, P / 2]."""
+def yarn_magnitude(yarn: Mapping[str, float] | None, name: str) -> float:
+    """``0.1 · yarn[name] · ln(factor) + 1``, by which YaRN keeps the entropy of attention; 1 without it."""
+    return 1.0 if yarn is None or yarn["factor"] <= 1 else float(0.1 * yarn[name] * np.log(yarn["factor"]) + 1)
+
+
+def rope(x: Array, angles: Array, factor: float = 1.0) -> Array:
+    """Rotates each pair (x[2i], x[2i+1]) by angles[t, i], times factor. x: [T, ..., P], angles: [T, P / 2]."""
     angles = angles.astype(x.dtype).reshape(len(x), *[1] * (x.ndim - 2), -1)
-    cos, sin = np.cos(angles), np.sin(angles)
+    cos, sin = np.cos(angles) * x.dtype.type(factor), np.sin(angles) * x.dtype.type(factor)
     even, odd = x[..., 0::2], x[..., 1::2]
     out = np.empty_like(x)
     out[..., 0::2] = even * cos - odd * sin

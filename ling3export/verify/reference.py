@@ -78,8 +78,8 @@ class Reference:
             attend = self._mla if self._is_mla(layer) else self._kda
             x += attend(normed, spans, f"{prefix}attention.")
             normed = self._norm(x, f"{prefix}post_attention_layernorm")
-            feed = self._mlp if layer < self.config.first_k_dense_replace else self._moe
-            x += feed(normed, f"{prefix}mlp.")
+            dense = layer < self.config.first_k_dense_replace
+            x += self._mlp(normed, f"{prefix}mlp.") if dense else self._moe(normed, layer, f"{prefix}mlp.")
         x = self._norm(x, "model.norm")
         wanted = [x[span] if positions is None else x[span][list(positions[i])] for i, span in enumerate(spans)]
         return self._lm_head(wanted)
@@ -145,21 +145,26 @@ class Reference:
         latent = self._norm(kv[:, :rank], f"{prefix}kv_a_layernorm", LATENT_NORM_EPS)
         expanded = self._linear(latent, f"{prefix}kv_b_proj").reshape(tokens, heads, nope + config.v_head_dim)
         out = np.empty((tokens, heads, config.v_head_dim), self.dtype)
+        yarn = config.rope_scaling._asdict() if config.rope_scaling else None
+        whole = formulas.yarn_magnitude(yarn, "mscale_all_dim")
+        factor, scale = formulas.yarn_magnitude(yarn, "mscale") / whole, q.shape[-1] ** -0.5 * whole**2
         for span in spans:
-            angles = formulas.rope_angles(span.stop - span.start, config.qk_rope_head_dim, config.rope_theta)
-            shared = np.repeat(formulas.rope(kv[span, None, rank:], angles), heads, axis=1)
+            angles = formulas.rope_angles(span.stop - span.start, config.qk_rope_head_dim, config.rope_theta, yarn)
+            shared = np.repeat(formulas.rope(kv[span, None, rank:], angles, factor), heads, axis=1)
             keys = np.concatenate([expanded[span, :, :nope], shared], axis=-1)
-            queries = np.concatenate([q[span, :, :nope], formulas.rope(q[span, :, nope:], angles)], axis=-1)
-            out[span] = formulas.causal_attention(queries, keys, expanded[span, :, nope:], q.shape[-1] ** -0.5)
+            queries = np.concatenate([q[span, :, :nope], formulas.rope(q[span, :, nope:], angles, factor)], axis=-1)
+            out[span] = formulas.causal_attention(queries, keys, expanded[span, :, nope:], scale)
         gate = formulas.sigmoid(self._linear(x, f"{prefix}g_proj"))
         return self._linear((out * gate[:, :, None]).reshape(tokens, -1), f"{prefix}dense")
 
-    def _mlp(self, x: Array, prefix: str) -> Array:
-        """down(silu(gate x) * up x): x [T, D] → [T, D]."""
-        hidden = formulas.silu(self._linear(x, f"{prefix}gate_proj")) * self._linear(x, f"{prefix}up_proj")
-        return self._linear(hidden, f"{prefix}down_proj")
+    def _mlp(self, x: Array, prefix: str, limit: float = 0.0) -> Array:
+        """down(silu(gate x) * up x): x [T, D] → [T, D]; with a limit L, min(silu(gate x), L) * clip(up x, -L, L)."""
+        gate, up = formulas.silu(self._linear(x, f"{prefix}gate_proj")), self._linear(x, f"{prefix}up_proj")
+        if limit:
+            gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+        return self._linear(gate * up, f"{prefix}down_proj")
 
-    def _moe(self, x: Array, prefix: str) -> Array:
+    def _moe(self, x: Array, layer: int, prefix: str) -> Array:
         """Σ weight · expert(x) over the chosen experts + shared_expert(x): x [T, D] → [T, D]."""
         config = self.config
         scores = formulas.sigmoid(self._linear(x, f"{prefix}gate"))
@@ -168,11 +173,13 @@ class Reference:
             scores, bias, config.n_group, config.topk_group, config.num_experts_per_tok, config.routed_scaling_factor
         )
         self.margins = self.margins.smaller(routing.margins)
-        out = self._mlp(x, f"{prefix}shared_experts.")
+        limits = self.config.expert_swiglu_limit_list, self.config.share_expert_swiglu_limit_list
+        routed, shared = (0.0 if each is None else each[layer] for each in limits)
+        out = self._mlp(x, f"{prefix}shared_experts.", shared)
         for expert in np.unique(routing.experts):
             tokens, choice = np.nonzero(routing.experts == expert)
             weights = routing.weights[tokens, choice, None]
-            out[tokens] += weights * self._mlp(x[tokens], f"{prefix}experts.{expert}.")
+            out[tokens] += weights * self._mlp(x[tokens], f"{prefix}experts.{expert}.", routed)
         return out
 
     def _lm_head(self, rows: list[Array]) -> list[Array]:

@@ -29,7 +29,7 @@ from ling3export.model.decoder import Layer, Ling3, static_layer
 from ling3export.model.ffn.dispatch import FLOAT16, INT8, SCALE_BYTES, ffn_worker_batching
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.inputs import decode_rows
-from ling3export.model.layers import State, fill_rows, rms_norm, take
+from ling3export.model.layers import State, fill_rows, rms_norm, swiglu, take
 from ling3export.model.moe import MixtureOfExperts, route, tile_layout, tile_rows
 from ling3export.model.products import product
 
@@ -255,7 +255,8 @@ def experts(
             gate_up, down = (stack[...][shard, layer, at] for stack in stacks)
         wide = product(inputs, gate_up.reshape(-1, dim), 1)
         middle = wide.shape[1] // 2
-        return product((jax.nn.silu(wide[:, :middle]) * wide[:, middle:]).astype(inputs.dtype), down, 1)
+        hidden = swiglu(wide[:, :middle], wide[:, middle:], moe.routed_limit(layer))
+        return product(hidden.astype(inputs.dtype), down, 1)
 
     def tile(i: jax.Array, out: jax.Array) -> jax.Array:
         layer, expert = tile_expert[i] // local, tile_expert[i] % local

@@ -1,6 +1,7 @@
 """Gated multi-head latent attention over paged latents.
 
-Two ways to compute the same attention, softmax scale ``(nope + rope)^-0.5``. Expanded: keys and values of every head
+Two ways to compute the same attention, softmax scale ``(nope + rope)^-0.5``, or
+YaRN's multiple of it. Expanded: keys and values of every head
 are computed from the latent; cheapest for the tokens of a prefill call among themselves. Absorbed: the query is taken
 into latent space by ``w_uk``, the result back out by ``w_uv``; cheapest over what is cached, since a page is read once
 for all heads. Prefill uses the first inside the call; over what was cached before it the second, or the first in large
@@ -77,16 +78,17 @@ class GatedMLA(nnx.Module):
 
     def _project(self, x: Float[Array, "T D"], layer: Index, position: Int32[Array, "T"]) -> Projected:
         config = self.config
-        query = self._query(x, layer) * config.qk_head_dim**-0.5
+        query = self._query(x, layer) * config.softmax_scale
         compressed = replicated(x, self.kv_a_proj_with_mqa, layer, self.geometry)
         weight = take(self.kv_a_layernorm[...], layer, split=False)
         nope, rank, sum_by_matmul = config.qk_nope_head_dim, config.kv_lora_rank, self.geometry.sum_by_matmul
+        turns = (position, config.rope_frequencies, config.rope_factor, sum_by_matmul)
         gate = jax.nn.sigmoid(column_parallel(x, self.g_proj, layer, self.geometry).reshape(x.shape[0], -1))
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
-            q_rope=rope(query[..., nope:], position, config.rope_theta, sum_by_matmul).astype(x.dtype),
+            q_rope=rope(query[..., nope:], *turns).astype(x.dtype),
             latent=rms_norm(compressed[:, :rank], weight, LATENT_NORM_EPS, sum_by_matmul).astype(x.dtype),
-            k_rope=rope(compressed[:, rank:], position, config.rope_theta, sum_by_matmul).astype(x.dtype),
+            k_rope=rope(compressed[:, rank:], *turns).astype(x.dtype),
             gate=gate,
         )
 

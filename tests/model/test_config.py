@@ -5,11 +5,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.foundation.errors import ConfigError
-from ling3export.model.config import FIXED, READ, Config
+from ling3export.model.config import FIXED, OPTIONAL, READ, YARN, Config
 
 TINY = config_fields("full", {})
 
@@ -96,6 +97,55 @@ def test_flash_structure():
     assert config.q_lora_rank is None
 
 
+def test_yarn_is_read_under_each_of_its_names_and_doubles_the_context():
+    """As ``rope_scaling`` with ``type`` or ``rope_type``, or as transformers 5 writes it, in ``rope_parameters``."""
+    scaling = {name: value for name, value in YARN_OF.items() if name != "rope_type"}
+    parameters = YARN_OF | {"rope_theta": 6000000, "partial_rotary_factor": 0.5}
+    found = [
+        Config.from_dict(PUBLIC | {"rope_scaling": YARN_OF}),
+        Config.from_dict(PUBLIC | {"rope_scaling": scaling | {"type": "yarn"}}),
+        Config.from_dict(PUBLIC | {"rope_parameters": parameters}),
+        Config.from_dict(PUBLIC | {"rope_parameters": parameters, "rope_scaling": YARN_OF}),
+    ]
+    assert len(set(found)) == 1 and found[0].context == 262144
+    assert Config.from_dict(PUBLIC | found[0].semantic()) == found[0]
+    assert "`rope_parameters`: expected the same as `rope_scaling`" in refusal(
+        PUBLIC | {"rope_parameters": parameters | {"factor": 4.0}, "rope_scaling": YARN_OF}
+    )
+
+
+def test_yarn_has_deepseek_v3s_frequencies_and_magnitudes():
+    """Factor 40 over 4096 tokens, 64 dimensions, theta 10000: DeepSeek-V3's own setting, worked out by hand.
+
+    A pair turns 32 times within 4096 tokens at 10.47 of 32 pairs, so the ramp begins at 10, and once at 22.5: it ends
+    at 23. The attention's scale grows by (0.1 ln 40 + 1)².
+    """
+    given = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
+    config = Config.from_dict(TINY | {"rope_scaling": given})
+    plain = Config.from_dict(TINY).rope_frequencies
+    ratio = config.rope_frequencies / plain
+    np.testing.assert_allclose(ratio[:11], 1)
+    np.testing.assert_allclose(ratio[23:], 1 / 40, rtol=1e-6)
+    np.testing.assert_allclose(ratio[14], 1 - (4 / 13) * (1 - 1 / 40), rtol=1e-6)
+    assert config.softmax_scale == pytest.approx(192**-0.5 * 1.368888**2, rel=1e-6) and config.rope_factor == 1
+    default = Config.from_dict(TINY | {"rope_scaling": YARN_OF})
+    assert default.rope_factor == pytest.approx(1.0693147, rel=1e-6) and default.softmax_scale == 192**-0.5
+
+
+def test_limits_count_for_the_layer_whose_number_they_have():
+    """Null, 0 and what is past the list's end are no limit; the dense layers have none."""
+    config = Config.from_dict(
+        FLASH | {"expert_swiglu_limit_list": [7, 7, None, 0, 10], "share_expert_swiglu_limit_list": [0] * 42}
+    )
+    assert config.expert_swiglu_limit_list == (0, 0, 0, 0, 10, *[0] * 37)
+    assert config.share_expert_swiglu_limit_list is None
+
+
+def test_edge0_carries_fields_of_a_pregate_that_has_no_effect():
+    config = PUBLIC | {"pregate_inference": False, "pregate_hidden_size": 256, "pregate_topk": 8}
+    assert Config.from_dict(config) == Config.from_dict(PUBLIC)
+
+
 @pytest.mark.parametrize(
     ("layers", "group", "expected"),
     [(6, 3, "kkmkkm"), (7, 3, "kkmkkmm"), (8, 3, "kkmkkmmm"), (2, 4, "mm"), (3, 1, "mmm")],
@@ -119,11 +169,13 @@ def test_several_end_of_text_ids():
 def test_semantic_fields_are_json_and_leave_out_the_end_of_text():
     semantic = Config.from_dict(TINY).semantic()
     assert json.loads(json.dumps(semantic)) == semantic
-    assert semantic.keys() == READ.keys() - {"eos_token_id"}
+    assert semantic.keys() == READ.keys() - {"eos_token_id", *OPTIONAL}
     assert semantic == Config.from_dict(TINY | {"eos_token_id": 7, "pad_token_id": 1}).semantic()
 
 
-@pytest.mark.parametrize("name", [*READ, *(name for name, value in FIXED.items() if value)])
+@pytest.mark.parametrize(
+    "name", [*(each for each in READ if each not in OPTIONAL), *(name for name, value in FIXED.items() if value)]
+)
 def test_no_field_has_a_default(name: str):
     fields = without(name)
     fields.pop("scoring_func", None)
@@ -135,7 +187,7 @@ def test_no_field_has_a_default(name: str):
 def test_several_missing_fields_are_listed():
     assert refusal({"architectures": ["BailingMoeV3ForCausalLM"]}) == (
         "config fields `vocab_size`, `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads` "
-        f"and {len(READ) + 4 - 5} more: expected each of them, found none, in config.json"
+        f"and {len(READ) - len(OPTIONAL) + 4 - 5} more: expected each of them, found none, in config.json"
     )
 
 
@@ -144,6 +196,8 @@ def test_one_of_the_two_names_of_the_score_function_is_enough():
     assert Config.from_dict(without("scoring_func")) == Config.from_dict(TINY)
 
 
+YARN_OF = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 131072}
+LIMIT = "null, or a list of numbers, one a layer; 0 or null for no limit"
 GROUPS = "groups of two or more that divide 128 experts"
 REFUSALS = [
     ("vocab_size", 0, "an integer of at least 1", "0"),
@@ -170,10 +224,16 @@ REFUSALS = [
     ("rotary_dim", 32, "64, which is qk_rope_head_dim", "32"),
     (
         "rope_parameters",
-        {"rope_type": "yarn", "rope_theta": 10000.0},
+        {"rope_type": "linear", "rope_theta": 10000.0},
         '{"rope_type": "default", "rope_theta": 10000.0}',
-        '{"rope_type": "yarn", "rope_theta": 10000.0}',
+        '{"rope_type": "linear", "rope_theta": 10000.0}',
     ),
+    ("rope_scaling", {"type": "yarn"}, YARN, '{"type": "yarn"}'),
+    ("rope_scaling", YARN_OF | {"type": "linear"}, YARN, json.dumps(YARN_OF | {"type": "linear"})[:59] + "…"),
+    ("rope_scaling", YARN_OF | {"factor": 0.5}, YARN, json.dumps(YARN_OF | {"factor": 0.5})[:59] + "…"),
+    ("rope_scaling", YARN_OF | {"truncate": 0}, YARN, json.dumps(YARN_OF | {"truncate": 0})[:59] + "…"),
+    ("expert_swiglu_limit_list", [0, -4], LIMIT, "[0, -4]"),
+    ("share_expert_swiglu_limit_list", 4, LIMIT, "4"),
     ("scoring_func", "softmax", 'the same as `score_function`, "sigmoid"', '"softmax"'),
 ]
 
@@ -190,10 +250,8 @@ NOT_MODELLED = [
     ("topk_method", None, '"noaux_tc"', "null"),
     ("use_qkv_bias", True, "false", "true"),
     ("tie_word_embeddings", True, "false", "true"),
-    ("rope_scaling", {"type": "yarn"}, "null", '{"type": "yarn"}'),
-    ("expert_swiglu_limit_list", [0, 4], "null", "[0, 4]"),
+    ("pregate_inference", True, "false", "true"),
     ("quantization_config", {"bits": 4}, "null", '{"bits": 4}'),
-    ("share_expert_swiglu_limit_list", [0, 4], "null", "[0, 4]"),
     ("group_norm_size", 4, "1", "4"),
     ("model_type", "bailing_moe", '"bailing_hybrid"', '"bailing_moe"'),
     ("architectures", ["BailingMoeV2ForCausalLM"], '["BailingMoeV3ForCausalLM"]', '["BailingMoeV2ForCausalLM"]'),

@@ -117,8 +117,9 @@ def test_causal_conv_from_a_history():
 def test_rope_at_far_positions():
     x = np.random.default_rng(0).normal(size=(4, 3, 64))
     position = np.array([0, 1, 8191, 131071])
-    angles = formulas.rope_angles(131072, 64, 6e6)[position]
-    found = rope(jnp.asarray(x, jnp.float32), jnp.asarray(position, jnp.int32), 6e6)
+    angles = formulas.rope_angles(131072, 64, 6e6, None)[position]
+    config = Config.from_dict(config_fields("full", {"rope_theta": 6e6}))
+    found = rope(jnp.asarray(x, jnp.float32), jnp.asarray(position, jnp.int32), config.rope_frequencies)
     assert close(found, formulas.rope(x, angles)) < KERNEL
 
 

@@ -150,7 +150,17 @@ def test_tensor_parallelism_changes_nothing(short: Case, tp: int, form: Form):
     assert relative(np.array(found[-4:]), np.array(expected)) < FLOAT32
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20, "beta_fast": 4, "mscale_all_dim": 1}
+FLASH = {  # Ling-3.0-flash in small: two dense layers, flat queries, an incomplete last group, YaRN, limits that bite
+    "num_hidden_layers": 7, "layer_group_size": 3, "first_k_dense_replace": 2, "q_lora_rank": None,
+    "rope_scaling": YARN | {"mscale": 0.7},
+    "expert_swiglu_limit_list": [9, 9, 0.01, None, 0.03, 0, 0.02], "share_expert_swiglu_limit_list": [9, 9, 0.02, 0.01],
+}  # fmt: skip
+
 VARIANTS: dict[str, dict[str, Any]] = {
+    "yarn, below and beyond the original context": {"num_hidden_layers": 4, "rope_scaling": YARN},
+    "limits of experts": {"num_hidden_layers": 4, "expert_swiglu_limit_list": [0, 0.01, 0.02, 0.01]},
+    "flash in small": FLASH,
     "flat query, gate without a bound": {"num_hidden_layers": 4, "q_lora_rank": None, "kda_safe_gate": False},
     "dense layers past a group": {"num_hidden_layers": 5, "layer_group_size": 2, "first_k_dense_replace": 3},
     "all MLA, two shared experts": {"num_hidden_layers": 3, "layer_group_size": 1, "num_shared_experts": 2},
@@ -163,6 +173,23 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def test_variants_of_the_structure(variant: str, tmp_path: Path):
     case = Case(tmp_path / "checkpoint", (60,), **VARIANTS[variant]).expect()
     assert case.error_of_prompt(Quick(case.config, case.read), 48, 1, lengths=(1, 33, 54), until=60) < FLOAT32
+
+
+@pytest.mark.parametrize("fields", [VARIANTS["limits of experts"], {"num_hidden_layers": 4, "rope_scaling": YARN}])
+def test_what_the_variants_set_changes_the_numbers(fields: dict[str, Any], tmp_path: Path):
+    """Else the comparison with the reference would show nothing of it."""
+    case = Case(tmp_path / "with", (60,), **fields).expect()
+    plain = Case(tmp_path / "without", (60,), num_hidden_layers=4).expect()
+    assert case.prompts == plain.prompts
+    assert relative(np.array(case.expected[0][40]), np.array(plain.expected[0][40])) > 1e-2
+
+
+@pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (16, "tiles"), (2, "loops")])
+def test_flash_in_small_is_the_same_on_several_devices(tp: int, form: Form, tmp_path: Path):
+    wide = {"num_attention_heads": 16, "num_experts": 16}
+    case = Case(tmp_path / "checkpoint", (60,), **FLASH | wide).expect()
+    split = Quick(case.config, case.read, tp=tp, form=form)
+    assert case.error_of_prompt(split, 48, 1, lengths=(17, 50), until=56) < FLOAT32
 
 
 def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

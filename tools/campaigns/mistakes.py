@@ -117,9 +117,9 @@ def output(gated: Callable[[jax.Array, jax.Array, Callable[[jax.Array], jax.Arra
     return replace(kda.KimiDeltaAttention, "_output", wrong)
 
 
-def half_split_rope(_: Any, x: jax.Array, position: jax.Array, theta: float, *_rest: Any) -> jax.Array:
+def half_split_rope(_: Any, x: jax.Array, position: jax.Array, frequency: Any, *_rest: Any) -> jax.Array:
     half = x.shape[-1] // 2
-    angle = position.reshape(-1, *[1] * (x.ndim - 1)).astype(jnp.float32) * theta ** (-jnp.arange(half) / half)
+    angle = position.reshape(-1, *[1] * (x.ndim - 1)).astype(jnp.float32) * frequency
     low, high = x[..., :half], x[..., half:]
     return jnp.concatenate(
         [low * jnp.cos(angle) - high * jnp.sin(angle), high * jnp.cos(angle) + low * jnp.sin(angle)], axis=-1

@@ -1,0 +1,80 @@
+"""YaRN: rotary frequencies for contexts longer than those that a model was trained on.
+
+Source: Peng et al., arXiv 2309.00071, in the form that DeepSeek-V3's public code has: ``rope_scaling`` of config.json.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+NAMES = {"yarn"}
+
+
+class Yarn(NamedTuple):
+    """``rope_scaling`` of the type ``yarn``, under its own names."""
+
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    @property
+    def context(self) -> int:
+        """Tokens that the scaled positions are meant for."""
+        return int(self.factor * self.original_max_position_embeddings)
+
+    @property
+    def softmax_factor(self) -> float:
+        """What the attention's scale is multiplied by."""
+        return self._magnitude(self.mscale_all_dim) ** 2
+
+    @property
+    def rope_factor(self) -> float:
+        """What cosines and sines are multiplied by."""
+        return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
+
+    def frequencies(self, plain: NDArray[np.float64], theta: float) -> NDArray[np.float64]:
+        """Interpolated frequencies.
+
+        Those that turn less than ``beta_slow`` times within the original context are divided by ``factor``, those that
+        turn more than ``beta_fast`` times stay, and a line leads from one to the other.
+
+        Args:
+            plain: ``theta^(-2i/P)`` of the P / 2 pairs.
+            theta: ``rope_theta``.
+        """
+        width = 2 * len(plain)
+
+        def pair(turns: float) -> float:
+            """The number of the pair that turns so often within the original context."""
+            rotation = self.original_max_position_embeddings / (turns * 2 * math.pi)
+            return width * math.log(rotation) / (2 * math.log(theta))
+
+        low, high = max(math.floor(pair(self.beta_fast)), 0), min(math.ceil(pair(self.beta_slow)), width - 1)
+        ramp = np.clip((np.arange(len(plain)) - low) / max(high - low, 0.001), 0, 1)
+        return plain * (1 - ramp) + plain / self.factor * ramp
+
+    def _magnitude(self, mscale: float) -> float:
+        return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
+
+
+def yarn_of(given: Any) -> Yarn | None:
+    """A ``rope_scaling`` object as YaRN; None where it is none, or has a field that is unknown or no number."""
+    if not isinstance(given, dict):
+        return None
+    fields = dict(given)
+    kinds = {fields.pop(name) for name in ("type", "rope_type") if isinstance(fields.get(name), str)}
+    if kinds != NAMES or not {"factor", "original_max_position_embeddings"} <= fields.keys() <= set(Yarn._fields):
+        return None
+    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in fields.values()):
+        return None
+    if not all(math.isfinite(value) and value >= 0 for value in fields.values()):
+        return None
+    original = fields.pop("original_max_position_embeddings")
+    found = Yarn(original_max_position_embeddings=int(original), **{name: float(y) for name, y in fields.items()})
+    sound = found.factor >= 1 and original == int(original) >= 1 and found.beta_fast > found.beta_slow > 0
+    return found if sound else None
