@@ -4,7 +4,7 @@ from ling3export.artifacts import schema
 from ling3export.artifacts.calibration import Calibration, CellTimes
 from ling3export.artifacts.schema import PortableReceipts, Receipts, Target, Tolerance
 from ling3export.foundation.errors import listed
-from ling3export.foundation.tables import aligned
+from ling3export.foundation.tables import aligned, footnotes
 
 COLUMNS = ("measured", "ms", "device ms", "dispatch ms", "estimate ms", "bound ms")
 ORDER = ("prefill", "score", "decode")
@@ -80,10 +80,18 @@ def table(found: Calibration, target: Target) -> list[str]:
         measured = map(milliseconds, (each.median, each.device, each.dispatch))
         wanted = f"{target.cells[name].at_least}{milliseconds(each.estimate)}"
         rows.append((name, *measured, wanted, milliseconds(each.bound)))
-    return [
-        *aligned(rows),
-        f"  medians on {found.machine}, {found.made}; decoding sequences have {found.tokens_a_sequence} tokens each",
+    said = [
+        f"ms is the median of the calls as the host sees them, on {found.machine}, {found.made}; decoding sequences "
+        f"have {found.tokens_a_sequence} tokens each"
     ]
+    if slowed := [name for name, each in found.cells.items() if each.device is not None and each.device > each.median]:
+        said.append(
+            f"device ms were taken under a profiler, which slows calls: those above ms ({listed(slowed)}) say how the "
+            "time is divided, not how long a call takes"
+        )
+    if ratios := [f"{name} {each.median / each.estimate:,.3g}" for name, each in ordered(found) if each.estimate]:
+        said.append(f"calls took so many times the compiler's estimate: {', '.join(ratios)}")
+    return [*aligned(rows), *footnotes(said)]
 
 
 def executed(found: Calibration) -> list[str]:
@@ -91,4 +99,4 @@ def executed(found: Calibration) -> list[str]:
     rows: list[tuple[str, ...]] = [("executed", "status", *ERROR_COLUMNS)]
     for name, _ in ordered(found):
         rows.append((name, found.receipts.cells[name].status, *error_columns(name, found.receipts)))
-    return [*aligned(rows), f"  {explained(found.receipts.tolerance)}"]
+    return [*aligned(rows), *footnotes([explained(found.receipts.tolerance)])]

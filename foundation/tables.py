@@ -1,6 +1,7 @@
 """Tables and sizes as plain text."""
 
-from collections.abc import Mapping, Sequence
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 
 from ling3export.foundation.errors import printable
 
@@ -21,6 +22,14 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 def selected(rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> list[str]:
     """Those columns of the rows, aligned, under their names."""
     return aligned([tuple(columns), *(tuple(row[name] for name in columns) for row in rows)])
+
+
+def footnotes(texts: Iterable[str]) -> list[str]:
+    """Lines below a table, two spaces in, of at most 80 characters; no word is broken."""
+    wrapper = textwrap.TextWrapper(
+        80, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
+    )
+    return [line for text in texts for line in wrapper.wrap(printable(text))]
 
 
 def readable(count: float) -> str:

@@ -33,6 +33,7 @@ _LOADING = _TARGET + _NAME
 _SIZE = 4096
 # A signal of these to a whole group of processes ends the first one, and not its witness.
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PATIENCE = 60.0  # seconds: a start takes seconds, so what takes longer may hang
 _MEANT = b"."  # told to the second process: the end that follows is meant
 
 _memory = mmap.mmap(-1, _SIZE)
@@ -98,6 +99,22 @@ def loading(what: str) -> Iterator[None]:
 def _write_loading() -> None:
     room = _SIZE - _LOADING
     _memory[_LOADING:] = ", ".join(_loading).encode()[:room].ljust(room, b"\0")
+
+
+@contextmanager
+def starting(patience: float = PATIENCE) -> Iterator[None]:
+    """Writes Python's stacks of all threads to stderr, once, should the block take longer than ``patience`` seconds.
+
+    Where no command watches, nothing is written: the process may use faulthandler's one timer otherwise.
+    """
+    if _watcher is None:
+        yield
+        return
+    faulthandler.dump_traceback_later(patience, file=2)  # a thread without Python: native code may hold the interpreter
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @contextmanager

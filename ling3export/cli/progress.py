@@ -16,7 +16,7 @@ from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cells import CELL, PROGRAM
 from ling3export.compile.pool import BuildOutcome
 from ling3export.foundation.errors import listed, printable
-from ling3export.foundation.tables import aligned
+from ling3export.foundation.tables import aligned, footnotes
 
 COLUMNS = ("cell", "status", "seconds", "peak MB")
 LABELS = {
@@ -106,8 +106,8 @@ class Console:
         said = "no machine here runs these programs: ling3export verify does where one does"
         if not manifest.has_weights:
             said = f"not run: {NO_WEIGHTS}"
-        for line in [said] if receipts is None else told(receipts):
-            self.note(f"  {line}")
+        for line in footnotes([said] if receipts is None else told(receipts)):
+            self.note(line)
 
     def _table(self, target: str, rows: Sequence[tuple[str, ...]]) -> None:
         self.note(f"{target}:")

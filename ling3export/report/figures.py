@@ -29,7 +29,9 @@ def si(value: float, unit: str) -> str:
 
 
 def times(ratio: float) -> str:
-    """``2.35 times``."""
+    """``2.35 times``; a ratio to nearly nothing is ``over 1,000 times``."""
+    if ratio >= 1000:
+        return "over 1,000 times"
     return f"{ratio:,.0f} times" if ratio >= 100 else f"{ratio:.3g} times"
 
 

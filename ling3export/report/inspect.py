@@ -5,12 +5,12 @@ from ling3export.artifacts.program_records import Experts
 from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, told
 from ling3export.artifacts.receipts import table as measured_table
 from ling3export.artifacts.schema import Manifest, Receipts, State, Target
-from ling3export.foundation.tables import aligned, selected
+from ling3export.foundation.tables import aligned, footnotes, selected
 from ling3export.report.figures import estimated
 
 # The columns for a terminal of 80 characters; a wide table has all.
 CELL_COLUMNS = ("cell", "size MB", "peak MB", *ERROR_COLUMNS)
-ESTIMATE_COLUMNS = ("estimates", "ms", "bound ms", "MB moved", "bound MB", "collectives")
+ESTIMATE_COLUMNS = ("estimates", "ms", "bound ms", "moved MB", "bound MB", "collectives")
 
 
 def _megabytes(count: float) -> str:
@@ -34,7 +34,7 @@ def _cells(target: Target, receipts: Receipts | None, wide: bool) -> list[str]:
         }
         rows.append(row | dict(zip(ERROR_COLUMNS, error_columns(name, receipts), strict=True)))
     shown = selected(rows, list(rows[0]) if wide and rows else CELL_COLUMNS)
-    return shown if receipts is None else [*shown, *(f"  {line}" for line in told(receipts))]
+    return shown if receipts is None else [*shown, *footnotes(told(receipts))]
 
 
 def _estimates(target: Target, wide: bool) -> list[str]:
@@ -50,8 +50,8 @@ def _estimates(target: Target, wide: bool) -> list[str]:
                 "estimates": cell.name,
                 "ms": f"{estimate.at_least}{estimate.seconds * 1e3:.3f}",
                 "bound ms": f"{bound.seconds * 1e3:.3f}",
-                "MB moved": "-" if estimate.memory_bytes is None else f"{estimate.memory_bytes / 1e6:,.0f}",
-                "bound MB": f"{bound.moved / 1e6:,.0f}",
+                "moved MB": "-" if estimate.memory_bytes is None else _megabytes(estimate.memory_bytes),
+                "bound MB": _megabytes(bound.moved),
                 "without estimate ms": f"{sum(estimate.bounded.values()) * 1e3:.3f}",
                 "copies > 1 MB": str(len(estimate.copies)),
                 "experts ms: FLOPs, reading": _experts(cell.experts),
@@ -60,17 +60,19 @@ def _estimates(target: Target, wide: bool) -> list[str]:
             }
         )
     _, first, _ = cells[0]
-    lines = [
-        *selected(rows, list(rows[0]) if wide else ESTIMATE_COLUMNS),
-        f"  estimates are the compiler's cycles at {first.clock_hz / 1e9:g} GHz, {first.tokens_a_sequence} "
-        "tokens a sequence, without collectives: nothing was executed; bound is the roofline bound",
+    said = [
+        f"ms are the compiler's cycles at {first.clock_hz / 1e9:g} GHz, {first.tokens_a_sequence} tokens a sequence, "
+        "without collectives: nothing was executed; moved MB is what the program moves, bound the roofline bound"
     ]
     if layers := max(bound.collectives for _, _, bound in cells):
         apart = max(bound.collective_seconds for _, _, bound in cells) * 1e3
-        lines.append(f"  besides: {layers} collectives, about {apart:.2f} ms at their latency alone (assumed)")
+        said.append(
+            f"not in ms: collectives. The column has all of a program; the {layers} that the layers of a step cannot "
+            f"do without take about {apart:.2f} ms at their latency alone (assumed)"
+        )
     if unseen := max(estimate.unseen for _, estimate, _ in cells):
-        lines.append(f"  at least: up to {unseen} custom calls a call, whose time the compiler does not estimate")
-    return lines
+        said.append(f"at least: up to {unseen} custom calls a call, whose time the compiler does not estimate")
+    return [*selected(rows, list(rows[0]) if wide else ESTIMATE_COLUMNS), *footnotes(said)]
 
 
 def _experts(times: Experts | None) -> str:
@@ -127,5 +129,5 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
             *_state(state),
         ]
     if notes := [*manifest.notes, *([note] if note else [])]:
-        lines += ["", *notes]
+        lines += ["", *(line.removeprefix("  ") for line in footnotes(notes))]
     return "\n".join(lines)

@@ -15,7 +15,7 @@ from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.store import Store
 from ling3export.foundation.errors import ArtifactError, MisfitError, listed
-from ling3export.foundation.tables import aligned
+from ling3export.foundation.tables import aligned, footnotes
 from ling3export.machine.targets import platforms_here
 from ling3export.verify.measure import measure_apart
 
@@ -54,7 +54,7 @@ class Result:
             for cell, row in sorted(found.cells.items(), key=lambda item: -item[1].relative):
                 errors = error_columns(cell, found)
                 rows.append((cell, row.status, *errors, f"{row.absolute:.1e}", str(row.positions)))
-            lines += [f"{name}{f', {PORTABLE}' * portable}:", *aligned(rows), *(f"  {each}" for each in told(found))]
+            lines += [f"{name}{f', {PORTABLE}' * portable}:", *aligned(rows), *footnotes(told(found))]
             for what, value in found.agreement.items():
                 lines.append(f"  {what.replace('_', ' ')}: {value:.2e}")
         return "\n".join(lines)

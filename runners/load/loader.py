@@ -171,7 +171,8 @@ def load(
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
-        loaded = _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases, early)
+        with flight.starting():
+            loaded = _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases, early)
         for text in signed:
             report(text)
         return loaded

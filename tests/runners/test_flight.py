@@ -123,6 +123,15 @@ def test_the_witness_outlives_the_signals_that_end_a_group():
     assert (done.returncode, done.stderr.count(END)) == (-signal.SIGABRT, 1)
 
 
+def test_a_slow_start_leaves_the_stacks_of_its_threads():
+    """One start of some 700 was not done in 60 seconds, and nobody knew where it was."""
+    slow = watched("import time\n    with flight.starting(0.2):\n        time.sleep(1.5)")
+    assert slow.returncode == 0
+    assert slow.stderr.count("Timeout (0:00:00.200000)!") == 1
+    assert 'File "<string>", line 6 in <module>' in slow.stderr
+    assert watched("with flight.starting(30): pass").stderr == ""
+
+
 def test_what_is_loaded_beside_each_other_stands_beside_each_other():
     with flight.loading("program decode@1"), flight.loading("weights"):
         assert flight.last_words(flight.record(), "7").endswith("program decode@1, weights")

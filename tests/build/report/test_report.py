@@ -39,6 +39,26 @@ def page(tmp_path_factory):
         yield found
 
 
+def test_inspect_keeps_one_unit_a_table_and_footnotes_within_80_columns():
+    """Footnotes of 240 characters stood under tables of 80, bytes were whole MB, and collectives did not add up."""
+    manifest = read_manifest(GOLDEN)
+    text = describe(manifest)
+    below = text[text.index("target cpu-2x1-tp2") :].splitlines()
+    assert [line for line in below if len(line) > 80 and not line.startswith("target ")] == []
+    (header,) = (line for line in below if line.startswith("  estimates "))
+    assert header.split() == "estimates ms bound ms moved MB bound MB collectives".split()
+    cells = {
+        cell.name: (cell, estimate, bound)
+        for cell, estimate, bound in estimated(manifest.targets[TARGET].cells.values())
+    }
+    for line in below[below.index(header) + 1 :][: len(cells)]:
+        name, *_, moved, least, collectives = line.split()
+        cell, estimate, bound = cells[name]
+        assert moved == f"{estimate.memory_bytes / 1e6:,.2f}" and least == f"{bound.moved / 1e6:,.2f}"
+        assert int(collectives) == sum(each.count for each in cell.collectives.values())
+    assert "The column has all of a program; the 8 that the layers of a step" in " ".join(text.split())
+
+
 def opened(page: Page, folder: Path, html: str) -> Page:
     path = folder / "page.html"
     path.write_text(html)
@@ -196,12 +216,12 @@ def test_an_estimate_without_the_time_of_custom_calls_says_at_least():
     hidden = cell.estimate.custom_calls | {"tpu_custom_call": Collective(12, 64)}
     opaque = replace(cell, estimate=replace(cell.estimate, custom_calls=hidden))
     changed = replace(manifest, targets={TARGET: replace(target, cells=target.cells | {"decode@2": opaque})})
-    note = "  at least: up to 12 custom calls a call, whose time the compiler does not estimate"
+    note = " at least: up to 12 custom calls a call, whose time the compiler does not estimate"
     for shown, said in ((replace(manifest, targets={TARGET: target}), ""), (changed, "at least ")):
         lines = describe(shown).splitlines()
         (line,) = (line for line in lines if re.match(rf"  decode@2 +(at least )?{ms} ", line))
         assert re.match(r"  decode@2 +(at least )?", line)[1] == (said or None)
-        assert (note in lines) == bool(said)
+        assert (note in " ".join(" ".join(lines).split())) == bool(said)
         html = render(shown)
         seconds = si(cell.estimate.seconds, "s")
         assert html.count(f"<td>{said}{ratio}</td>") == 2
@@ -282,5 +302,5 @@ def test_quantities_have_three_digits(value, text):
 
 def test_ratios():
     shown = [times(ratio) for ratio in (1, 4.826, 99.4, 1832.06)]
-    assert shown == ["1 times", "4.83 times", "99.4 times", "1,832 times"]
+    assert shown == ["1 times", "4.83 times", "99.4 times", "over 1,000 times"]
     assert len(MEMORY) == len(set(MEMORY)) == 6
