@@ -30,6 +30,7 @@ AT_MOST_ONE = Grammar(
 )
 DEPTH = 64  # objects and lists within each other that a schema may have
 ANY = "/(?s:.*)/"
+BOTH = ("pattern", "minLength", "maxLength", "enum", "const", "allOf", "anyOf", "oneOf", "$ref")
 
 
 def schema_text(schema: Any, param: str) -> str:
@@ -185,28 +186,28 @@ def _forms(schema: Any, root: Any, seen: set[str]) -> Iterator[tuple[str, str]]:
     if not isinstance(schema, dict):
         yield "text", ANY
         return
-    for name in ("$ref", "allOf", "anyOf", "oneOf"):
+    kinds = kinds_of(schema, root)
+    for name in ("$ref", "allOf", "anyOf", "oneOf") if "string" in kinds else ():
         if name not in schema:
             continue
         rest = {key: value for key, value in schema.items() if key != name}
         parts = listed(schema, name)
         if name in ("$ref", "allOf"):
             merged: dict[str, Any] = {}
-            for part in [schema] if name == "$ref" else parts:
+            for part in [{name: schema[name]}] if name == "$ref" else parts:
                 reference = str(part.get("$ref", "")) if isinstance(part, dict) else ""
                 found = resolved(part, root) if reference and reference not in seen else part
                 seen.add(reference)
-                merged |= found if isinstance(found, dict) and found is not schema else {}
-            parts = [merged | rest if merged or rest else True]
+                merged = _merged(merged, {} if found is part and reference else found, name)
+            parts = [merged]
         for part in parts:
-            yield from _forms(rest | part if isinstance(part, dict) else part, root, seen)
+            yield from _forms(_merged(rest, part, name), root, seen)
         return
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list):
         for value in values:
             yield "literal", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
         return
-    kinds = kinds_of(schema, root)
     if "string" in kinds:
         yield "text", _regex(schema)
     if kinds == {"string"}:
@@ -215,6 +216,15 @@ def _forms(schema: Any, root: Any, seen: set[str]) -> Iterator[tuple[str, str]]:
     typed = schema if "string" not in kinds else schema | {"type": sorted(others)}
     documents = {name: root[name] for name in ("$defs", "definitions") if name in root}
     yield "json", schema_text({"x-guidance": AS_WRITTEN} | documents | typed, "tools")
+
+
+def _merged(one: dict[str, Any], other: Any, name: str) -> dict[str, Any]:
+    """A schema that holds where both do, of which ``other`` may have nothing to say; ``name`` is what joins them."""
+    if not isinstance(other, dict):
+        return one
+    if twice := [key for key in BOTH if key in one and key in other and one[key] != other[key]]:
+        raise refusal("tools", f"schemas of texts that say `{twice[0]}` once", f"another beside `{name}`")
+    return one | other
 
 
 def _regex(schema: Mapping[str, Any]) -> str:
@@ -230,7 +240,8 @@ def _regex(schema: Mapping[str, Any]) -> str:
     least, most = (value if type(value := schema.get(name)) is int else None for name in ("minLength", "maxLength"))
     if least or most is not None:
         found.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
-    return " & ".join(found) or ANY
+    # A reader closes the value at the first mark, so a text that is not yet complete must not go on behind it.
+    return " & ".join([*found, rf"~/(?s:.*){VALUED[:1]}\/{VALUED[2:]}(?s:.*)/"]) if found else ANY
 
 
 def _quoted(text: str) -> str:

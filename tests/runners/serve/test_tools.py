@@ -3,7 +3,6 @@
 import json
 from typing import Any
 
-import numpy as np
 import pytest
 
 from ling3export.runners.engine.engine import Engine
@@ -17,6 +16,7 @@ from ling3export.runners.text.answer import AnswerFormat, AnswerParser
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from tests.support import toy_artifact
+from tests.support.matching import followed
 
 SAID: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A"}]}
 ASKED: dict[str, Any] = {"model": "toy", "input": "A"}
@@ -43,18 +43,6 @@ def prompted(monkeypatch):
         monkeypatch.setattr(TokenizerFiles, "render_chat", lambda *_, **__: text)
 
     return prompt
-
-
-def followed(engine: Engine, grammar: Grammar, text: str) -> tuple[bool, bool]:
-    """Whether a text is the begin of one that a grammar takes, and whether nothing can follow it."""
-    matcher = engine.files.grammars(toy_artifact.VOCAB).matcher(grammar)
-    for id in engine.files.tokenizer("test").encode(text, special=False):
-        mask = np.zeros(-(-toy_artifact.VOCAB // 32), np.int32)
-        matcher.fill(mask)
-        if not mask[id // 32] >> id % 32 & 1:
-            return False, False
-        matcher.accept(id)
-    return True, matcher.over
 
 
 def grammar_of(call: GenerationCall) -> Grammar:

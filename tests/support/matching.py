@@ -1,0 +1,35 @@
+"""Which texts a grammar takes."""
+
+import random
+
+import numpy as np
+
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.text.grammar import Grammar
+from tests.support import toy_artifact
+
+
+def followed(engine: Engine, grammar: Grammar | None, text: str) -> tuple[bool, bool]:
+    """Whether a text is the begin of one that a grammar takes, and whether nothing can follow it."""
+    assert grammar is not None
+    matcher = engine.files.grammars(toy_artifact.VOCAB).matcher(grammar)
+    for id in engine.files.tokenizer("test").encode(text, special=False):
+        mask = np.zeros(-(-toy_artifact.VOCAB // 32), np.int32)
+        matcher.fill(mask)
+        if not mask[id // 32] >> id % 32 & 1:
+            return False, False
+        matcher.accept(id)
+    return True, matcher.over
+
+
+def drawn(engine: Engine, grammar: Grammar | None, draw: random.Random) -> str:
+    """A text that a grammar takes, of tokens at random; marks are written out where they may be."""
+    assert grammar is not None
+    matcher, ids = engine.files.grammars(toy_artifact.VOCAB).matcher(grammar), []
+    while not matcher.over:
+        mask = np.zeros(-(-toy_artifact.VOCAB // 32), np.int32)
+        matcher.fill(mask)
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))
+        ids.append(int(draw.choice(allowed)))
+        matcher.accept(ids[-1])
+    return engine.files.tokenizer("test").decode(ids)
