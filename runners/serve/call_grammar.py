@@ -194,7 +194,8 @@ def _forms(schema: Any, root: Any, seen: set[str]) -> Iterator[tuple[str, str]]:
         parts = listed(schema, name)
         if name in ("$ref", "allOf"):
             merged: dict[str, Any] = {}
-            for part in [{name: schema[name]}] if name == "$ref" else parts:
+            joined: list[Any] = [{name: schema[name]}] if name == "$ref" else parts
+            for part in joined:
                 reference = str(part.get("$ref", "")) if isinstance(part, dict) else ""
                 found = resolved(part, root) if reference and reference not in seen else part
                 seen.add(reference)

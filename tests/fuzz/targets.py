@@ -1,6 +1,7 @@
 """The targets by name, each with its number of cases in `make test`: more where a case is cheap."""
 
 from tests.fuzz import (
+    answer_cases,
     artifact_cases,
     build_cases,
     catalog_cases,
@@ -21,6 +22,7 @@ TARGETS = {
     "shard": (build_cases.shards, 200),
     "index": (build_cases.indexes, 150),
     "lengths": (build_cases.lengths, 150),
+    "answers": (answer_cases.answers, 1000),
     "prompts": (runner_cases.prompts, 150),
     "evaluation": (runner_cases.evaluations, 100),
     "tasks": (runner_cases.tasks, 100),
