@@ -79,6 +79,15 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
                 "others, any]",
                 multiple=True,
             ),
+            _option(
+                "allow_origin",
+                None,
+                "Origin of a page that browsers may let call, such as https://example.org; again for more, * for any.  "
+                "[default: this server's page alone]",
+                multiple=True,
+                metavar="ORIGIN",
+            ),
+            _option("no_page", None, "Have no page to chat at /.", is_flag=True),
         )(limits(configured))
 
     return add

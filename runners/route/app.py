@@ -34,6 +34,7 @@ from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker,
 from ling3export.runners.serve.answers import event
 from ling3export.runners.serve.app import Policy, RequestMiddleware, no_route, received
 from ling3export.runners.serve.connection import ConnectionLimits
+from ling3export.runners.serve.page import page_routes
 from ling3export.runners.serve.run import BACKLOG, address, affordable, http_server
 from ling3export.runners.serve.schema import ApiError, parse, refused
 
@@ -324,6 +325,7 @@ def application(router: Router, policy: Policy) -> Starlette:
         Route("/v1/models", models, methods=["GET"]),
         Route("/health", health, methods=["GET"]),
         Route("/metrics", metrics, methods=["GET"]),
+        *(page_routes() if policy.page else ()),
     ]
     paths = frozenset(route.path for route in routes)
     return Starlette(

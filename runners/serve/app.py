@@ -13,6 +13,7 @@ from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -23,6 +24,7 @@ from ling3export.runners.serve.answers import ChoicesAnswer, Stream, event, rele
 from ling3export.runners.serve.chat import chat
 from ling3export.runners.serve.completions import GenerationCall, completions, may_have_grammar
 from ling3export.runners.serve.metrics import Metrics
+from ling3export.runners.serve.page import PAGE, page_routes
 from ling3export.runners.serve.responses import ResponsesAnswer, responses
 from ling3export.runners.serve.schema import ELEMENTS, ApiError, parse, refused
 from ling3export.runners.serve.tokenize import detokenize, tokenize, tokenizer_info
@@ -43,10 +45,12 @@ class Policy:
 
     Attributes:
         model: The name that the artifact is served under.
-        api_key: Bearer token that every call but /health needs; None if calls need none.
+        api_key: Bearer token that every call but those of /health and of the page needs; None if calls need none.
         max_requests: Most prompts at once, those that wait included. The engine must be made with the same number.
         max_body: Most bytes of a request's body.
         hosts: Names that a call's `Host` may have, without the port; None if it may have any.
+        origins: Those of pages of other sites that browsers may let call (CORS); ``*`` is any.
+        page: Whether there is a page at ``/``.
     """
 
     model: str
@@ -54,6 +58,8 @@ class Policy:
     max_requests: int
     max_body: int
     hosts: frozenset[str] | None = None
+    origins: tuple[str, ...] = ()
+    page: bool = False
 
 
 # What reads the bodies of an endpoint that generates, and what makes its answer.
@@ -76,6 +82,7 @@ def application(engine: "Engine", policy: Policy, events: "Publisher | None" = N
         Route("/v1/models/{name:path}", server.model, methods=["GET"]),
         Route(HEALTH, server.health, methods=["GET"]),
         Route("/metrics", server.metrics, methods=["GET"]),
+        *(page_routes() if policy.page else ()),
     ]
     paths = frozenset(route.path for route in routes)
     return Starlette(
@@ -225,7 +232,7 @@ class RequestMiddleware:
     def __init__(
         self, app: ASGIApp, responded: Callable[[str, int], None], paths: frozenset[str], policy: Policy
     ) -> None:
-        self._app, self._responded = app, responded
+        self._app, self._responded = _crossing(app, policy), responded
         self._paths, self._policy = paths, policy
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -242,13 +249,17 @@ class RequestMiddleware:
         headers = Headers(scope=scope)
         error = _misframed(scope, headers) or self._misdirected(headers) or self._unknown(scope, headers)
         try:
-            await (self._app if error is None else refused(error))(scope, receive, counted)
+            await (self._app if error is None else self._refused(scope, error))(scope, receive, counted)
         except asyncio.CancelledError:  # so uvicorn ends what runs when the grace is over
             over = ApiError(503, "server: expected the call to end before the server, found it running", code="ending")
             if begun is None:
                 await refused(over)(scope, receive, counted)
             else:  # a stream: nothing else takes time between its start and its end
                 await send({"type": "http.response.body", "body": event(over.body()).encode()})
+
+    def _refused(self, scope: Scope, error: ApiError) -> ASGIApp:
+        """Refuses a call, so that a page that may call can read why; but what CORS asks beforehand gets no yes."""
+        return refused(error) if scope["method"] == "OPTIONS" else _crossing(refused(error), self._policy)
 
     def _misdirected(self, headers: Headers) -> ApiError | None:
         """The refusal of a name that is not this server's.
@@ -264,7 +275,8 @@ class RequestMiddleware:
     def _unknown(self, scope: Scope, headers: Headers) -> ApiError | None:
         """The refusal of a call without the key."""
         key = self._policy.api_key
-        if key is None or scope["path"] == HEALTH:
+        asks = bool(self._policy.origins) and scope["method"] == "OPTIONS"  # to which browsers add no key
+        if key is None or asks or scope["path"] in (HEALTH, *((PAGE,) if self._policy.page else ())):
             return None
         header = headers.get("authorization", "")
         scheme, _, given = header.partition(" ")
@@ -275,6 +287,15 @@ class RequestMiddleware:
             f"`Authorization`: expected `Bearer KEY` with this server's key, found {'another' if header else 'none'}"
         )
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _crossing(app: ASGIApp, policy: Policy) -> ASGIApp:
+    """``app`` with what tells browsers that pages of ``policy.origins`` may call it."""
+    if not policy.origins:
+        return app
+    return CORSMiddleware(
+        app, policy.origins, allow_methods=("GET", "POST"), allow_headers=("*",), expose_headers=("Retry-After",)
+    )
 
 
 def _misframed(scope: Scope, headers: Headers) -> ApiError | None:

@@ -1,11 +1,14 @@
 """The settings of a server beside those of its engine."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling3export.runners.engine.validation import NumberRange
+from ling3export.foundation.errors import RequestError
+from ling3export.runners.engine.validation import NumberRange, shown
 
 MOST = (1 << 31) - 1
+ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 NUMBERS = {
     "port": NumberRange(0, 65535, whole=True),
     "max_body": NumberRange(1, MOST, whole=True),
@@ -20,7 +23,7 @@ class ServerConfig:
     """Where a server listens, whom it lets in, and what clients may take of it.
 
     Raises:
-        RequestError: A number is out of its bounds.
+        RequestError: A number is out of its bounds, or an origin is none.
     """
 
     host: str = "127.0.0.1"
@@ -31,6 +34,12 @@ class ServerConfig:
 
     allow_host: tuple[str, ...] = ()
     """Names by which clients may call, beside this machine's own; none of them where others can reach it: any name."""
+
+    allow_origin: tuple[str, ...] = ()
+    """Origins of pages that browsers may let call, such as ``https://example.org``; ``*`` is any."""
+
+    no_page: bool = False
+    """Have no page at ``/``."""
 
     model: str | None = None
     """Name that clients ask for; None takes the artifact's, without ``.ling3``."""
@@ -59,3 +68,7 @@ class ServerConfig:
     def __post_init__(self) -> None:
         for name, bounds in NUMBERS.items():
             bounds.number(getattr(self, name), name)
+        for origin in self.allow_origin:
+            if not ORIGIN.fullmatch(origin):
+                wanted = "* or a scheme and a host, such as https://example.org, with the port if it has one"
+                raise RequestError(f"allow_origin: expected {wanted}, found {shown(origin)}")

@@ -56,7 +56,8 @@ def opened(config: ServerConfig, model: str, max_requests: int | None) -> tuple[
     key = api_key(config.api_key_file)
     listener = bound(config.host, config.port)
     most = sys.maxsize if max_requests is None else max_requests
-    return listener, Policy(model, key, most, config.max_body, own_names(listener, config.allow_host))
+    names = own_names(listener, config.allow_host)
+    return listener, Policy(model, key, most, config.max_body, names, config.allow_origin, not config.no_page)
 
 
 def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hosts: Hosts | None = None) -> None:

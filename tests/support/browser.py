@@ -1,4 +1,4 @@
-"""A headless Chromium that opens files and answers questions about them, through the DevTools protocol on two pipes."""
+"""A headless Chromium that opens pages and answers questions about them, through the DevTools protocol on two pipes."""
 
 import contextlib
 import json
@@ -56,10 +56,10 @@ class Page:
         assert "error" not in reply, f"{method}: {reply['error']}"
         return dict(reply["result"])
 
-    def open(self, path: Path) -> None:
-        """Opens a file and waits until it is loaded."""
+    def open(self, where: Path | str) -> None:
+        """Opens a file or a URL and waits until it is loaded."""
         before = self._loaded
-        self.call("Page.navigate", url=path.resolve().as_uri())
+        self.call("Page.navigate", url=where if isinstance(where, str) else where.resolve().as_uri())
         while self._loaded == before:
             self._note(self._next())
 
@@ -67,6 +67,14 @@ class Page:
         """Emulates ``light`` or ``dark``, ``screen`` or ``print``."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.call("Emulation.setEmulatedMedia", media=medium, features=features)
+
+    def until(self, script: str) -> Any:
+        """The value of an expression once that is true."""
+        end = time.monotonic() + LONG
+        while not (value := self.evaluate(script)):
+            assert time.monotonic() < end, f"{script}: expected it to become true, found {value}"
+            time.sleep(0.05)
+        return value
 
     def width(self, pixels: int) -> None:
         """Emulates a window of this width."""

@@ -177,9 +177,15 @@ def scripted(
 
 
 @contextmanager
-def listening(engine: Engine) -> Iterator[str]:
-    """The address of a server of an engine on loopback, for clients of other makers."""
-    app = application(engine, Policy(MODEL, None, 64, 1 << 24))
+def listening(engine: Engine, key: str | None = None, **policy: Any) -> Iterator[str]:
+    """The address of a server of an engine on loopback, for clients of other makers.
+
+    Args:
+        engine: It.
+        key: What clients have to send.
+        policy: Other fields of ``Policy``.
+    """
+    app = application(engine, Policy(MODEL, key, 64, 1 << 24, **policy))
     with bound("127.0.0.1", 0) as listener:
         listener.listen()
         server = http_server(app, ConnectionLimits(), GRACE)

@@ -1,0 +1,160 @@
+"""The page at ``/`` in a real browser, with a model that writes what the test says."""
+
+import json
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.browser import Page, browser
+from tests.support.scripted import Talk, listening, talking
+
+pytestmark = pytest.mark.extras
+
+HOSTILE = "<img src=x onerror=\"document.title='run'\"><script>document.title='run'</script>"
+CALL = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>"
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]
+ENDED = "!document.getElementById('send').hidden && [...document.querySelectorAll('article.assistant small')].length"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    with talking(tmp_path_factory.mktemp("page")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory):
+    with browser(tmp_path_factory.mktemp("browser") / "profile") as found:
+        yield found
+
+
+@pytest.fixture
+def page(tab: Page, model: Talk) -> Iterator[Page]:
+    """The page of a server that asks for no key; nothing may have gone wrong in it at the end."""
+    with listening(model.engine, page=True) as url:
+        tab.errors.clear()
+        tab.requests.clear()
+        tab.open(url)
+        tab.until("document.title === 'scripted'")
+        yield tab
+        assert tab.errors == []
+        assert all(each.startswith((url, "data:,")) for each in tab.requests)
+        tab.open("about:blank")
+
+
+def put(page: Page, field: str, value: str) -> None:
+    page.evaluate(f"document.getElementById({field!r}).value = {json.dumps(value)}; 1")
+
+
+def ask(page: Page, text: str) -> None:
+    put(page, "said", text)
+    page.evaluate("document.getElementById('ask').requestSubmit(); 1")
+
+
+def shown(page: Page, selector: str) -> list[str]:
+    return list(page.evaluate(f"[...document.querySelectorAll({selector!r})].map((node) => node.textContent)"))
+
+
+def test_an_answer_is_streamed_and_its_thought_folded(page, model):
+    """Its begin is there before its end: the end of this one would take minutes."""
+    model.lines.texts = ["I greet.</think>" + "Hello " * 2000]
+    ask(page, "Hi")
+    page.until("document.querySelector('article.assistant > .text')?.textContent.startsWith('Hello Hello')")
+    assert page.evaluate("document.getElementById('send').hidden") is True
+    assert shown(page, "article.assistant small") == []
+    assert shown(page, "details.thought .text") == ["I greet."]
+    assert page.evaluate("document.querySelector('details.thought').open") is False
+    page.evaluate("document.getElementById('stop').click(); 1")
+    page.until(ENDED)
+
+
+def test_stop_ends_an_answer_and_the_next_turn_knows_what_it_had_said(page, model):
+    model.lines.texts = ["</think>" + "more " * 2500]
+    ask(page, "Hi")
+    page.until("document.querySelector('article.assistant > .text')?.textContent.length > 20")
+    page.evaluate("document.getElementById('stop').click(); 1")
+    page.until(ENDED)
+    (said,) = shown(page, "article.assistant > .text")
+    assert said.startswith("more more") and len(said) < 2500 * 5
+    assert shown(page, "article.assistant small")[0].endswith("stopped")
+    model.lines.texts = ["</think>Done."]
+    ask(page, "Go")
+    page.until(f"({ENDED}) === 2")
+    assert f"</think>{said}<|role_end|><role>HUMAN</role>Go" in model.runner.prompts[-1]
+
+
+def test_what_a_model_writes_is_never_html(page, model):
+    model.lines.texts = [f"{HOSTILE}</think>{HOSTILE}\n```html\n{HOSTILE}\n```\nEnd"]
+    ask(page, HOSTILE)
+    page.until(ENDED)
+    assert shown(page, "article.user") == [HOSTILE]
+    assert shown(page, "details.thought .text") == [HOSTILE]
+    assert shown(page, "article.assistant > .text")[0] == f"{HOSTILE}\n{HOSTILE}\nEnd"
+    assert shown(page, "article.assistant pre") == [f"{HOSTILE}\n"]
+    assert page.evaluate("document.images.length + document.querySelectorAll('main script').length") == 0
+    assert page.evaluate("document.title") == "scripted"
+
+
+def test_settings_are_sent(page, model):
+    put(page, "system", "Be brief.")
+    put(page, "thinking", "off")
+    put(page, "max_tokens", "3")
+    put(page, "temperature", "0")
+    model.lines.texts = ["Hello"]
+    ask(page, "Hi")
+    page.until(ENDED)
+    assert shown(page, "article.assistant > .text") == ["Hel"]
+    assert "Be brief." in model.runner.prompts[-1] and model.runner.prompts[-1].endswith("<think></think>")
+
+
+def test_a_call_is_shown_and_goes_on_with_the_result_that_is_typed(page, model):
+    put(page, "tools", json.dumps(TOOLS))
+    model.lines.texts = [f"</think>{CALL}"]
+    ask(page, "Add")
+    page.until("document.querySelector('form.results textarea') !== null")
+    assert shown(page, "pre.call") == ['add({"a": 1})']
+    model.lines.texts = ["</think>It is 2."]
+    page.evaluate("document.querySelector('form.results textarea').value = 'two'; 1")
+    page.evaluate("document.querySelector('form.results').requestSubmit(); 1")
+    page.until(f"({ENDED}) === 2")
+    assert shown(page, "pre.result") == ["two"]
+    assert shown(page, "article.assistant > .text") == ["It is 2."]
+    assert "<tool_response>\ntwo\n</tool_response>" in model.runner.prompts[-1]
+
+
+def test_a_phone_shows_it_without_scrolling_sideways(page, model):
+    page.width(360)
+    model.lines.texts = ["</think>" + "x" * 300 + f"\n```\n{'y' * 300}\n```\n"]
+    ask(page, "z" * 300)
+    page.until(ENDED)
+    page.evaluate("document.getElementById('open').click(); 1")
+    assert page.evaluate("document.documentElement.clientWidth") == 360
+    for where in ("document.documentElement", "document.body", "document.getElementById('talk')"):
+        assert page.evaluate(f"{where}.scrollWidth <= {where}.clientWidth"), where
+    fields = "[...document.querySelectorAll('button, input, textarea')].filter((one) => one.checkVisibility())"
+    assert page.evaluate(f"{fields}.length") > 10
+    assert page.evaluate(f"{fields}.every((one) => one.getBoundingClientRect().right <= 360)")
+    page.width(1100)
+
+
+def test_a_refused_request_is_said_and_its_text_comes_back(page, model):
+    put(page, "tools", "[1")
+    ask(page, "Hi")
+    page.until("document.querySelector('.error') !== null")
+    assert shown(page, ".error")[0].startswith("tools: ")
+    page.until("document.getElementById('said').value === 'Hi'")
+    assert shown(page, "article") == []
+
+
+def test_the_key_is_asked_for_where_the_server_has_one(tab, model):
+    with listening(model.engine, "secret", page=True) as url:
+        tab.open(url)
+        tab.until("!document.getElementById('unlock').hidden")
+        put(tab, "key", "secret")
+        tab.evaluate("document.getElementById('unlock').requestSubmit(); 1")
+        tab.until("document.getElementById('unlock').hidden && document.title === 'scripted'")
+        model.lines.texts = ["</think>Hello"]
+        ask(tab, "Hi")
+        tab.until(ENDED)
+        assert shown(tab, "article.assistant > .text") == ["Hello"]
+        tab.open("about:blank")
