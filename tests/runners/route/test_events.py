@@ -345,6 +345,22 @@ def test_a_text_is_tokenized_and_a_server_that_cannot_is_not_asked_for_a_while()
     routed(scenario)
 
 
+def test_a_chat_is_tokenized_as_its_template_is_told_to_write_it():
+    """A prompt without a thought, or that continues a message, was looked for as if it had neither."""
+    told = {"chat_template_kwargs": {"enable_thinking": False}, "add_generation_prompt": False}
+    told |= {"reasoning_effort": "none", "continue_final_message": True}
+
+    async def scenario(router, servers, publishers):
+        tell(publishers[1], *chain("a", "b"))
+        await until(lambda: router.decode[1].events.blocks == 2)
+        messages = [{"role": "user", "content": "aabbx"}]
+        assert await picked(router, {"messages": messages, "max_tokens": 3} | told, "/v1/chat/completions") == 1
+        (asked,) = (body for each in servers for path, body in each.asked if path == "/tokenize")
+        assert asked == {"messages": messages} | told
+
+    routed(scenario)
+
+
 def test_a_server_that_is_gone_has_nothing():
     async def scenario(router, servers, publishers):
         tell(publishers[1], *chain("a", "b"))

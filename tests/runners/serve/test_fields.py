@@ -406,6 +406,8 @@ def test_texts_and_messages_become_tokens_and_texts_again(engine):
     assert asked(engine, "/detokenize", {"tokens": found["tokens"]}) == {"prompt": "the of A"}
     told = asked(engine, "/tokenize", {"messages": SAID["messages"]})
     assert told["tokens"] == list(engine.request(SAID["messages"], 1).prompt_ids)
+    begun = asked(engine, "/tokenize", {"messages": SAID["messages"], "continue_final_message": True})
+    assert begun["tokens"] == told["tokens"][: begun["count"]] and 0 < begun["count"] < told["count"]
     for path, wrong, said in (
         ("/tokenize", {}, "`prompt`: expected it or `messages`, found none"),
         ("/tokenize", body | {"messages": SAID["messages"]}, "`prompt`: expected it or `messages`, found both"),
