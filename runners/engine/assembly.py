@@ -175,7 +175,8 @@ def _assembled(
         number, request, at, carried, saved = arrival
         if 0 < request.sampling.temperature < COLDEST and not takes_any_temperature():
             request = replace(request, sampling=replace(request.sampling, temperature=0.0))
-        stream = tokenizer.stream(request.stop) if tokenizer else None
+        kept = {"include_stop": request.include_stop_str_in_output, "skip_special": request.skip_special_tokens}
+        stream = tokenizer.stream(request.stop, **kept) if tokenizer else None
         processor = None
         if request.adjusts:
             processor = LogitsProcessorState(

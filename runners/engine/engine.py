@@ -211,6 +211,9 @@ class Engine:
         special: bool = True,
         logprobs: int | None = None,
         grammar: Grammar | None = None,
+        stop_token_ids: Iterable[int] = (),
+        include_stop_str_in_output: bool = False,
+        skip_special_tokens: bool = True,
     ) -> Request:
         """A request of a text, token ids or messages; its other arguments are those of ``Request``.
 
@@ -234,6 +237,9 @@ class Engine:
             cache_salt=cache_salt,
             logprobs=logprobs,
             grammar=grammar,
+            stop_token_ids=tuple(stop_token_ids),
+            include_stop_str_in_output=include_stop_str_in_output,
+            skip_special_tokens=skip_special_tokens,
         )
 
     def submit(self, *requests: Request, checked: bool = False) -> list[RequestHandle]:

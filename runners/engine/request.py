@@ -80,6 +80,9 @@ class Request:
         sampling: How tokens are taken.
         stop: Strings of at least one character that end the text; they are not part of it.
         ignore_eos: Go on behind an end-of-text token.
+        stop_token_ids: Tokens that end the text, whatever ``ignore_eos`` says.
+        include_stop_str_in_output: The text has what ended it.
+        skip_special_tokens: The text does not have special tokens.
         logits: Also return the logits that each token was taken from.
         name: What messages call it.
         score_from: Generate nothing: score the prompt's tokens from this place on, each behind those before it.
@@ -105,6 +108,9 @@ class Request:
     logprobs: int | None = None
     grammar: Grammar | None = None
     kv_transfer_params: Mapping[str, Any] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -114,12 +120,13 @@ class Request:
         put("name", name)
         put("prompt_ids", token_ids(self.prompt_ids, name))
         put("stop", stop_strings(self.stop, name))
+        put("stop_token_ids", token_ids(self.stop_token_ids, f"{name}: stop_token_ids"))
         if not isinstance(self.sampling, Sampling):
             raise RequestError(f"{name}: expected sampling of the type Sampling, found {shown(self.sampling)}")
         if not isinstance(self.cache_salt, str):
             raise RequestError(f"{name}: expected a cache_salt that is a text, found {shown(self.cache_salt)}")
         put("cache_salt", str(self.cache_salt))
-        for flag in ("ignore_eos", "logits"):
+        for flag in ("ignore_eos", "logits", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, flag), bool):
                 raise RequestError(f"{name}: expected {flag} to be True or False, found {shown(getattr(self, flag))}")
         if self.logprobs is not None:
@@ -338,6 +345,10 @@ class Limits:
         if wrong := [token for token, _ in request.sampling.logit_bias if token >= self.vocab_size]:
             raise RequestError(
                 f"{name}: expected logit_bias of token ids from 0 to {self.vocab_size - 1}, found {shown(wrong[0])}"
+            )
+        if wrong := [token for token in request.stop_token_ids if not 0 <= token < self.vocab_size]:
+            raise RequestError(
+                f"{name}: expected stop_token_ids from 0 to {self.vocab_size - 1}, found {shown(wrong[0])}"
             )
         if scores and length > self.context:
             raise RequestError(

@@ -179,9 +179,11 @@ class Sequence:
             processor.accept(token)
         if token in self.eos:
             self.stop_reason = "eos"
-        elif stream is not None:
+        elif token in self.request.stop_token_ids:
+            self.stop_reason = "stop"
+        if stream is not None and (not self.over or self.request.include_stop_str_in_output):
             piece = stream.push(token)
-            if stream.stopped:
+            if stream.stopped and not self.over:
                 self.stop_reason = "stop"
         if self.stop_reason is None and processor is not None and processor.over:
             self.stop_reason = "stop"

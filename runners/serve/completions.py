@@ -148,7 +148,7 @@ def _echoed(call: GenerationCall, asked: CompletionsBody, engine: "Engine") -> G
 
 def may_have_grammar(body: dict[str, Any]) -> bool:
     """Whether a body of any endpoint may say what its answer has to be."""
-    forms = any(body.get(name) for name in ("response_format", "text", *GUIDES))
+    forms = any(body.get(name) for name in ("response_format", "text", "structured_outputs", *GUIDES))
     return forms or body.get("tool_choice") not in (None, "auto", "none")
 
 
@@ -225,10 +225,15 @@ def generation(
         called = name if len(prompts) == 1 else f"{name} {number}"
         with refusing(name):
             ids = engine.prompt_ids(prompt, called, special=special)
+            if (last := getattr(asked, "truncate_prompt_tokens", None)) is not None:
+                ids = ids[-(last if last > 0 else engine.limits.context - 1) :]
             room = max(1, engine.limits.room(len(ids))) if limit is None else limit
             first = Request(
                 ids, room, samplings[0], tuple(asked.stop), asked.ignore_eos,
                 name=called, cache_salt=asked.cache_salt, logprobs=asked.top, grammar=grammars[0] if grammars else None,
+                stop_token_ids=tuple(asked.stop_token_ids),
+                include_stop_str_in_output=asked.include_stop_str_in_output,
+                skip_special_tokens=asked.skip_special_tokens,
             )  # fmt: skip
             engine.check(first)
         same = [first, *map(first.sampled, samplings[1:])]

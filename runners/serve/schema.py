@@ -44,7 +44,7 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
-    "store": (False,),
+    "store": (False, True),  # nothing is stored
     "background": (False,),
     "truncation": ("disabled",),
     "include": ([],),
@@ -57,7 +57,10 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "use_beam_search": (False,),
     # What vllm-router adds to every request.
     "no_stop_trim": (False,),
-    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "early_stopping": (False,),
+    "add_special_tokens": (True,),
+    "add_generation_prompt": (True,),
     "continue_final_message": (False,),
     "return_hidden_states": (False,),
     "include_reasoning": (True, False),
@@ -231,7 +234,7 @@ class GenerationBody(ModelBody):
 
     temperature: Annotated[float, _setting("temperature")] = 1.0
     top_p: Annotated[float, _setting("top_p")] = 1.0
-    top_k: Annotated[int, _setting("top_k")] = 0
+    top_k: Annotated[int, _setting("top_k"), BeforeValidator(lambda k: 0 if k == -1 else k)] = 0  # -1 as vLLM has it
     presence_penalty: Annotated[float, _setting("presence_penalty")] = 0.0
     frequency_penalty: Annotated[float, _setting("frequency_penalty")] = 0.0
     repetition_penalty: Annotated[float, _setting("repetition_penalty")] = 1.0
@@ -243,7 +246,15 @@ class GenerationBody(ModelBody):
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64, description="a whole number of 64 bits")] = None
     guided_regex: Annotated[str | None, Field(description="a regex")] = None
     guided_grammar: Annotated[str | None, Field(description="a grammar in Lark's form")] = None
+    guided_json: Any = None
+    guided_choice: Any = None
+    structured_outputs: Any = None
     stop: Stops = []
+    stop_token_ids: Annotated[
+        list[int], Field(max_length=STOPS, description=f"a list of at most {STOPS} token ids")
+    ] = []
+    include_stop_str_in_output: Flag = False
+    skip_special_tokens: Flag = True
     stream: Flag = False
     ignore_eos: Flag = False
     cache_salt: Text = ""
@@ -324,6 +335,10 @@ class ChoicesBody(GenerationBody):
 
     max_tokens: Count = None
     max_completion_tokens: Count = None
+    truncate_prompt_tokens: Annotated[
+        Literal[-1] | Annotated[int, Field(ge=1, le=MOST)] | None,
+        Field(description=f"-1 or a whole number from 1 to {MOST}"),
+    ] = None
     n: Annotated[int, Field(ge=1, le=CHOICES, description=f"a whole number from 1 to {CHOICES}")] = 1
     response_format: Annotated[
         dict[str, Any] | None, Field(description="an object with a type: text, json_object or json_schema")

@@ -1,5 +1,6 @@
 """What a body says of the form of its answer: grammars and tools."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,9 @@ from ling3export.runners.text.answer import THOUGHT
 from ling3export.runners.text.calls import CALL, CALLED, NAME, JsonCall, KeyedCall, Reader, reader_of
 from ling3export.runners.text.grammar import Grammar
 
-GUIDES = {"guided_regex": "regex", "guided_grammar": "lark"}
+# What vLLM's `structured_outputs` may hold, and its older fields for the same.
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+GUIDES = {f"guided_{kind}": kind for kind in KINDS[:-1]}
 
 
 def asked_grammar(asked: GenerationBody) -> tuple[str, Grammar] | None:
@@ -20,23 +23,49 @@ def asked_grammar(asked: GenerationBody) -> tuple[str, Grammar] | None:
         ApiError: It says so twice, or in a form that is unknown; or its schema is too large or nested too deeply.
     """
     name = asked.format_name
-    found = {each: value for each in GUIDES if (value := getattr(asked, each)) is not None}
+    found = {each: (kind, value) for each, kind in GUIDES.items() if (value := getattr(asked, each)) is not None}
+    if (outputs := asked.structured_outputs) is not None:
+        given = {kind: value for kind, value in outputs.items() if value} if isinstance(outputs, dict) else {}
+        if len(given) != 1 or not given.keys() <= set(KINDS):
+            raise refusal("structured_outputs", f"an object with one of {', '.join(KINDS)}", shown(outputs))
+        found["structured_outputs"] = next(iter(given.items()))
     form = asked.form or {"type": "text"}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise refusal(name, "a type of text, json_object or json_schema", shown(kind))
     if len(found) + (kind != "text") > 1:
-        given = [*found, *([name] if kind != "text" else [])]
-        raise refusal(name, f"one of {name}, guided_regex, guided_grammar", " and ".join(given))
-    for each, value in found.items():
-        return each, Grammar(GUIDES[each], value)
+        both = [*found, *([name] if kind != "text" else [])]
+        raise refusal(name, f"one of {name}, structured_outputs and {', '.join(GUIDES)}", " and ".join(both))
+    for each, (guide, value) in found.items():
+        return each, _grammar(guide, value, each)
     if kind != "json_schema":
-        return (name, Grammar("json", '{"type": "object"}')) if kind == "json_object" else None
+        return (name, _grammar("json_object", True, name)) if kind == "json_object" else None
     inner = form.get("json_schema")
     schema = inner.get("schema") if isinstance(inner, dict) else None
     if not isinstance(schema, (dict, bool)):
         raise refusal(name, "a json_schema with a schema, an object", "none")
     return name, Grammar("json", schema_text({} if schema is True else schema, name))
+
+
+def _grammar(kind: str, value: Any, name: str) -> Grammar:
+    """The grammar of a guide of one of KINDS; ``name`` is the field that has it."""
+    if kind == "json_object":
+        return Grammar("json", '{"type": "object"}')
+    if kind == "choice":
+        if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+            raise refusal(name, "a list of texts", shown(value))
+        return Grammar("lark", f"start: {' | '.join(map(json.dumps, value))}\n")
+    if kind == "json":
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+        except (ValueError, RecursionError):
+            schema = None
+        if not isinstance(schema, dict):
+            raise refusal(name, "a JSON schema, an object or its text", shown(value))
+        return Grammar("json", schema_text(schema, name))
+    if not isinstance(value, str):
+        raise refusal(name, "a text", shown(value))
+    return Grammar("lark" if kind == "grammar" else kind, value)
 
 
 @dataclass(frozen=True)

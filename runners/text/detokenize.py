@@ -10,18 +10,26 @@ if TYPE_CHECKING:
 class TextStream:
     """Text of a growing list of tokens: never half a character, never the begin of a stop string.
 
-    Special tokens have no text.
-
     Args:
         tokenizer: Decodes the tokens.
-        stop: Strings that end the text; they are not part of it.
+        stop: Strings that end the text.
+        include_stop: They are part of it.
+        skip_special: Special tokens have no text.
 
     Attributes:
         stopped: Whether a stop string was met.
     """
 
-    def __init__(self, tokenizer: "tokenizers.Tokenizer", stop: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        tokenizer: "tokenizers.Tokenizer",
+        stop: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        skip_special: bool = True,
+    ) -> None:
         self.stopped = False
+        self._include_stop, self._skip_special = include_stop, skip_special
         self._tokenizer = tokenizer
         self._stop = tuple(stop)
         self._held = ""  # decoded, not yet given away: it may be the begin of a stop string
@@ -52,7 +60,7 @@ class TextStream:
     def _restart(self) -> None:
         from tokenizers.decoders import DecodeStream
 
-        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._decoder = DecodeStream(skip_special_tokens=self._skip_special)
         self._ids: list[int] = []  # since then
         self._decoded = 0  # characters of their text that the decoder gave
 
@@ -63,14 +71,15 @@ class TextStream:
 
     def _rest(self) -> str:
         """The text that the decoder holds back: of an unfinished character, or of bytes that are none."""
-        return str(self._tokenizer.decode(self._ids, skip_special_tokens=True))[self._decoded :]
+        return str(self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special))[self._decoded :]
 
     def _release(self, new: str) -> str:
         text = self._held + new
-        found = [place for place in (text.find(stop) for stop in self._stop) if place >= 0]
+        found = [(place, len(stop)) for stop in self._stop if (place := text.find(stop)) >= 0]
         if found:
             self.stopped, self._held = True, ""
-            return text[: min(found)]
+            place, size = min(found)
+            return text[: place + size if self._include_stop else place]
         keep = max((overlap(text, stop) for stop in self._stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]

@@ -108,9 +108,9 @@ class Tokenizer:
     def _byte_level(self) -> bool:
         return "ByteLevel" in str(self._tokenizer.decoder)
 
-    def stream(self, stop: Sequence[str] = ()) -> TextStream:
-        """A stream of text for one answer."""
-        return TextStream(self._tokenizer, stop)
+    def stream(self, stop: Sequence[str] = (), *, include_stop: bool = False, skip_special: bool = True) -> TextStream:
+        """A stream of text for one answer; the arguments are those of TextStream."""
+        return TextStream(self._tokenizer, stop, include_stop=include_stop, skip_special=skip_special)
 
     @property
     def size(self) -> int:

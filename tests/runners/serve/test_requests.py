@@ -109,7 +109,7 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
         ({"temperature": [1]}, "temperature", "`temperature`: expected a number from 0 to 2, found a list"),
         ({"top_p": 0}, "top_p", "`top_p`: expected a number above 0, at most 1, found 0"),
         ({"top_p": 1.01}, "top_p", "`top_p`: expected a number above 0, at most 1, found 1.01"),
-        ({"top_k": -1}, "top_k", "`top_k`: expected a whole number from 0 to 2147483647, found -1"),
+        ({"top_k": -2}, "top_k", "`top_k`: expected a whole number from 0 to 2147483647, found -2"),
         ({"seed": 1 << 64}, "seed", "`seed`: expected a whole number of 64 bits, found 18446744073709551616"),
         ({"seed": 0.5}, "seed", "`seed`: expected a whole number of 64 bits, found 0.5"),
         ({"n": 5}, "n", "`n`: expected at most 4 answers, found 5"),
@@ -133,7 +133,8 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
         ({"response_format": {"type": "json_schema"}}, "response_format",
          "`response_format`: expected a json_schema with a schema, an object, found none"),
         ({"guided_regex": "a", "guided_grammar": "b"}, "response_format",
-         "`response_format`: expected one of response_format, guided_regex, guided_grammar, found guided_regex and "
+         "`response_format`: expected one of response_format, structured_outputs and guided_json, guided_regex, "
+         "guided_choice, guided_grammar, found guided_regex and "
          "guided_grammar"),
         ({"guided_regex": "(a"}, "guided_regex",
          "guided_regex: expected a regex grammar that some text fits, found at 1(8): "
@@ -176,7 +177,7 @@ def test_a_wrong_value_is_named(engine, change, param, message):
         ("min_p", 0.1, "0 or 0.0, found 0.1"),
         ("min_tokens", 2, "0 or 1, found 2"),
         ("priority", 1, "0, found 1"),
-        ("skip_special_tokens", False, "true, found false"),
+        ("spaces_between_special_tokens", False, "true, found false"),
         ("return_hidden_states", True, "false, found true"),
         ("chat_template_kwargs", {"a": 1}, "{}, found an object"),
         ("continue_final_message", True, "false, found true"),

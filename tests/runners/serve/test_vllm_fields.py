@@ -1,0 +1,151 @@
+"""Fields of vLLM's API that clients send: each does what vLLM's documents say, in Python and over HTTP alike."""
+
+import json
+from typing import Any
+
+import pytest
+
+from ling3export.foundation.errors import RequestError
+from ling3export.runners.engine.engine import Engine
+from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, SAID, asked, call, chunks, logits
+from tests.support import toy_artifact
+from tests.support.choosing import greedy
+
+PLAIN = greedy(logits, [5, 9, 7], 12)
+LONG = IDS | {"max_tokens": 12, "return_token_ids": True}
+
+
+@pytest.fixture(scope="module")
+def engine():
+    with Engine(toy_artifact.shared(), max_requests=8, report=lambda text: None) as engine:
+        yield engine
+
+
+def stopped(engine: Engine, **fields: Any) -> dict[str, Any]:
+    (choice,) = asked(engine, COMPLETIONS, LONG | fields)["choices"]
+    return dict(choice)
+
+
+def text_of(engine: Engine, ids: list[int], **how: Any) -> str:
+    stream = engine.files.tokenizer("test").stream(**how)
+    return "".join(map(stream.push, ids)) + stream.finish()
+
+
+def test_stop_token_ids_end_an_answer_whatever_ignore_eos_says_and_are_not_in_its_text(engine):
+    at = next(place for place, id in enumerate(PLAIN) if place > 2 and id not in PLAIN[:place])
+    found = stopped(engine, stop_token_ids=[PLAIN[at], 1])
+    assert (found["token_ids"], found["finish_reason"]) == (PLAIN[: at + 1], "stop")
+    assert found["text"] == text_of(engine, PLAIN[:at])
+    kept = stopped(engine, stop_token_ids=[PLAIN[at]], include_stop_str_in_output=True)
+    assert kept["text"] == text_of(engine, PLAIN[: at + 1])
+    request = engine.request([5, 9, 7], 12, ignore_eos=True, stop_token_ids=[PLAIN[at]])
+    (done,) = engine.complete([request])
+    assert (done.token_ids, done.stop_reason, done.text) == (PLAIN[: at + 1], "stop", found["text"])
+
+
+def test_stop_token_ids_are_checked_where_they_enter(engine):
+    for wrong, said in (([10**6], "expected stop_token_ids from 0 to"), (["a"], "stop_token_ids")):
+        answer = call(engine, COMPLETIONS, LONG | {"stop_token_ids": wrong})
+        assert answer.status_code == 400 and said in answer.json()["error"]["message"]
+    with pytest.raises(RequestError, match="stop_token_ids from 0 to"):
+        engine.check(engine.request([5], 1, stop_token_ids=[-1]))
+    assert stopped(engine, stop_token_ids=[])["token_ids"] == PLAIN
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_stop_string_stands_in_the_text_only_if_asked_for(engine, stream):
+    whole = text_of(engine, PLAIN)
+    stop = whole[3:5]
+    body = LONG | {"stop": [stop, whole[4:6]]}
+
+    def text(fields: dict[str, Any]) -> str:
+        if not stream:
+            return str(asked(engine, COMPLETIONS, fields)["choices"][0]["text"])
+        return "".join(chunk["choices"][0]["text"] for chunk in chunks(engine, COMPLETIONS, fields))
+
+    before = whole[: whole.index(stop)]
+    assert text(body) == text(body | {"include_stop_str_in_output": False}) == before
+    assert text(body | {"include_stop_str_in_output": True}) == before + stop
+
+
+def test_special_tokens_have_a_text_where_they_are_not_skipped(engine):
+    tokenizer = engine.files.tokenizer("test")
+    special = min(tokenizer.special_ids)
+    ids = [PLAIN[0], special, PLAIN[1]]
+    shown = text_of(engine, ids, skip_special=False)
+    assert shown != text_of(engine, ids) and len(shown) > len(text_of(engine, ids))
+    bias = {"logit_bias": {str(special): 100}, "max_tokens": 2}
+    assert stopped(engine, **bias)["text"] == ""
+    assert stopped(engine, **bias, skip_special_tokens=False)["text"] == text_of(
+        engine, [special] * 2, skip_special=False
+    )
+
+
+def test_a_prompt_is_cut_to_its_last_tokens(engine):
+    alone = stopped(engine, prompt=[9, 7])
+    for body in ({"prompt": [5, 9, 7], "truncate_prompt_tokens": 2}, {"prompt": [9, 7], "truncate_prompt_tokens": 5}):
+        assert stopped(engine, **body)["token_ids"] == alone["token_ids"]
+    context = engine.limits.context
+    answer = asked(engine, COMPLETIONS, LONG | {"prompt": [5] * (context - 1), "truncate_prompt_tokens": -1})
+    assert answer["usage"]["prompt_tokens"] == context - 1
+    for wrong in (0, -2, "a"):
+        answer = call(engine, COMPLETIONS, LONG | {"truncate_prompt_tokens": wrong})
+        assert answer.status_code == 400
+        assert "`truncate_prompt_tokens`: expected -1 or a whole number from 1" in answer.json()["error"]["message"]
+
+
+def test_a_top_k_of_minus_1_keeps_all_tokens(engine):
+    bodies = [LONG | {"temperature": 1.0, "seed": 3, "top_k": top_k} for top_k in (-1, 0)]
+    first, second = (asked(engine, COMPLETIONS, body)["choices"] for body in bodies)
+    assert first == second
+    assert call(engine, COMPLETIONS, LONG | {"top_k": -2}).status_code == 400
+
+
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+GUIDED = [
+    ({"guided_json": SCHEMA}, lambda text: json.loads(text)["a"] in (1, 2)),
+    ({"guided_json": json.dumps(SCHEMA)}, lambda text: json.loads(text)["a"] in (1, 2)),
+    ({"guided_choice": ['ja "so"', "nein"]}, lambda text: text in ('ja "so"', "nein")),
+    ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
+    ({"structured_outputs": {"json": SCHEMA}}, lambda text: json.loads(text)["a"] in (1, 2)),
+    ({"structured_outputs": {"regex": "[ab]{3}"}}, lambda text: len(text) == 3 and set(text) <= set("ab")),
+    ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, lambda text: text == "xy"),
+]
+
+
+@pytest.mark.parametrize(("fields", "fits"), GUIDED)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_an_answer_has_the_form_of_vllms_fields(engine, path, fields, fits):
+    body = (LONG if path == COMPLETIONS else SAID) | {"max_tokens": 60, "ignore_eos": False} | fields
+    (choice,) = asked(engine, path, body)["choices"]
+    assert fits(choice["text"] if path == COMPLETIONS else choice["message"]["content"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"guided_json": "{"}, "`guided_json`: expected a JSON schema, an object or its text"),
+        ({"guided_choice": []}, "`guided_choice`: expected"),
+        ({"guided_choice": ["a", 3]}, "`guided_choice`: expected a list of texts"),
+        (
+            {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
+            "`structured_outputs`: expected an object with one of",
+        ),
+        ({"structured_outputs": {"xml": "a"}}, "`structured_outputs`: expected an object with one of"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex and structured_outputs"),
+        ({"guided_regex": 3}, "`guided_regex`: expected a regex"),
+    ],
+)
+def test_a_form_that_cannot_be_taken_is_refused_by_its_field(engine, fields, said):
+    answer = call(engine, COMPLETIONS, LONG | fields)
+    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
+
+
+def test_fields_that_ask_for_nothing_are_taken(engine):
+    """Clients send the defaults of vLLM and OpenAI along; each of them was refused."""
+    fields = {
+        "stop_token_ids": [], "include_stop_str_in_output": False, "add_special_tokens": True, "early_stopping": False,
+        "skip_special_tokens": True, "spaces_between_special_tokens": True, "store": True, "top_k": -1,
+    }  # fmt: skip
+    assert stopped(engine, **fields)["token_ids"] == PLAIN
+    assert asked(engine, CHAT, SAID | {"max_tokens": 2} | fields)["choices"]
