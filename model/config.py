@@ -8,7 +8,7 @@ hold one modelled value alone, those that repeat others, and those without effec
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ling3export.foundation.errors import ConfigError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
+from ling3export.model.yarn import FIELDS as YARN_FIELDS
 from ling3export.model.yarn import Yarn, yarn_of
 
 AttentionKind = Literal["kda", "mla"]
@@ -256,7 +257,7 @@ class Config:
         found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "eos_token_id"}
         found = {name: value for name, value in found.items() if value is not None or name not in OPTIONAL}
         if self.rope_scaling is not None:
-            found["rope_scaling"] = {"rope_type": "yarn"} | self.rope_scaling._asdict()
+            found["rope_scaling"] = {"rope_type": "yarn"} | asdict(self.rope_scaling)
         return found
 
 
@@ -299,7 +300,7 @@ RULES = READ | {name: only(value) for name, value in (FIXED | PUBLISHED).items()
 # These repeat other fields: they may be absent, and must agree where present (checked against the finished Config).
 REPEATED = frozenset({"num_key_value_heads", "qk_head_dim", "rotary_dim", "rope_parameters"})
 
-ROPE = {"partial_rotary_factor", *Yarn._fields}  # what `rope_parameters` may have beside the type and theta
+ROPE = {"partial_rotary_factor", *YARN_FIELDS}  # what `rope_parameters` may have beside the type and theta
 
 # Without effect on what the model computes, whatever they hold; so are all `…_dropout` and `mtp_…`,
 # and all `pregate_…` where `pregate_inference`, which is in PUBLISHED, is false.

@@ -4,7 +4,8 @@ Source: Peng et al., arXiv 2309.00071, in the form that DeepSeek-V3's public cod
 """
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,8 @@ from numpy.typing import NDArray
 NAMES = {"yarn"}
 
 
-class Yarn(NamedTuple):
+@dataclass(frozen=True)
+class Yarn:
     """``rope_scaling`` of the type ``yarn``, under its own names."""
 
     factor: float
@@ -62,19 +64,22 @@ class Yarn(NamedTuple):
         return 0.1 * mscale * math.log(self.factor) + 1 if self.factor > 1 else 1.0
 
 
+FIELDS = frozenset(field.name for field in fields(Yarn))
+
+
 def yarn_of(given: Any) -> Yarn | None:
     """A ``rope_scaling`` object as YaRN; None where it is none, or has a field that is unknown or no number."""
     if not isinstance(given, dict):
         return None
-    fields = dict(given)
-    kinds = {fields.pop(name) for name in ("type", "rope_type") if isinstance(fields.get(name), str)}
-    if kinds != NAMES or not {"factor", "original_max_position_embeddings"} <= fields.keys() <= set(Yarn._fields):
+    found = dict(given)
+    kinds = {found.pop(name) for name in ("type", "rope_type") if isinstance(found.get(name), str)}
+    if kinds != NAMES or not {"factor", "original_max_position_embeddings"} <= found.keys() <= FIELDS:
         return None
-    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in fields.values()):
+    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in found.values()):
         return None
-    if not all(math.isfinite(value) and value >= 0 for value in fields.values()):
+    if not all(math.isfinite(value) and value >= 0 for value in found.values()):
         return None
-    original = fields.pop("original_max_position_embeddings")
-    found = Yarn(original_max_position_embeddings=int(original), **{name: float(y) for name, y in fields.items()})
-    sound = found.factor >= 1 and original == int(original) >= 1 and found.beta_fast > found.beta_slow > 0
-    return found if sound else None
+    original = found.pop("original_max_position_embeddings")
+    yarn = Yarn(original_max_position_embeddings=int(original), **{name: float(y) for name, y in found.items()})
+    sound = yarn.factor >= 1 and original == int(original) >= 1 and yarn.beta_fast > yarn.beta_slow > 0
+    return yarn if sound else None

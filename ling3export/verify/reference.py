@@ -9,6 +9,7 @@ Dimension letters: T tokens, D hidden. Weights stay in torch's [out, in] order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -145,7 +146,7 @@ class Reference:
         latent = self._norm(kv[:, :rank], f"{prefix}kv_a_layernorm", LATENT_NORM_EPS)
         expanded = self._linear(latent, f"{prefix}kv_b_proj").reshape(tokens, heads, nope + config.v_head_dim)
         out = np.empty((tokens, heads, config.v_head_dim), self.dtype)
-        yarn = config.rope_scaling._asdict() if config.rope_scaling else None
+        yarn = asdict(config.rope_scaling) if config.rope_scaling else None
         whole = formulas.yarn_magnitude(yarn, "mscale_all_dim")
         factor, scale = formulas.yarn_magnitude(yarn, "mscale") / whole, q.shape[-1] ** -0.5 * whole**2
         for span in spans:

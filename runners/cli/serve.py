@@ -37,6 +37,7 @@ from ling3export.runners.serve.config import ServerConfig
 
 COUNT = click.IntRange(0)
 COMMON = "host port api_key_file model max_requests restarts target programs step_timeout prefix_cache".split()
+ROUTE_COMMON = "prefill decode weight max_local_prefill max_queue timeout host port api_key_file allow_host".split()
 _option = partial(field_option, ServerConfig)
 
 
@@ -146,7 +147,7 @@ def serve(artifact: Path, server: ServerConfig, engine: EngineConfig, place: dic
     run(artifact, server, engine, hosts)
 
 
-@click.command(cls=Command, from_file=True)
+@click.command(cls=Command, from_file=True, common=ROUTE_COMMON)
 @section(
     "Servers",
     click.option(

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ling3export.artifacts.records import from_json, to_json
 from ling3export.checkpoint.synth import config_fields
 from ling3export.foundation.errors import ConfigError
 from ling3export.model.config import FIXED, OPTIONAL, READ, YARN, Config
@@ -52,6 +53,7 @@ FLASH = PUBLIC | {
     "q_lora_rank": None,
     "num_nextn_predict_layers": 1,
 }
+YARN_OF = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 131072}
 
 
 def without(name: str) -> dict[str, Any]:
@@ -112,6 +114,13 @@ def test_yarn_is_read_under_each_of_its_names_and_doubles_the_context():
     assert "`rope_parameters`: expected the same as `rope_scaling`" in refusal(
         PUBLIC | {"rope_parameters": parameters | {"factor": 4.0}, "rope_scaling": YARN_OF}
     )
+
+
+@pytest.mark.parametrize("scaling", [{}, {"rope_scaling": YARN_OF}], ids=["none", "yarn"])
+def test_a_config_goes_to_another_process_as_json(scaling):
+    """No build had a compiling process that could read YaRN's part of its task."""
+    config = Config.from_dict(PUBLIC | scaling)
+    assert from_json(Config, json.loads(json.dumps(to_json(config)))) == config
 
 
 def test_yarn_has_deepseek_v3s_frequencies_and_magnitudes():
@@ -196,7 +205,6 @@ def test_one_of_the_two_names_of_the_score_function_is_enough():
     assert Config.from_dict(without("scoring_func")) == Config.from_dict(TINY)
 
 
-YARN_OF = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 131072}
 LIMIT = "null, or a list of numbers, one a layer; 0 or null for no limit"
 GROUPS = "groups of two or more that divide 128 experts"
 REFUSALS = [
