@@ -113,6 +113,7 @@ class Conversation:
 
         with suppress(KeyboardInterrupt):
             asyncio.run(_pieces(handle, take))
+        handle.cancel()  # Ctrl-C again, while the first one was heeded, left it running
         done = handle.result()
         if done.stop_reason == "cancelled":
             take("", last=True)
@@ -177,6 +178,13 @@ def talk(conversation: Conversation) -> None:
     while True:
         try:
             line = _line(asking)
+            if line.startswith("/"):
+                _obey(conversation, line)
+            elif line.strip():
+                done = conversation.answer(line, say)
+                say.end(done)
+                if done.stop_reason == "cancelled" and not asking:
+                    raise KeyboardInterrupt
         except EOFError:
             click.echo(err=True, nl=asking)
             return
@@ -184,12 +192,6 @@ def talk(conversation: Conversation) -> None:
             if not asking:
                 raise
             click.echo()
-            continue
-        try:
-            if line.startswith("/"):
-                _obey(conversation, line)
-            elif line.strip():
-                say.end(conversation.answer(line, say))
         except Ling3Error as error:
             if not asking or conversation.stopped:
                 raise

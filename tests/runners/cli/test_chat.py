@@ -122,6 +122,23 @@ def test_help_of_chat_has_at_most_15_options():
     assert "--prefix-store" in CliRunner().invoke(main, ["chat", "--help-all"]).stdout
 
 
+def test_a_conversation_with_an_artifact_hits_the_prefix_cache(artifact, tmp_path):
+    """The command itself, in a process of its own: settings come from a file, turns from a pipe."""
+    (tmp_path / "chat.toml").write_text('max-tokens = 8\nsystem = "Be brief, and always say what you mean to say."\n')
+    words = ["chat", str(artifact("micro-tp1-snapshots")), "--config", str(tmp_path / "chat.toml"), "--think", "off"]
+    command = [sys.executable, "-m", "ling3export.runners.cli", *words]
+    done = subprocess.run(command, input=f"Hi\nGo\n/save {tmp_path / 'talk'}\n", capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    first, second = [
+        line for line in done.stderr.splitlines() if line.startswith("[") and "prompt tokens cached" in line
+    ]
+    cached = [int(line.partition("first after ")[2].split()[2]) for line in (first, second)]
+    assert cached[0] == 0 < cached[1]
+    ((saved),) = read_prompts(tmp_path / "talk")
+    assert [each["role"] for each in saved] == ["system", "user", "assistant", "user", "assistant"]
+    assert saved[2]["content"] in done.stdout
+
+
 class Terminal:
     """A child process in a terminal of its own."""
 
@@ -159,7 +176,7 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_talk(tmp_path):
     try:
         terminal.until("> ")
         terminal.type("Halo\x02l\n")  # Ctrl-B: the line is edited
-        assert "\x1b[2mHm.\x1b[0m" in terminal.until("Hello")
+        assert "\x1b[2mHm.\x1b[0m" in terminal.until("Hello").replace("\x1b[0m\x1b[2m", "")  # it came in pieces
         assert "tokens/s, first after" in terminal.until("> ")
         terminal.type("endless\n")
         terminal.until("more more more")

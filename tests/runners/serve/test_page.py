@@ -17,6 +17,7 @@ from ling3export.runners.route.app import Router, RoutingPolicy
 from ling3export.runners.route.app import application as router_application
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.config import ServerConfig
+from ling3export.runners.serve.run import opened
 from tests.support.scripted import HI, MODEL, Talk, talking
 
 CHAT = "/v1/chat/completions"
@@ -80,6 +81,16 @@ def test_the_page_needs_no_key_and_what_it_calls_does(model):
 
 def test_a_server_without_a_page_has_nothing_there(model):
     assert served(model, "GET", "/").status_code == 404
+
+
+def test_options_of_a_server_say_whether_it_has_a_page_and_who_may_call():
+    for config, page, origins in (
+        (ServerConfig(port=0), True, ()),
+        (ServerConfig(port=0, no_page=True, allow_origin=(ORIGIN, OTHER)), False, (ORIGIN, OTHER)),
+    ):
+        listener, policy = opened(config, MODEL, 8)
+        listener.close()
+        assert (policy.page, policy.origins) == (page, origins)
 
 
 def test_a_router_has_the_page_too():
