@@ -4,11 +4,13 @@ import json
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.generate import line_names, read_prompts
+from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.evals import compare, report, task_files
 from ling3export.runners.evals import folder as folders
 from ling3export.runners.evals.run import run_suite
@@ -57,6 +59,72 @@ def prompts(folder: Path) -> Iterator[Case]:
         path.write_bytes(b"\n".join(map(json_text, LINES)))
         look()
         yield case
+
+
+SIZES = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 320)  # about where buffers grow and pages fill
+TOGETHER = 8  # requests of a case, beside the choices of one of them
+CHOICES = (1,) * 12 + (2, 16, 128)
+
+
+@contextmanager
+def together(folder: Path) -> Iterator[Case]:
+    """Requests of all settings at once, of sizes up to every limit: tokens are those of each request alone.
+
+    A case has some 17 requests: ``make fuzz ARGS="--target together --cases 1200"`` runs 20,000.
+    """
+    toy = toy_copy(folder)
+    from ling3export.runners.engine.engine import Engine
+
+    with Engine(toy, report=lambda text: None) as engine:
+
+        def case(rng: Random) -> None:
+            asked = [request_at_random(rng, engine.limits.context, engine.limits.vocab_size) for _ in range(TOGETHER)]
+            first, count = asked[0], rng.choice(CHOICES)
+            asked += [first.sampled(replace(first.sampling, seed=choice)) for choice in range(1, count)]
+            try:
+                found = engine.complete(asked)
+                for request, done in (*zip(asked, found, strict=True),)[: TOGETHER + 2]:  # of choices the first few
+                    (alone,) = engine.complete([request])
+                    same = (done.token_ids, done.text, done.stop_reason) == (
+                        alone.token_ids,
+                        alone.text,
+                        alone.stop_reason,
+                    )
+                    if not same or (done.likely or ()) != (alone.likely or ()):
+                        raise WrongResultError(f"not as alone: {request}: {done}, and {alone}")
+            finally:
+                stats = engine.stats()
+                if engine.stopped is not None or stats["live"] or stats["free"] != stats["pools"]:
+                    raise WrongResultError(f"the engine ended, or keeps what it lent: {engine.stopped}, {stats}")
+
+        yield case
+
+
+def request_at_random(rng: Random, context: int, vocab: int) -> Request:
+    """A request whose prompt and answer fill up to the whole context, with any of the settings that there are."""
+    size = rng.choice((1, 2, 15, 16, 17, 31, 32, 33, context - 2, context - 1, rng.randrange(1, context)))
+    biased = min(rng.choice((0, 0, *SIZES)), vocab)
+    often = rng.random() < 0.5
+    sampling = Sampling(
+        rng.choice((0.0, 0.0, 0.7, 2.0)),
+        rng.choice((0, 1, 40, 2**31 - 1)),
+        rng.choice((1.0, 0.9, 1e-9)),
+        rng.randrange(2**32),
+        rng.choice((0.0, -2.0, 2.0)) if often else 0.0,
+        rng.choice((0.0, -2.0, 2.0)) if often else 0.0,
+        rng.choice((1.0, 0.5, 1.1, 10.0)) if often else 1.0,
+        tuple((token, rng.uniform(-100, 100)) for token in rng.sample(range(vocab), biased)),
+    )
+    return Request(
+        tuple(rng.randrange(vocab) for _ in range(size)),
+        rng.choice((1, 2, 16, context - size, 2**31 - 1)),
+        sampling,
+        tuple("".join(rng.choices("abc \u00e9", k=rng.choice((1, 3, 1000)))) for _ in range(rng.choice((0, 0, 1, 16)))),
+        ignore_eos=rng.random() < 0.5,
+        name=f"of {size}",
+        cache_salt=rng.choice(("", "other")),
+        logprobs=rng.choice((None, None, 0, 1, 20)),
+    )
 
 
 @contextmanager

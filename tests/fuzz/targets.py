@@ -24,6 +24,7 @@ TARGETS = {
     "lengths": (build_cases.lengths, 150),
     "answers": (answer_cases.answers, 1000),
     "prompts": (runner_cases.prompts, 150),
+    "together": (runner_cases.together, 180),
     "evaluation": (runner_cases.evaluations, 100),
     "tasks": (runner_cases.tasks, 100),
     "cache": (build_cases.caches, 30),
