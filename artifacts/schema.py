@@ -5,6 +5,7 @@ need not have has the default None. What follows from another field is a propert
 """
 
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -21,7 +22,7 @@ from ling3export.artifacts.program_records import (
     Spec,
     StoredDtype,
 )
-from ling3export.artifacts.records import UNBOUNDED, Digest, one_of, within
+from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, one_of, within
 from ling3export.foundation.dtypes import BY_CODE
 
 ON_LOGITS = ("sample", "logits_processor")  # phases that take another's logits, and no parameters
@@ -182,6 +183,9 @@ class Target:
     cells: dict[str, Cell]
     kernels: FileRecord | None = None
     state_program: FileRecord | None = None
+    portable: Annotated[str, Rule("a version of StableHLO", re.compile(r"\d{1,4}(\.\d{1,4}){2}").fullmatch)] | None = (
+        None
+    )
 
     def slabs(self, host: int) -> list[tuple[str, int, int | None]]:
         """What a host's devices hold of the weights: tensor, first slab, the slab behind the last (None: all)."""

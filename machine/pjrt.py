@@ -1,6 +1,6 @@
 """Compiled programs as files: PJRT's own bytes, and a record of how to call them. Never pickle.
 
-Beside ``service.py`` this is the only file that uses jax's internals (tried with jax 0.10.2, 0.11.2 and 0.12.0).
+``service.py``, ``portable.py`` and this alone use jax's internals (tried with jax 0.10.2, 0.11.2 and 0.12.0).
 Beside an executable jax keeps the shapes, dtypes and shardings of its inputs and outputs, and which inputs the program
 dropped. ``serialized`` writes those down, and ``load_executable`` gives them back to the classes that
 ``jit(f).lower(…).compile()`` ends in. So jax calls a loaded program as it calls a compiled one, with the same checks,
@@ -10,7 +10,6 @@ The record is an ``Executable`` of `artifacts.schema`. Its inputs stand in jax's
 its outputs in that of the result.
 """
 
-import dataclasses
 import re
 import threading
 from collections import Counter
@@ -20,7 +19,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import export
 from jax._src import core, stages
 from jax._src.interpreters import pxla
 from jax._src.lax import linalg
@@ -36,10 +34,6 @@ from ling3export.machine.environment import requirements
 from ling3export.machine.verdict import executable_fits
 
 Program = Callable[..., list[jax.Array]]  # flat inputs → flat outputs
-
-CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @\"?([\w.$]+)")
-# Custom calls that every compiler turns into something else: shardings, and what StableHLO has no operation for.
-EXPANDED = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "mhlo.topk", "mhlo.erf", "chlo.top_k"}
 
 TRACED = "/jax/core/compile/jaxpr_trace_duration"
 COMPILED = "/jax/core/compile/backend_compile_duration"
@@ -57,34 +51,6 @@ def _count(event: str, *_: Any, **__: Any) -> None:
 
 jax.monitoring.register_event_listener(_count)
 jax.monitoring.register_event_duration_secs_listener(_count)
-
-
-def compile_portable(blob: bytes, mesh: Mesh) -> stages.Compiled:
-    """Compiles a portable program for ``mesh``.
-
-    The processor's compiler takes those of other platforms, too, as they stand: their operations are StableHLO's, apart
-    from the custom calls that ``lacking`` names.
-
-    Args:
-        blob: What ``jax.export`` serialized: a program of parameters, state and batch, whose state is donated.
-        mesh: The devices.
-    """
-    exported = export.deserialize(bytearray(blob))
-    if mesh.devices.flat[0].platform == "cpu":
-        exported = dataclasses.replace(exported, platforms=("cpu",))
-    flat = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-        for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
-    ]
-    arguments, _ = jax.tree.unflatten(exported.in_tree, flat)
-    # jax.export forgets donation: the state is the second argument of every program.
-    return jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
-
-
-def lacking(blob: bytes) -> tuple[str, ...]:
-    """The custom calls of a portable program that the processor has no code for."""
-    text = export.deserialize(bytearray(blob)).mlir_module()
-    return tuple(sorted({*CUSTOM_CALL.findall(text)} - EXPANDED - {*xla_client.custom_call_targets("Host")}))
 
 
 def serialized(compiled: stages.Compiled) -> tuple[bytes, Executable]:

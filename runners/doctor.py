@@ -20,6 +20,7 @@ from ling3export.artifacts.files import REBUILD, try_writing, user_cache
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.extras import install
 from ling3export.machine import environment
+from ling3export.machine.promise import promise, rebuild, today
 from ling3export.machine.targets import SIGNS, on_all, platforms_here
 from ling3export.machine.verdict import JaxRuntime, VerdictStatus, judge, misfits
 
@@ -228,6 +229,13 @@ def of_target(manifest: Manifest, name: str, machine: MachineReport, artifact: P
     if not differences and any(each.status is VerdictStatus.RECOMPILE for each in verdicts):
         yield Fault(
             Severity.COMPILE, "executables: expected them in the artifact, found portable programs alone", build
+        )
+    promised, day = promise(target), today()
+    if day > promised.until:
+        yield Fault(
+            Severity.NOTE if not differences else Severity.COMPILE,
+            f"EXPIRED: {promised.told(day)}",
+            rebuild(target, str(artifact)),
         )
     yield from _memory(manifest, target, machine, here)
 

@@ -29,7 +29,7 @@ from ling3export.artifacts.program_records import (
     RooflineBound,
 )
 from ling3export.foundation.errors import PlanError
-from ling3export.machine import pjrt, untouched
+from ling3export.machine import pjrt, portable, untouched
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import StepProgram, build_step
@@ -65,7 +65,7 @@ class Compiled:
 class Lowered:
     """The portable tier of one cell. The fields but ``blob`` are those of a Program."""
 
-    blob: bytes  # serialized ``jax.export.Exported``, one platform
+    blob: bytes  # as ``machine/portable.py`` writes it, for one platform
     phase: str
     padding: int
     fields: tuple[FieldRecord, ...]
@@ -140,7 +140,7 @@ def lower_cell(config: Config, geometry: Geometry, phase: str, padding: int, pla
     exported = export.export(function, platforms=(platform,))(*arguments)
     state, out = jax.tree.unflatten(exported.out_tree, exported.out_avals)
     return Lowered(
-        blob=bytes(exported.serialize()),
+        blob=portable.packed(exported),
         phase=phase,
         padding=padding,
         fields=tuple(FieldRecord(**vars(field)) for field in step.fields),
@@ -172,7 +172,7 @@ def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
     """Compiles the portable tier for ``mesh``: the serialized executable, and what describes it."""
     started = time.perf_counter()
     with pjrt.no_compilation_cache():
-        compiled = pjrt.compile_portable(lowered.blob, mesh)
+        compiled = portable.compile_portable(lowered.blob, lowered, mesh)
         raw, executable = pjrt.serialized(compiled)
     return raw, described(compiled, executable, round(time.perf_counter() - started, 3))
 

@@ -11,6 +11,7 @@ from ling3export.artifacts.schema import Cell, Manifest, Mesh, Requirements
 from ling3export.cache.cells import SUFFIXES, Built
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.foundation.errors import PlanError
+from ling3export.machine.promise import stablehlo_version
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.model.parameters import arguments
@@ -76,6 +77,7 @@ def target_record(
         cells=named,
         kernels=kernels,
         state_program=file_record(folder, f"{programs}/{schema.STATE}") if target.platform == "cpu" else None,
+        portable=stablehlo_version((folder / named[next(iter(named))].stablehlo.path).read_bytes()[:64]),
     )
 
 

@@ -6,6 +6,7 @@ from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, told
 from ling3export.artifacts.receipts import table as measured_table
 from ling3export.artifacts.schema import Manifest, Receipts, State, Target
 from ling3export.foundation.tables import aligned, footnotes, selected
+from ling3export.machine.promise import promise, today
 from ling3export.report.figures import estimated
 
 # The columns for a terminal of 80 characters; a wide table has all.
@@ -122,6 +123,7 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
             "",
             f"target {name}: {target.tp} device{'s' * (target.tp > 1)}, {' and '.join(statuses)}, "
             f"state abi {target.state_abi[:12]}",
+            f"  {promise(target).told(today())}",
             f"  {state.pages} pages of {state.page_size} tokens ({state.placement})",
             *_cells(target, receipts, wide),
             *_estimates(target, wide),

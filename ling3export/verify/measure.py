@@ -120,7 +120,7 @@ def measure_portable(artifact: Path, name: str, manifest: Manifest) -> PortableR
 
     target = on_processor(manifest.targets[name])
     prepare(target)  # before jax is imported
-    from ling3export.machine.pjrt import lacking
+    from ling3export.machine.portable import lacking
     from ling3export.runners.calibrate.vectors import measured
 
     left = not_run(

@@ -12,6 +12,7 @@ from ling3export.artifacts.manifest import named_target
 from ling3export.artifacts.schema import Manifest
 from ling3export.artifacts.signing import read_trusted
 from ling3export.foundation.errors import ArtifactError
+from ling3export.machine.promise import promise, today
 from ling3export.machine.targets import choose_target, platforms_here
 from ling3export.runners import doctor as checks
 from ling3export.runners.cli.command import Command
@@ -55,6 +56,8 @@ def doctor(artifact: Path | None, target: str | None, as_json: bool) -> None:
     if artifact is None:
         click.echo(f"this machine: {'jax does not run here' if code else 'jax runs here'}")
     else:
+        if manifest is not None and name is not None:
+            click.echo(promise(manifest.targets[name]).told(today()))
         click.echo(f"{artifact}{f', target {name}' if name else ''}: {WORDS[code]}")
     sys.exit(code)
 

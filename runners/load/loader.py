@@ -26,6 +26,7 @@ from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.foundation.errors import ArtifactError, printable
+from ling3export.machine.promise import promise, today
 from ling3export.machine.targets import choose_target, platforms_here, prepare
 from ling3export.machine.verdict import CHECKS, JaxRuntime, enforce, judge, measuring
 from ling3export.runners import flight
@@ -173,7 +174,7 @@ def load(
     try:
         with flight.starting():
             loaded = _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases, early)
-        for text in signed:
+        for text in (promise(manifest.targets[name]).told(today()), *signed):
             report(text)
         return loaded
     except BaseException as error:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ling3export.artifacts.files import RECOMPILED, replace_file, user_cache, writing
 from ling3export.artifacts.manifest import file_record, read_checked
 from ling3export.artifacts.records import canonical, from_json, sha256_of, to_json
-from ling3export.artifacts.schema import Executable, FileRecord, Target
+from ling3export.artifacts.schema import Cell, Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.reading import shared_with
 from ling3export.foundation.strict_json import read_json
@@ -56,14 +56,14 @@ def compile_here(
     blobs = {verdict.cell: read_checked(artifact, target.cells[verdict.cell].stablehlo) for verdict in cells}
 
     def ready(verdict: Verdict) -> Compiled:
-        why = f"{verdict.cell}: RECOMPILE ({verdict.reason})"
+        why = f"{verdict.cell}: {verdict.status.value} ({verdict.reason})"
         key = cache_key(target.cells[verdict.cell].stablehlo.sha256, mesh)
         if (kept := _lookup(folder, key, say)) is not None:
             say(f"{why}: from {folder.name}")
             return kept
         say(f"{why}: compiling")
         with flight.loading(f"program {verdict.cell}, which is compiled here"):
-            result = _compile(verdict.cell, blobs[verdict.cell], mesh)
+            result = _compile(target.cells[verdict.cell], blobs[verdict.cell], mesh)
         store_program(folder, key, result, say)
         return result
 
@@ -72,16 +72,17 @@ def compile_here(
         return dict(zip(blobs, pool.map(ready, cells), strict=True))
 
 
-def _compile(cell: str, blob: bytes, mesh: "Mesh") -> Compiled:
+def _compile(cell: Cell, blob: bytes, mesh: "Mesh") -> Compiled:
     import jax
 
-    from ling3export.machine.pjrt import compile_portable, serialized
+    from ling3export.machine.pjrt import serialized
+    from ling3export.machine.portable import compile_portable
 
     try:
-        compiled = compile_portable(blob, mesh)
+        compiled = compile_portable(blob, cell, mesh)
     except Exception as error:
         raise ArtifactError(
-            f"program `{cell}`: expected portable StableHLO that jax {jax.__version__} compiles, "
+            f"program `{cell.name}`: expected portable StableHLO that jax {jax.__version__} compiles, "
             f"found {type(error).__name__}: {error}",
             "build the artifact again with this version of jax, or install the one it was built with",
         ) from error

@@ -29,6 +29,7 @@ def target(platform="cpu", devices=2, processes=1, tiers=("stablehlo", "exec")):
         mesh=mesh,
         requires=REQUIRES[platform],
         cells=cells,
+        portable="1.18.0",
     )
 
 

@@ -13,6 +13,7 @@ from jax import export
 from ling3export.artifacts.program_records import Collective
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.lower import Lowered, compile_cell, device_mesh, lower_cell
+from ling3export.machine import portable
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.state import StateArray, state_arrays
@@ -38,7 +39,7 @@ def geometry(form: str, **changes: Any) -> Geometry:
 
 def text(lowered: Lowered) -> str:
     """The StableHLO that is in the file."""
-    return export.deserialize(bytearray(lowered.blob)).mlir_module()
+    return portable.text(lowered.blob)
 
 
 def collectives(module: str) -> dict[str, int]:

@@ -26,7 +26,9 @@ from ling3export.cli import main as cli
 from ling3export.compile import build, lower
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine import environment
-from ling3export.machine.pjrt import lacking, recorded_mesh
+from ling3export.machine.pjrt import recorded_mesh
+from ling3export.machine.portable import lacking
+from ling3export.model import program as steps
 from ling3export.model.config import Config
 from ling3export.runners.load import recompile
 from ling3export.verify import measure
@@ -37,15 +39,19 @@ from tests.support.tiny import tiny_fields
 PASSED, FAILED = (Receipt(status, 0.5, 0.5, 1.0, 3) for status in ("passed", "failed"))
 
 
-def wrong_step(*arguments):
+def wrong_step(config, geometry, phase, padding, mesh):
     """The toy's step, whose logits are a thousandth larger."""
-    step = toy_artifact.build_step(*arguments)
+    step = toy_artifact.build_step(config, geometry, phase, padding, mesh)
+    # Within the shard_map: a portable program has nothing else.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps, "sharded", lambda body, *_: body)
+        body = toy_artifact.build_step(config, geometry, phase, padding, mesh).call
 
     def call(params, state, batch):
-        state, out = step.call(params, state, batch)
+        state, out = body(params, state, batch)
         return state, out | {"logits": out["logits"] * 1.001}
 
-    return replace(step, call=call)
+    return replace(step, call=steps.sharded(call, mesh, step.specs, step.out_specs))
 
 
 def for_tpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

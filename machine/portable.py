@@ -1,0 +1,184 @@
+"""Portable programs: StableHLO's own portable form of what one device computes, without a container around it.
+
+A cell is one ``shard_map`` over the mesh, and its body is StableHLO alone: no custom call, and none of Shardy's
+operations, which StableHLO promises nothing about. So the body is what an artifact keeps. What lies around it, the
+mesh, the shardings and the donation, is in the manifest, and the jax that compiles it puts it around anew
+(docs/decisions/0014-portable-programs.md). Artifacts from before hold ``jax.export``'s container; those are read, too.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import export, stages
+from jax._src.interpreters import mlir
+from jax._src.lib import xla_client
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import func, stablehlo
+
+from ling3export.artifacts.program_records import Leaf
+from ling3export.machine.promise import stablehlo_version
+
+# Custom calls that every compiler turns into something else: shardings, and what StableHLO has no operation for.
+EXPANDED = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "mhlo.topk", "mhlo.erf", "chlo.top_k"}
+CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @\"?([\w.$]+)")
+
+
+class Described(Protocol):
+    """What the manifest says of a cell, or a build before it writes one."""
+
+    @property
+    def inputs(self) -> Sequence[Leaf]:
+        """Parameters, state and batch, in flattening order."""
+
+    @property
+    def outputs(self) -> Sequence[Leaf]:
+        """State and results, in flattening order."""
+
+
+def packed(exported: export.Exported) -> bytes:
+    """The body of an exported ``shard_map``, in the portable form of the StableHLO of four weeks ago.
+
+    Raises:
+        ValueError: The program is more than one ``shard_map`` over one axis, or its body is more than StableHLO.
+    """
+    with mlir.make_ir_context() as context, ir.Location.unknown():
+        module: Any = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
+        main: Any = ir.SymbolTable(module.operation)["main"]
+        block = main.regions[0].blocks[0]
+        manual = [each for each in block.operations if each.operation.name == "sdy.manual_computation"]
+        # jax makes no shard_map of one device. Constants of the program stand outside, and are whole on each device.
+        outside = [each for each in block.operations if each not in manual] if manual else []
+        constants = [each for each in outside if each.operation.name == "stablehlo.constant"]
+        given = [each.result for each in constants]
+        body = manual[0].regions[0].blocks[0] if manual else block
+        operands = [*manual[0].operands] if manual else [*block.arguments]
+        taken = [old for old, operand in zip(body.arguments, operands, strict=True) if operand not in given]
+        if manual and (
+            len(manual) > 1
+            or [each.operation.name for each in outside if each not in constants] != ["func.return"]
+            or [each for each in operands if each not in given] != [*block.arguments]
+            or [*outside[-1].operands] != [*manual[0].results]
+            or any(old.type != each.type for old, each in zip(body.arguments, operands, strict=True) if each in given)
+        ):
+            raise ValueError("program: expected one shard_map with nothing but constants around it")
+        *operations, last = body.operations
+        with ir.InsertionPoint(module.body):
+            types = [each.type for each in taken], [each.type for each in last.operands]
+            local = func.FuncOp("local", types)
+        entry = local.add_entry_block()
+        news = iter([*entry.arguments])
+        for old, operand in zip([*body.arguments], operands, strict=True):
+            old.replace_all_uses_with(operand if operand in given else next(news))
+        for each in (*constants, *operations):
+            entry.append(each)
+        with ir.InsertionPoint(entry):
+            func.ReturnOp([*last.operands])
+        main.operation.erase()
+        for each in [each for each in module.body.operations if each.operation.name == "sdy.mesh"]:
+            each.operation.erase()
+        local.attributes["sym_name"] = ir.StringAttr.get("main")
+        _name_devices(module, exported.nr_devices)
+        version = stablehlo.get_version_from_compatibility_requirement(
+            stablehlo.StablehloCompatibilityRequirement.WEEK_4
+        )
+        return bytes(stablehlo.serialize_portable_artifact(module, version))
+
+
+def _name_devices(module: Any, count: int) -> None:
+    """Has collectives name their devices, all of the one axis, where they name an axis of Shardy's mesh."""
+    groups = ir.DenseElementsAttr.get(np.arange(count, dtype=np.int64)[None])
+
+    def visit(operation: Any) -> Any:
+        if "replica_groups" in operation.attributes and "mesh_axes" in str(operation.attributes["replica_groups"]):
+            operation.attributes["replica_groups"] = groups
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+
+
+def compile_portable(blob: bytes, program: Described, mesh: Mesh) -> stages.Compiled:
+    """Compiles a portable program for ``mesh``.
+
+    The processor's compiler takes those of other platforms, too, as they stand: their operations are StableHLO's, apart
+    from the custom calls that ``lacking`` names.
+
+    Args:
+        blob: The program of parameters, state and batch, whose state is donated: StableHLO's portable form, or what
+            ``jax.export`` serialized.
+        program: The shapes, dtypes and specs of its inputs and outputs, in flattening order.
+        mesh: The devices.
+    """
+    if stablehlo_version(blob) is None:
+        exported = export.deserialize(bytearray(blob))
+        if mesh.devices.flat[0].platform == "cpu":
+            exported = dataclasses.replace(exported, platforms=("cpu",))
+        flat = [
+            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
+            for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
+        ]
+        arguments, _ = jax.tree.unflatten(exported.in_tree, flat)
+        # jax.export forgets donation: the state is the second argument of every program.
+        return jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
+    local = _callable(blob, program, mesh)
+    specs = [PartitionSpec(*each.spec) for each in program.inputs]
+    inputs = [
+        jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=NamedSharding(mesh, spec))
+        for each, spec in zip(program.inputs, specs, strict=True)
+    ]
+    groups, results = ("params", "state", "batch"), ("state", "out")
+    outputs = [PartitionSpec(*each.spec) for each in program.outputs]
+    whole = jax.shard_map(
+        lambda *arguments: _trees(program.outputs, local(*jax.tree.leaves(arguments)), results),
+        mesh=mesh,
+        in_specs=_trees(program.inputs, specs, groups),
+        out_specs=_trees(program.outputs, outputs, results),
+        check_vma=False,
+    )
+    arguments = _trees(program.inputs, inputs, groups)
+    return jax.jit(whole, donate_argnums=(1,), keep_unused=True).lower(*arguments).compile()
+
+
+def _callable(blob: bytes, program: Described, mesh: Mesh) -> Callable[..., Any]:
+    """A module of StableHLO as a function that jax can trace: an export of as many arrays, with this module in it."""
+
+    def of_a_device(rows: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
+        return [
+            jax.ShapeDtypeStruct(NamedSharding(mesh, PartitionSpec(*row.spec)).shard_shape(row.shape), row.dtype)
+            for row in rows
+        ]
+
+    outputs = of_a_device(program.outputs)
+    empty = jax.jit(lambda *_: [jnp.zeros(each.shape, each.dtype) for each in outputs], keep_unused=True)
+    exported = export.export(empty, platforms=(mesh.devices.flat[0].platform,))(*of_a_device(program.inputs))
+    return dataclasses.replace(exported, mlir_module_serialized=blob).call
+
+
+def _trees(rows: Sequence[Leaf], values: Sequence[Any], groups: Sequence[str]) -> tuple[Any, ...]:
+    """The nested dicts of each group, whose flattening order the rows have."""
+    trees: dict[str, Any] = {group: {} for group in groups}
+    for row, value in zip(rows, values, strict=True):
+        *path, last = [row.group, *row.name.split(".")] if row.name else [row.group]
+        place: dict[str, Any] = trees
+        for key in path:
+            place = place.setdefault(key, {})
+        place[last] = value
+    return tuple(trees[group] for group in groups)
+
+
+def text(blob: bytes) -> str:
+    """A portable program as StableHLO's text."""
+    if stablehlo_version(blob) is None:
+        blob = export.deserialize(bytearray(blob)).mlir_module_serialized
+    with mlir.make_ir_context() as context:
+        return str(stablehlo.deserialize_portable_artifact(context, blob))
+
+
+def lacking(blob: bytes) -> tuple[str, ...]:
+    """The custom calls of a portable program that the processor has no code for."""
+    return tuple(sorted({*CUSTOM_CALL.findall(text(blob))} - EXPANDED - {*xla_client.custom_call_targets("Host")}))
