@@ -51,13 +51,13 @@ def doctor(artifact: Path | None, target: str | None, as_json: bool) -> None:
         sys.exit(code)
     for what, how in checks.facts(here):
         click.echo(f"{what + ':':12}{how}")
+    if manifest is not None and name is not None:
+        click.echo(promise(manifest.targets[name]).told(today()))
     for fault in faults:
         click.echo(f"{fault.severity.value}: {fault.what}\n  mend: {fault.mend}")
     if artifact is None:
         click.echo(f"this machine: {'jax does not run here' if code else 'jax runs here'}")
     else:
-        if manifest is not None and name is not None:
-            click.echo(promise(manifest.targets[name]).told(today()))
         click.echo(f"{artifact}{f', target {name}' if name else ''}: {WORDS[code]}")
     sys.exit(code)
 
