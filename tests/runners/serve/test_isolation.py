@@ -5,6 +5,7 @@ such calls. So a new one is tried as soon as a call comes through it.
 """
 
 import asyncio
+import inspect
 import json
 import re
 import sys
@@ -94,7 +95,9 @@ class Watch:
     def _begins(self, code: CodeType, offset: int) -> Any:
         if self._code is None and not str(Path(code.co_filename).resolve()).startswith(ROOMS):
             return sys.monitoring.DISABLE
-        if any(map(is_mine, sys._getframe(1).f_locals.values())):
+        here = inspect.currentframe()
+        assert here is not None and here.f_back is not None
+        if any(map(is_mine, here.f_back.f_locals.values())):
             self._told(code)
         return None
 
