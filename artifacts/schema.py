@@ -39,7 +39,7 @@ Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
 KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs
 STATE = "state.exec"  # that of the program that gives its state
-ConfigValue = bool | int | float | str | tuple[int, ...] | None
+ConfigValue = bool | int | float | str | tuple[int, ...] | tuple[float, ...] | dict[str, int | float | str] | None
 
 
 @dataclass(frozen=True)

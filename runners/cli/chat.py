@@ -261,11 +261,15 @@ def chat(
     with flight.watched():
         from ling3export.runners.engine.engine import Engine
         from ling3export.runners.engine.request import Sampling
+        from ling3export.runners.engine.validation import sampling_defaults
 
         with Engine(artifact, engine) as running:
             if not running.files.chats:
                 running.files.render_chat([])
             running.settle()
+            said = given(click.get_current_context())
+            defaults = sampling_defaults(running.files.generation_config())
+            sampling |= {name: value for name, value in defaults.items() if name not in said}
             conversation = Conversation(
                 running, Sampling(**sampling), seeded=seeded, max_tokens=max_tokens, stop=stop, think=think
             )

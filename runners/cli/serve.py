@@ -88,6 +88,11 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
                 multiple=True,
                 metavar="ORIGIN",
             ),
+            _option(
+                "generation_config",
+                click.Choice(["auto", "none"]),
+                "Sampling where a request does not say: the checkpoint's generation_config.json, or OpenAI's defaults.",
+            ),
             _option("no_page", None, "Have no page to chat at /.", is_flag=True),
         )(limits(configured))
 

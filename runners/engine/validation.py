@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from ling3export.foundation.errors import RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 
 SEEDS = 1 << 32
 SHOWN = 60  # characters of a wrong value that a message repeats
@@ -72,10 +72,27 @@ BOUNDS = {
     "frequency_penalty": NumberRange(-2, 2),
     "repetition_penalty": NumberRange(0, 10, above=True),
 }
+DEFAULTS = ("temperature", "top_k", "top_p", "repetition_penalty")  # what generation_config.json may say of sampling
 TOP_LOGPROBS = NumberRange(0, 20, whole=True)
 BIASES, BIAS = 1024, NumberRange(-100, 100)  # tokens that a request may name, and what is added to their logits
 MAX_TOKENS = NumberRange(1, (1 << 31) - 1, whole=True)
 PLACE, NONE = NumberRange(0, (1 << 31) - 1, whole=True), NumberRange(0, 0, whole=True)
+
+
+def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
+    """The settings of DEFAULTS that a generation_config.json has, as vLLM's ``--generation-config auto`` reads it.
+
+    Raises:
+        ArtifactError: One of them is no number of its range.
+    """
+    found = {name: generation_config[name] for name in DEFAULTS if generation_config.get(name) is not None}
+    for name, value in found.items():
+        if value not in BOUNDS[name]:
+            raise ArtifactError(
+                f"generation_config.json `{name}`: expected {BOUNDS[name]}, found {shown(value)}",
+                "--generation-config none leaves it out",
+            )
+    return found
 
 
 def token_ids(values: object, name: str = "request") -> tuple[int, ...]:

@@ -4,9 +4,9 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
@@ -51,6 +51,7 @@ class Policy:
         hosts: Names that a call's `Host` may have, without the port; None if it may have any.
         origins: Those of pages of other sites that browsers may let call (CORS); ``*`` is any.
         page: Whether there is a page at ``/``.
+        defaults: Fields of a call that generates, and their values where its body has none.
     """
 
     model: str
@@ -60,6 +61,7 @@ class Policy:
     hosts: frozenset[str] | None = None
     origins: tuple[str, ...] = ()
     page: bool = False
+    defaults: Mapping[str, float] = field(default_factory=dict)
 
 
 # What reads the bodies of an endpoint that generates, and what makes its answer.
@@ -121,7 +123,7 @@ class _Endpoints:
         read, form = GENERATING[request.url.path]
         policy = self._policy
         call: GenerationCall = await self._read(
-            request, lambda body: read(body, self._engine, policy.model, policy.max_requests)
+            request, lambda body: read(_filled(body, policy), self._engine, policy.model, policy.max_requests)
         )
         answer = form(call, policy.model)
         handles = self._engine.submit(*call.requests, checked=True)
@@ -287,6 +289,11 @@ class RequestMiddleware:
             f"`Authorization`: expected `Bearer KEY` with this server's key, found {'another' if header else 'none'}"
         )
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
+
+
+def _filled(body: dict[str, Any], policy: Policy) -> dict[str, Any]:
+    """The body with the defaults of what it does not say; null says nothing."""
+    return body | {name: value for name, value in policy.defaults.items() if body.get(name) is None}
 
 
 def _crossing(app: ASGIApp, policy: Policy) -> ASGIApp:

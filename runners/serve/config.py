@@ -41,6 +41,10 @@ class ServerConfig:
     no_page: bool = False
     """Have no page at ``/``."""
 
+    generation_config: str = "auto"
+    """What sampling settings a request has that names none: ``auto`` those of the checkpoint's generation_config.json,
+    ``none`` those of OpenAI's API."""
+
     model: str | None = None
     """Name that clients ask for; None takes the artifact's, without ``.ling3``."""
 

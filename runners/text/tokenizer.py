@@ -171,7 +171,7 @@ class TokenizerFiles:
 
     def eos_token_ids(self) -> frozenset[int]:
         """Ids that end a text: those of config.json, generation_config.json and tokenizer_config.json together."""
-        ids = {*self._eos, *_ids(self._json("generation_config.json").get("eos_token_id"))}
+        ids = {*self._eos, *_ids(self.generation_config().get("eos_token_id"))}
         token = _token(self._json(CONFIG).get("eos_token"))
         if token and self.there:
             named = self.tokenizer("eos_token").id_of(token)
@@ -250,6 +250,10 @@ class TokenizerFiles:
             trial = GrammarTrial(data, vocab_size, self.eos_token_ids())
             self._grammars = Grammars(data, vocab_size, self.eos_token_ids(), trial.refusal)
         return self._grammars
+
+    def generation_config(self) -> dict[str, Any]:
+        """The checkpoint's generation_config.json; empty where there is none."""
+        return self._json("generation_config.json")
 
     def _json(self, name: str) -> dict[str, Any]:
         if name not in self._records:

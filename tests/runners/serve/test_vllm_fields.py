@@ -1,14 +1,16 @@
 """Fields of vLLM's API that clients send: each does what vLLM's documents say, in Python and over HTTP alike."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from ling3export.foundation.errors import RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.engine import Engine
-from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, SAID, asked, call, chunks, logits
-from tests.support import toy_artifact
+from ling3export.runners.engine.validation import sampling_defaults
+from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, POLICY, SAID, asked, call, chunks, logits
+from tests.support import serving, toy_artifact
 from tests.support.choosing import greedy
 
 PLAIN = greedy(logits, [5, 9, 7], 12)
@@ -149,3 +151,20 @@ def test_fields_that_ask_for_nothing_are_taken(engine):
     }  # fmt: skip
     assert stopped(engine, **fields)["token_ids"] == PLAIN
     assert asked(engine, CHAT, SAID | {"max_tokens": 2} | fields)["choices"]
+
+
+def test_generation_config_gives_the_settings_that_a_body_does_not_name(engine):
+    """As vLLM's ``--generation-config auto``; null counts as not named."""
+    policy = replace(POLICY, defaults=sampling_defaults({"temperature": 0, "top_k": 20, "do_sample": True}))
+    body = {name: value for name, value in LONG.items() if name != "temperature"}
+    for given in (body, body | {"temperature": None}):
+        answer = serving.asked(engine, policy, COMPLETIONS, given)
+        assert answer.json()["choices"][0]["token_ids"] == PLAIN
+    hot = serving.asked(engine, policy, COMPLETIONS, body | {"temperature": 2.0, "seed": 1, "top_k": 0}).json()
+    assert hot["choices"][0]["token_ids"] != PLAIN
+
+
+def test_a_generation_config_out_of_range_is_refused_by_name():
+    assert sampling_defaults({"eos_token_id": 3, "top_p": None}) == {}
+    with pytest.raises(ArtifactError, match="`top_p`: expected a number above 0, at most 1, found 2"):
+        sampling_defaults({"top_p": 2})
