@@ -410,4 +410,4 @@ class Manifest:
         """Tokens that end a text."""
         ids = self.config["eos_token_id"]
         assert isinstance(ids, tuple)
-        return ids
+        return tuple(map(int, ids))
