@@ -123,7 +123,7 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
             "",
             f"target {name}: {target.tp} device{'s' * (target.tp > 1)}, {' and '.join(statuses)}, "
             f"state abi {target.state_abi[:12]}",
-            f"  {promise(target).told(today())}",
+            *footnotes([promise(target).told(today())]),
             f"  {state.pages} pages of {state.page_size} tokens ({state.placement})",
             *_cells(target, receipts, wide),
             *_estimates(target, wide),
