@@ -129,7 +129,7 @@ def kda_recurrence(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) 
     return out
 
 
-def rope_angles(length: int, width: int, theta: float, yarn: Mapping[str, float] | None) -> NDArray[np.float32]:
+def rope_angles(length: int, width: int, theta: float, yarn: Mapping[str, float] | None = None) -> NDArray[np.float32]:
     """position * theta^(-2i / width) for each pair i: fp32 [length, width / 2], as fp32 is part of the model.
 
     The frequencies are rounded to fp32 once, then multiplied by the position in fp32. YaRN (arXiv 2309.00071) divides

@@ -32,6 +32,7 @@ from ling3export.runners.load import loader, programs, weights
 from tests.support import toy_artifact
 from tests.support.catalog_kills import contents
 from tests.support.refusals import refusal
+from tests.support.said import unpromised
 
 
 @pytest.fixture
@@ -150,7 +151,8 @@ def test_one_good_signature_of_two_is_enough(toy, key, trusted, tmp_path):
     assert len(read_signatures(toy)) == 2
     said: list[str] = []
     loader.load(toy, report=said.append)
-    assert said[0].startswith("x.ling3: signed by ") and "not checked" not in said[0]
+    (line,) = (line for line in said if line.startswith("x.ling3: "))
+    assert line.startswith("x.ling3: signed by ") and "not checked" not in line
 
 
 def test_a_key_signs_once_and_again_what_has_changed(toy, key, trusted):
@@ -170,7 +172,7 @@ def test_without_trusted_keys_one_line_says_who_claims_to_have_signed(toy, key, 
     for said, change in changes.items():
         name = change()
         loader.load(toy)
-        assert capsys.readouterr().err == f"x.ling3: {said.format(name)}\n"
+        assert unpromised(capsys.readouterr().err) == f"x.ling3: {said.format(name)}\n"
 
 
 def test_keys_of_another_kind_and_weights_without_digests_are_refused(toy, key, trusted):

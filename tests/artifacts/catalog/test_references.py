@@ -58,7 +58,7 @@ def test_every_command_takes_a_reference_for_an_artifact_that_it_reads():
                     found["written" if param.type is FOLDER else "read"].add(name)
     assert found["written"] == {"build", "sign"}
     assert found["read"] == {
-        "attach", "bench compare", "bench serve", "batch run", "calibrate", "catalog publish",
+        "attach", "bench compare", "bench serve", "batch run", "calibrate", "catalog publish", "chat",
         "doctor", "eval determinism", "eval run", "ffn-worker", "generate", "inspect", "plan", "profile", "report",
         "serve", "verify",
     }  # fmt: skip
