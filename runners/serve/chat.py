@@ -142,7 +142,10 @@ def conversation(
     begun = asked.continue_final_message
     format = AnswerFormat.of(files.template_text, text, offered.functions, offered.reader, begun=begun)
     within = format is not None and format.within
-    call = generation(asked, engine, [text], limit, n=n, params=params, tools=offered, within=within, special=False)
+    ends = () if asked.ignore_eos else files.spelled_ends
+    call = generation(
+        asked, engine, [text], limit, n=n, params=params, tools=offered, within=within, special=False, ends=ends
+    )
     return replace(call, format=format)
 
 

@@ -190,6 +190,7 @@ def generation(
     tools: Tools = NO_TOOLS,
     within: bool = False,
     special: bool = True,
+    ends: tuple[str, ...] = (),
 ) -> GenerationCall:
     """The requests of a call whose body has been checked.
 
@@ -203,6 +204,7 @@ def generation(
         tools: What the body says of tools.
         within: Whether the answer begins within a thought, behind which what it has to be begins.
         special: Whether texts begin with the special tokens that the tokenizer adds.
+        ends: Stop strings beside the body's.
 
     Raises:
         ApiError: The call can never be served.
@@ -229,7 +231,7 @@ def generation(
                 ids = ids[-(last if last > 0 else engine.limits.context - 1) :]
             room = max(1, engine.limits.room(len(ids))) if limit is None else limit
             first = Request(
-                ids, room, samplings[0], tuple(asked.stop), asked.ignore_eos,
+                ids, room, samplings[0], (*asked.stop, *ends), asked.ignore_eos,
                 name=called, cache_salt=asked.cache_salt, logprobs=asked.top, grammar=grammars[0] if grammars else None,
                 stop_token_ids=tuple(asked.stop_token_ids),
                 include_stop_str_in_output=asked.include_stop_str_in_output,

@@ -179,6 +179,13 @@ class TokenizerFiles:
         return frozenset(ids)
 
     @cached_property
+    def spelled_ends(self) -> tuple[str, ...]:
+        """The special tokens that end a turn in the chat template, by name: models spell them as text at times."""
+        tokenizer = self.tokenizer("text out")
+        names = (tokenizer.bytes_of(id).decode() for id in sorted(self.eos_token_ids() & tokenizer.special_ids))
+        return tuple(name for name in names if name in self.template_text)
+
+    @cached_property
     def _template_source(self) -> tuple[str, object]:
         """File and content of the chat template: chat_template.jinja, else a field of tokenizer_config.json.
 

@@ -21,7 +21,7 @@ import pytest
 import tokenizers
 
 from ling3export.artifacts.manifest import file_record, read_manifest
-from ling3export.checkpoint.synth_tokenizer import write_tokenizer
+from ling3export.checkpoint.synth_tokenizer import SPECIALS, write_tokenizer
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load.loader import Loaded, Timings
 from ling3export.runners.serve.app import Policy, application
@@ -161,7 +161,7 @@ def scripted(
     manifest = replace(
         manifest,
         plan=replace(manifest.plan, context=CONTEXT),
-        config={"vocab_size": VOCAB, "eos_token_id": (EOS,)},
+        config={"vocab_size": VOCAB, "eos_token_id": (EOS, EOS + SPECIALS["<|role_end|>"])},
         targets={name: replace(target, state=state, cells=cells)},
         tokenizer=records,
     )

@@ -167,6 +167,20 @@ def test_without_thinking_all_is_content(talk):
     assert (found.get("reasoning_content") or "", found["content"]) == ("", "Yes.")
 
 
+def test_an_end_of_turn_that_the_model_spells_ends_the_answer(talk):
+    """The public model writes it in plain text at times; it went on, and the text had the mark in it."""
+    for streams in (False, True):
+        found = talk.ask("Hm.</think>Yes.<|role_end|><role>HUMAN</role>No.", stream=streams)
+        if streams:
+            message, reason = streamed(found)
+        else:
+            message, reason = (found["choices"][0][name] for name in ("message", "finish_reason"))
+        assert (message["reasoning_content"], message["content"], reason) == ("Hm.", "Yes.", "stop")
+    (item,) = talk.ask("Yes.<|role_end|>", RESPONSES, **NOT_THINKING)["output"]
+    assert item["content"][0]["text"] == "Yes."
+    assert talk.said("A<|role_end|>B", ignore_eos=True, max_tokens=14, **NOT_THINKING)["content"] == "A<|role_end|>B"
+
+
 @pytest.fixture(scope="module")
 def spoken() -> list[Answer]:
     return [answer(Random(seed)) for seed in range(COUNT)]
