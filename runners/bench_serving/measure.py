@@ -29,7 +29,8 @@ from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import RequestFailed
 from ling3export.runners.load.loader import say
-from ling3export.runners.text.tokenizer import Tokenizer, TokenizerFiles
+from ling3export.runners.text.tokenizer import TokenizerFiles
+from ling3export.runners.text.vocabulary import Tokenizer
 
 if TYPE_CHECKING:
     from ling3export.runners.bench_serving.http_client import HttpClient

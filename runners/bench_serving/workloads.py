@@ -14,7 +14,7 @@ from typing import Any
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.reading import opened
 from ling3export.foundation.strict_json import parse_json
-from ling3export.runners.text.tokenizer import Tokenizer
+from ling3export.runners.text.vocabulary import Tokenizer
 
 LARGEST = 4 << 30  # bytes of a data set
 SHORTEST = 2  # tokens of a prompt and of an answer, below which sharegpt's conversations are left out

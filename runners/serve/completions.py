@@ -30,7 +30,7 @@ from ling3export.runners.text.grammar import grammar_of
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine, Prompt
-    from ling3export.runners.text.tokenizer import Tokenizer
+    from ling3export.runners.text.vocabulary import Tokenizer
 
 MAX_TOKENS = 16  # of /v1/completions if a body does not say, like OpenAI's API
 

@@ -17,6 +17,8 @@ from ling3export.foundation.extras import require
 if TYPE_CHECKING:
     import numpy as np
 
+    from ling3export.runners.text.vocabulary import Tokenizer
+
 KINDS = ("json", "regex", "lark")
 LARGEST = 1 << 16  # characters of a schema, regex or grammar
 # Blanks as Python and the templates of tools write them: a model that may choose them may never come to an end.
@@ -80,7 +82,7 @@ class Grammars:
     """Makes matchers for one tokenizer.
 
     Args:
-        tokenizer: Text of tokenizer.json.
+        tokenizer: It.
         vocab_size: Token ids of the model are below it.
         eos: Ids that end a text.
         trial: What ``check`` asks of a grammar before it is compiled here: what is wrong with it, or an empty text.
@@ -91,7 +93,7 @@ class Grammars:
     """
 
     def __init__(
-        self, tokenizer: str, vocab_size: int, eos: Iterable[int], trial: Callable[[Grammar], str] | None = None
+        self, tokenizer: "Tokenizer", vocab_size: int, eos: Iterable[int], trial: Callable[[Grammar], str] | None = None
     ) -> None:
         require("structured output", "structured", "llguidance", kind=RequestError)
         import llguidance
@@ -100,7 +102,10 @@ class Grammars:
         self._compiled, self._refusal = lru_cache(KEPT)(self._compile), lru_cache(TRIED)(self._try)
         self._words, self._trial = -(-vocab_size // 32), trial
         try:
-            self._tokenizer = llguidance.LLTokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(eos))
+            by_bytes = tokenizer.byte_level and llguidance.TokenizerWrapper(_ByBytes(tokenizer, vocab_size, eos))
+            self._tokenizer = llguidance.LLTokenizer(
+                by_bytes or tokenizer.json, n_vocab=vocab_size, eos_token=sorted(eos)
+            )
         except ValueError as error:
             raise ArtifactError(f"tokenizer: expected one that llguidance reads, found {error}") from error
 
@@ -177,6 +182,25 @@ class Grammars:
         if (matcher := Matcher(compiled)).error:
             raise _unusable(grammar, matcher)
         return compiled
+
+
+class _ByBytes:
+    """A tokenizer as llguidance takes it from other libraries: the bytes of each token, and how a text is spelled.
+
+    From a tokenizer.json llguidance takes every added token of the form ``<NAME>`` for a special one, which no grammar
+    allows: a model with tokens for the marks of thoughts and calls could write none of them.
+    """
+
+    bos_token_id = None
+
+    def __init__(self, tokenizer: "Tokenizer", vocab_size: int, eos: Iterable[int]) -> None:
+        self.eos_token_id = min(eos)
+        self.tokens = [tokenizer.bytes_of(id) for id in range(vocab_size)]
+        self.special_token_ids = sorted(id for id in tokenizer.special_ids if id < vocab_size)
+        self._tokenizer = tokenizer
+
+    def __call__(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, special=False)
 
 
 def _unusable(grammar: Grammar, matcher: Matcher) -> RequestError:

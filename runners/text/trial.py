@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.processes import Child, Parent, ending
 from ling3export.runners.text.grammar import Grammar, Grammars
+from ling3export.runners.text.vocabulary import Tokenizer
 
 SECONDS = 3.0  # of processor time that a grammar may take, its first masks among them; large ones take 0.1
 BYTES = 64 << 20  # of memory that it may take
@@ -73,7 +74,7 @@ def main() -> None:
     """The other process: bounded by the system, since nothing else ends llguidance."""
     parent = Parent()
     told = parent.receive()
-    grammars = Grammars(told["tokenizer"], told["vocab_size"], told["eos"])
+    grammars = Grammars(Tokenizer(told["tokenizer"].encode()), told["vocab_size"], told["eos"])
     grammars.follow(Grammar("regex", "[a-z]+"), TOKENS)  # loads what is loaded once, before there is a bound
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     while True:

@@ -11,7 +11,7 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.bench_serving.measure import workload_digest
 from ling3export.runners.bench_serving.prefixes import repetition
 from ling3export.runners.bench_serving.workloads import PromptLimits, SampleRequest, WorkloadSpec, arrivals, requests_of
-from ling3export.runners.text.tokenizer import Tokenizer
+from ling3export.runners.text.vocabulary import Tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from tests.support.conversations import (
     joined,
     prose,
 )
-from tests.support.scripted import CHAT, HI, RESPONSES, Talk, answers, streamed, talking
+from tests.support.scripted import CHAT, HI, RESPONSES, Talk, answers, function_calls, streamed, talking
 
 COUNT = 300  # of random conversations and answers
 
@@ -276,14 +276,19 @@ def test_a_stream_of_a_response_says_the_same(talk, spoken):
     checked(spoken, messages)
 
 
-def test_marks_that_are_tokens_are_read_alike(tmp_path, spoken):
-    """A checkpoint's tokenizer may have a token for each mark."""
+@pytest.mark.parametrize("marks", ["added", "special"])
+def test_marks_that_are_tokens_are_read_and_written_alike(tmp_path, spoken, marks):
+    """Grammars allowed no token of the form `<NAME>`: no thought could end. Answers had no text of special ones."""
     few = spoken[:60]
-    with talking(tmp_path, marks="added") as talk:
+    with talking(tmp_path, marks=marks) as talk:
         tokenizer = talk.engine.files.tokenizer("test")
         talk.lines.texts = [tokenizer.encode(each.text, special=False) for each in few]
         found = answers(talk.engine, CHAT, bodies(few))
         checked(few, [each.json()["choices"][0]["message"] for each in found])
+        written = tokenizer.encode(f"Hm.</think>{CALL}", special=False)
+        assert len(written) < len(CALL) - len("</arg_value>")
+        found = talk.said(written, tools=[WEATHER.tool], tool_choice="required", max_tokens=200)
+        assert (function_calls(found), talk.runner.refused) == ([("get_weather", GIVEN)], [])
 
 
 def test_broken_calls_come_back_whole_as_text(talk):

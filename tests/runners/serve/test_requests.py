@@ -26,7 +26,7 @@ from ling3export.runners.serve.completions import CompletionsBody, GenerationCal
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.run import api_key
 from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, parse, validated
-from ling3export.runners.text.tokenizer import Tokenizer
+from ling3export.runners.text.vocabulary import Tokenizer
 from tests.support import toy_artifact
 from tests.support.serving import Server, asked
 

@@ -14,7 +14,8 @@ from tokenizers.models import WordLevel
 from ling3export.artifacts.manifest import file_record
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.text.detokenize import TextStream
-from ling3export.runners.text.tokenizer import Tokenizer, TokenizerFiles
+from ling3export.runners.text.tokenizer import TokenizerFiles
+from ling3export.runners.text.vocabulary import Tokenizer
 from tests.support.short_chats import write_short
 
 EOS = 2044
