@@ -179,9 +179,9 @@ def _assembled(
         stream = tokenizer.stream(request.stop, **kept) if tokenizer else None
         processor = None
         if request.adjusts:
-            processor = LogitsProcessorState(
-                request, files.grammars(limits.vocab_size).matcher(request.grammar) if request.grammar else None
-            )
+            matcher = files.grammars(limits.vocab_size).matcher(request.grammar) if request.grammar else None
+            ends = {*request.stop_token_ids, *(() if request.ignore_eos else eos)}
+            processor = LogitsProcessorState(request, matcher, ends)
         return Sequence(request, number, limits.answer(request), eos, stream, at, processor, carried, saved)
 
     def core() -> EngineCore:

@@ -214,6 +214,8 @@ class Engine:
         stop_token_ids: Iterable[int] = (),
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
+        min_tokens: int = 0,
+        priority: int = 0,
     ) -> Request:
         """A request of a text, token ids or messages; its other arguments are those of ``Request``.
 
@@ -240,6 +242,8 @@ class Engine:
             stop_token_ids=tuple(stop_token_ids),
             include_stop_str_in_output=include_stop_str_in_output,
             skip_special_tokens=skip_special_tokens,
+            min_tokens=min_tokens,
+            priority=priority,
         )
 
     def submit(self, *requests: Request, checked: bool = False) -> list[RequestHandle]:
@@ -359,7 +363,7 @@ class Engine:
         if (request.adjusts or request.logprobs is not None) and not self._record.paddings("logits_processor"):
             raise ArtifactError(
                 f"{request.name}: expected logits_processor programs in target `{self.target}` for log-probabilities, "
-                "penalties, logit_bias and grammars, found none: the artifact was built before there were any",
+                "penalties, logit_bias, min_tokens and grammars, found none: the artifact is older than they are",
                 "build it again: ling3export build",
             )
         if request.grammar is not None:

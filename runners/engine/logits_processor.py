@@ -1,6 +1,6 @@
-"""Penalties, biases and grammars of a sequence: edits of its logits, and masks of the allowed tokens."""
+"""Penalties, biases, grammars and least lengths of a sequence: edits of its logits, and masks of the allowed tokens."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import NamedTuple
 
@@ -21,16 +21,17 @@ class LogitsProcessorState:
     Args:
         request: What was asked.
         matcher: Follows the request's grammar; None where it has none.
+        ends: Tokens that end the text: not allowed before the request's ``min_tokens``.
 
     Attributes:
         matcher: The same.
-        needs_tokens: Whether the next row depends on all tokens before it.
     """
 
-    def __init__(self, request: Request, matcher: Matcher | None) -> None:
+    def __init__(self, request: Request, matcher: Matcher | None, ends: Iterable[int] = ()) -> None:
         how = request.sampling
         self.matcher = matcher
-        self.needs_tokens = matcher is not None or how.penalises
+        self._ends = np.array(sorted(ends), np.int64)
+        self._to_wait = request.min_tokens  # tokens, before one of these may come
         self._how = how
         self._places: dict[int, int] = {}  # of the edit of each token
         self._counted: set[int] = set()  # tokens that were generated
@@ -44,6 +45,11 @@ class LogitsProcessorState:
             for token in sorted(set(request.prompt_ids)):
                 place = self._place(token)
                 self._scales[place] = how.repetition_penalty
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the next row depends on all tokens before it."""
+        return self.matcher is not None or self._how.penalises or self._to_wait > 0
 
     @property
     def over(self) -> bool:
@@ -65,15 +71,26 @@ class LogitsProcessorState:
 
     def mask(self, vocab_size: int) -> np.ndarray | None:
         """int32 ``[W]``, the bits of the tokens that may follow; None where any may."""
-        if self.matcher is None:
+        waits = self._to_wait > 0
+        if self.matcher is None and not waits:
             return None
         words = np.zeros(-(-vocab_size // 32), np.int32)
-        self.matcher.fill(words)
+        if self.matcher is None:
+            bits = np.arange(32 * len(words)) < vocab_size
+            words[:] = np.packbits(bits, bitorder="little").view("<i4")
+        else:
+            self.matcher.fill(words)
+        if waits:
+            open_ended = words.copy()
+            ends = self._ends[self._ends < vocab_size]
+            np.bitwise_and.at(open_ended, ends // 32, ~(1 << ends % 32).astype(np.uint32).view(np.int32))
+            words = open_ended if open_ended.any() else words  # a grammar's text may have come to its end
         return words
 
     def accept(self, token: int) -> None:
         """Takes a token that was read."""
         how = self._how
+        self._to_wait -= 1
         if how.penalises:
             place, new = self._place(token), token not in self._counted
             self._counted.add(token)

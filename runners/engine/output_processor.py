@@ -67,7 +67,9 @@ class OutputProcessor:
             sequence, processor = row.sequence, row.sequence.logits_processor
             if processor is not None and not sequence.over:
                 try:
-                    edits[row.row] = LogitsEdits(processor.edits, processor.mask(self._vocab_size))
+                    edit = LogitsEdits(processor.edits, processor.mask(self._vocab_size))
+                    if edit.mask is not None or edit.edits.shape[1]:
+                        edits[row.row] = edit
                 except BaseException as error:
                     self.fail(sequence, broken(sequence.request, "its next token to be restricted", error))
         output.rows = [row for row in output.rows if not row.sequence.over]

@@ -17,7 +17,9 @@ from ling3export.runners.engine.validation import (
     MAX_TOKENS,
     NONE,
     PLACE,
+    PRIORITY,
     TOP_LOGPROBS,
+    NumberRange,
     biases,
     shown,
     stop_strings,
@@ -83,6 +85,10 @@ class Request:
         stop_token_ids: Tokens that end the text, whatever ``ignore_eos`` says.
         include_stop_str_in_output: The text has what ended it.
         skip_special_tokens: The text does not have special tokens.
+        min_tokens: Before so many tokens no end-of-text token and no stop token is sampled, and no stop string ends the
+            text. A grammar's text may end earlier all the same.
+        priority: Of those that wait the lowest is admitted first, and the highest gives its pages back first; among
+            equals the order of arrival decides.
         logits: Also return the logits that each token was taken from.
         name: What messages call it.
         score_from: Generate nothing: score the prompt's tokens from this place on, each behind those before it.
@@ -111,6 +117,8 @@ class Request:
     stop_token_ids: tuple[int, ...] = ()
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    min_tokens: int = 0
+    priority: int = 0
 
     def __post_init__(self) -> None:
         put = partial(object.__setattr__, self)
@@ -143,6 +151,9 @@ class Request:
             raise RequestError(f"{name}: expected a prompt of at least one token, found an empty one")
         else:
             put("max_tokens", MAX_TOKENS.number(self.max_tokens, f"{name}: max_tokens"))
+        at_least = NumberRange(0, self.max_tokens, whole=True)
+        put("min_tokens", at_least.number(self.min_tokens, f"{name}: min_tokens"))
+        put("priority", PRIORITY.number(self.priority, f"{name}: priority"))
 
     def sampled(self, sampling: Sampling) -> "Request":
         """The same request with other sampling; nothing of it is checked again."""
@@ -153,7 +164,8 @@ class Request:
     @property
     def adjusts(self) -> bool:
         """Whether logits are changed before a token is taken from them."""
-        return self.grammar is not None or self.sampling.penalises or bool(self.sampling.logit_bias)
+        delays = self.min_tokens > 0 and (not self.ignore_eos or bool(self.stop_token_ids))
+        return self.grammar is not None or self.sampling.penalises or bool(self.sampling.logit_bias) or delays
 
     @property
     def do_remote_decode(self) -> bool:

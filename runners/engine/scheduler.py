@@ -1,6 +1,8 @@
 """Decides what the devices do next: admission, chunked prefill, decode, preemption. Knows no jax and no clock.
 
-Policy. Requests are admitted in order of arrival, once a slot and the pages of their prompt are free. While there is
+Policy. Requests are admitted in their order, once a slot and the pages of their prompt are free: those of the lowest
+``priority`` first, and among equals in order of arrival; "oldest" below is the first in it, "youngest" the last. A
+request that runs is not stopped for one that waits; who is always overtaken waits for ever. While there is
 both prefill and decode work the two take turns, call by call: a running sequence never waits for more than one prefill
 call between two decode calls, and the oldest prompt never for more than one decode call between two of its own. A
 prefill call takes chunks of as many sequences as fit, oldest first, at the padding at which a token costs least; while
@@ -32,7 +34,7 @@ from ling3export.runners.engine.inputs import Span, fitting
 from ling3export.runners.engine.outputs import ScheduledRow, ScheduledSpan, SchedulerOutput
 from ling3export.runners.engine.sequence import DispatchedCall, Sequence, now
 
-BY_ARRIVAL = attrgetter("number")
+ORDER = attrgetter("order")  # by priority, then by arrival
 Settle = Callable[[], bool]  # reads all calls in flight, which may end sequences; False if there were none
 
 
@@ -51,8 +53,8 @@ class Scheduler:
     ) -> None:
         self._shapes, self._blocks = shapes, blocks
         self._counters, self._coordinator = counters, coordinator
-        self._waiting: list[Sequence] = []  # by arrival
-        self._prefilling: list[Sequence] = []  # by arrival
+        self._waiting: list[Sequence] = []  # in their order
+        self._prefilling: list[Sequence] = []  # in their order
         self._running: deque[Sequence] = deque()  # the one that decoded longest ago comes first
         self._decoded_last = False
 
@@ -62,9 +64,9 @@ class Scheduler:
         return bool(self._waiting or self._prefilling or self._running)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a new sequence behind those that arrived before it."""
+        """Queues a new sequence, behind those of its priority that arrived before it."""
         self._coordinator.enter(sequence)
-        insort(self._waiting, sequence, key=BY_ARRIVAL)
+        insort(self._waiting, sequence, key=ORDER)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence that ended out of every queue; what it holds is free at once."""
@@ -97,7 +99,7 @@ class Scheduler:
                 sequence.next_token = sequence.generated[-1]  # its state was kept
                 self._running.append(sequence)
             else:
-                insort(self._prefilling, sequence, key=BY_ARRIVAL)
+                insort(self._prefilling, sequence, key=ORDER)
         output.admitted = admitted
 
     def _prefill(self, output: SchedulerOutput) -> bool:
@@ -185,7 +187,7 @@ class Scheduler:
     def _decodable(self, settle: Settle) -> list[Sequence]:
         """The sequences of the next decode call, each with a page for its next position."""
         ready = [s for s in self._running if s.num_sampled < s.max_new_tokens][: self._shapes.decode[-1]]
-        for sequence in sorted(ready, key=BY_ARRIVAL):  # the oldest first: it never has to give way
+        for sequence in sorted(ready, key=ORDER):  # the oldest first: it never has to give way
             self._grow(sequence, settle)
         return [s for s in ready if s.table is not None]
 
@@ -199,13 +201,13 @@ class Scheduler:
                 for s in (*self._prefilling, *self._running)
                 if s is sequence or (s.table is not None and self._blocks.blocks(s.table, sequence.table))
             ]
-            self._preempt(max(holders, key=BY_ARRIVAL))
+            self._preempt(max(holders, key=ORDER))
 
     def _preempt(self, sequence: Sequence) -> None:
         self._counters.preempted += 1
         self._coordinator.preempt(sequence)
         self._dequeue(sequence)
-        insort(self._waiting, sequence, key=BY_ARRIVAL)
+        insort(self._waiting, sequence, key=ORDER)
 
     def _dequeue(self, sequence: Sequence) -> None:
         for queue in (self._waiting, self._prefilling, self._running):

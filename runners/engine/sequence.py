@@ -114,6 +114,11 @@ class Sequence:
         self._scores: dict[int, tuple[float, float | None, int]] = {}
 
     @property
+    def order(self) -> tuple[int, int]:
+        """Its place among others: the lowest goes first."""
+        return self.request.priority, self.number
+
+    @property
     def over(self) -> bool:
         """Whether it ended."""
         return self.stop_reason is not None
@@ -182,7 +187,7 @@ class Sequence:
         elif token in self.request.stop_token_ids:
             self.stop_reason = "stop"
         if stream is not None and (not self.over or self.request.include_stop_str_in_output):
-            piece = stream.push(token)
+            piece = stream.push(token, watch=len(self.generated) > self.request.min_tokens)
             if stream.stopped and not self.over:
                 self.stop_reason = "stop"
         if self.stop_reason is None and processor is not None and processor.over:

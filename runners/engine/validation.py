@@ -76,6 +76,7 @@ DEFAULTS = ("temperature", "top_k", "top_p", "repetition_penalty")  # what gener
 TOP_LOGPROBS = NumberRange(0, 20, whole=True)
 BIASES, BIAS = 1024, NumberRange(-100, 100)  # tokens that a request may name, and what is added to their logits
 MAX_TOKENS = NumberRange(1, (1 << 31) - 1, whole=True)
+PRIORITY = NumberRange(-(1 << 31), (1 << 31) - 1, whole=True)
 PLACE, NONE = NumberRange(0, (1 << 31) - 1, whole=True), NumberRange(0, 0, whole=True)
 
 

@@ -162,6 +162,8 @@ async def prefilled(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> d
     """
     asked = {name: value for name, value in body.items() if name not in ("stream_options", "max_completion_tokens")}
     asked |= {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": AWAY}
+    if body.get("min_tokens"):
+        asked["min_tokens"] = 1  # of the one token; D counts on
     status, data = await endpoint.whole("POST", path, json.dumps(asked).encode())
     try:
         params = json.loads(data).get("kv_transfer_params") if status == 200 else None

@@ -230,12 +230,15 @@ def generation(
             if (last := getattr(asked, "truncate_prompt_tokens", None)) is not None:
                 ids = ids[-(last if last > 0 else engine.limits.context - 1) :]
             room = max(1, engine.limits.room(len(ids))) if limit is None else limit
+            if asked.min_tokens > room:
+                raise refusal("min_tokens", f"at most {room}, as the answer may have", str(asked.min_tokens))
             first = Request(
                 ids, room, samplings[0], (*asked.stop, *ends), asked.ignore_eos,
                 name=called, cache_salt=asked.cache_salt, logprobs=asked.top, grammar=grammars[0] if grammars else None,
                 stop_token_ids=tuple(asked.stop_token_ids),
                 include_stop_str_in_output=asked.include_stop_str_in_output,
                 skip_special_tokens=asked.skip_special_tokens,
+                min_tokens=asked.min_tokens, priority=asked.priority,
             )  # fmt: skip
             engine.check(first)
         same = [first, *map(first.sampled, samplings[1:])]

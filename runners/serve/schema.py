@@ -23,7 +23,7 @@ from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
 from ling3export.foundation.strict_json import DoubledKeyError, parse_json
-from ling3export.runners.engine.validation import BIAS, BIASES, BOUNDS, TOP_LOGPROBS
+from ling3export.runners.engine.validation import BIAS, BIASES, BOUNDS, PRIORITY, TOP_LOGPROBS
 
 STOPS, STOP_LENGTH = 16, 1000
 SHOWN = 60  # characters of a wrong value that a message repeats
@@ -50,8 +50,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "include": ([],),
     "service_tier": ("auto", "default"),
     "min_p": (0, 0.0),
-    "min_tokens": (0, 1),
-    "priority": (0,),
     "chat_template_kwargs": ({},),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
@@ -255,6 +253,8 @@ class GenerationBody(ModelBody):
     ] = []
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
+    min_tokens: Annotated[int, Field(ge=0, le=MOST, description=f"a whole number from 0 to {MOST}")] = 0
+    priority: Annotated[int, Field(ge=PRIORITY.low, le=PRIORITY.high, description=str(PRIORITY))] = 0
     stream: Flag = False
     ignore_eos: Flag = False
     cache_salt: Text = ""

@@ -35,8 +35,11 @@ class TextStream:
         self._held = ""  # decoded, not yet given away: it may be the begin of a stop string
         self._restart()
 
-    def push(self, token: int) -> str:
-        """Adds a token; returns the text that is certain now: nothing behind a stop string."""
+    def push(self, token: int, *, watch: bool = True) -> str:
+        """Adds a token; returns the text that is certain now: nothing behind a stop string.
+
+        Without ``watch`` none ends with this token; one that begins here may end later.
+        """
         if self.stopped:
             return ""
         try:
@@ -44,8 +47,8 @@ class TextStream:
         except Exception:  # the library raises a plain Exception where bytes that are no text change with what follows
             rest = self._rest()
             self._restart()
-            return self._release(rest + self._taken(token, self._decoder.step(self._tokenizer, token) or ""))
-        return self._release(self._taken(token, new))
+            return self._release(rest + self._taken(token, self._decoder.step(self._tokenizer, token) or ""), watch)
+        return self._release(self._taken(token, new), watch)
 
     def finish(self) -> str:
         """The text that was held back, an unfinished character as U+FFFD; the stream ends here."""
@@ -73,10 +76,12 @@ class TextStream:
         """The text that the decoder holds back: of an unfinished character, or of bytes that are none."""
         return str(self._tokenizer.decode(self._ids, skip_special_tokens=self._skip_special))[self._decoded :]
 
-    def _release(self, new: str) -> str:
-        text = self._held + new
-        found = [(place, len(stop)) for stop in self._stop if (place := text.find(stop)) >= 0]
-        if found:
+    def _release(self, new: str, watch: bool = True) -> str:
+        text, before = self._held + new, len(self._held)
+        # One that lies before the new text was not to be watched for.
+        starts = ((text.find(stop, max(0, before - len(stop) + 1)), len(stop)) for stop in self._stop)
+        found = [(place, size) for place, size in starts if place >= 0]
+        if found and watch:
             self.stopped, self._held = True, ""
             place, size = min(found)
             return text[: place + size if self._include_stop else place]

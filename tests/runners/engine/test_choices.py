@@ -146,7 +146,9 @@ def test_an_artifact_without_adjust_programs_serves_all_but_what_needs_them(engi
     cells = {name: cell for name, cell in engine._record.cells.items() if cell.phase != "logits_processor"}
     monkeypatch.setitem(vars(engine), "_record", type(engine._record)(**{**vars(engine._record), "cells": cells}))
     assert engine.complete([ask(5)])[0].token_ids == greedy(logits, PROMPT, 5)
-    for fields in ({"logprobs": 0}, {"how": {"logit_bias": {1: 1.0}}}, {"how": {"presence_penalty": 1.0}}):
+    assert engine.complete([ask(5, min_tokens=5)])[0].token_ids == greedy(logits, PROMPT, 5), "nothing could end it"
+    needing = {"logprobs": 0}, {"how": {"logit_bias": {1: 1.0}}}, {"min_tokens": 2, "stop_token_ids": [1]}
+    for fields in (*needing, {"how": {"presence_penalty": 1.0}}):
         with pytest.raises(ArtifactError, match="expected logits_processor programs in target `cpu-tp2`"):
             engine.submit(ask(**fields))
 

@@ -78,6 +78,42 @@ def test_waiting_requests_start_in_order_of_arrival():
     rig.check()
 
 
+def test_waiting_requests_start_in_order_of_priority_and_then_of_arrival():
+    rig, priorities = Rig(slots=1), [0, 7, -1, 0, -1, 7]
+    for seed, priority in enumerate(priorities):
+        rig.submit(prompt(random.Random(seed), 5), 3, priority=priority)
+    order = list(dict.fromkeys(e.sequence.number for e in rig.run()))
+    assert order == [2, 4, 0, 3, 1, 5]
+    rig.check()
+
+
+def test_a_running_request_is_not_stopped_for_one_of_a_lower_priority_that_waits():
+    rig = Rig(slots=1)
+    rig.submit([1, 2, 3], 12)
+    rig.run(3)
+    rig.submit([4, 5], 3, priority=-5)
+    assert [sequence.number for sequence in (rig.run(), rig.ended)[1]] == [0, 1] and not rig.counters.preempted
+    rig.check()
+
+
+@pytest.mark.parametrize("snapshots", [0, 3])
+@pytest.mark.parametrize("priorities", [(1, 0, 0), (0, -2, 5), (3, 2, 1)])
+def test_the_pool_running_dry_preempts_the_highest_priority_and_changes_no_token(priorities, snapshots):
+    rig = Rig(slots=3, pages=20, snapshots=snapshots, cache=False)
+    for seed, priority in enumerate(priorities):
+        rig.submit(prompt(random.Random(seed), 20), 50, priority=priority)
+    gave, given = [], set()
+    while rig.core.busy:
+        rig.step()
+        now = {s.number for s in rig.sequences if s.table is None and not s.over}
+        gave, given = [*gave, *sorted(now - given)], now
+    rig.check()
+    first = min(range(3), key=lambda number: (priorities[number], number))
+    last = max(range(3), key=lambda number: (priorities[number], number))
+    assert rig.counters.preempted > 0 and gave[0] == last and first not in gave
+    assert rig.ended[0].number == first
+
+
 def test_prefill_and_decode_take_turns():
     """A long prompt that arrives delays a running sequence by one call at a time."""
     rig = Rig(context=200, pages=100, prefill=(16,))

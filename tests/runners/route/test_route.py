@@ -80,6 +80,13 @@ def test_a_prompt_is_prefilled_in_one_place_and_answered_in_another():
     assert d.asked[0][1]["kv_transfer_params"] == PARAMS and d.asked[0][1]["max_tokens"] == 5
 
 
+def test_the_place_that_prefills_gives_one_token_whatever_min_tokens_says():
+    """It would refuse more; the token may not end the answer, and the other place counts on."""
+    p, d = Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
+    assert routed([p], [d], BODY | {"min_tokens": 4, "priority": -1})[0] == 200
+    assert [(each[1]["min_tokens"], each[1]["priority"]) for each in (p.asked[0], d.asked[0])] == [(1, -1), (4, -1)]
+
+
 @pytest.mark.parametrize(
     ("prompt", "waiting", "why"),
     [

@@ -1,14 +1,20 @@
 """Fields of vLLM's API that clients send: each does what vLLM's documents say, in Python and over HTTP alike."""
 
+import itertools
 import json
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Sampling
 from ling3export.runners.engine.validation import sampling_defaults
+from ling3export.runners.serve.chat import chat
+from ling3export.runners.serve.completions import completions
+from ling3export.runners.serve.responses import responses
 from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, POLICY, SAID, asked, call, chunks, logits
 from tests.support import serving, toy_artifact
 from tests.support.choosing import greedy
@@ -168,3 +174,81 @@ def test_a_generation_config_out_of_range_is_refused_by_name():
     assert sampling_defaults({"eos_token_id": 3, "top_p": None}) == {}
     with pytest.raises(ArtifactError, match="`top_p`: expected a number above 0, at most 1, found 2"):
         sampling_defaults({"top_p": 2})
+
+
+def delayed(ends: set[int], least: int, count: int) -> list[int]:
+    """Greedy tokens behind [5, 9, 7], of which the first ``least`` are none of ``ends``; they end with one."""
+    found: list[int] = []
+    while len(found) < count:
+        row = logits([5, 9, 7, *found]).copy()
+        row[list(ends) if len(found) < least else []] = -np.inf
+        found.append(int(np.argmax(row)))
+        if found[-1] in ends:
+            break
+    return found
+
+
+@pytest.mark.parametrize("least", [0, 1, 3, 8, 12])
+def test_min_tokens_keeps_stop_tokens_and_the_end_of_text_from_being_sampled(engine, least):
+    ids, eos = set(PLAIN[:3]), set(engine.files.eos_token_ids())
+    body = LONG | {"stop_token_ids": sorted(ids), "min_tokens": least, "logprobs": 1}
+    expected = delayed(ids, least, 12)
+    answer = asked(engine, COMPLETIONS, body)
+    choice = answer["choices"][0]
+    assert choice["token_ids"] == expected and len(choice["logprobs"]["tokens"]) == len(expected)
+    assert answer["usage"]["completion_tokens"] == len(expected)
+    assert choice["finish_reason"] == ("stop" if expected[-1] in ids else "length")
+    streamed = [id for chunk in chunks(engine, COMPLETIONS, body) for id in chunk["choices"][0].get("token_ids", ())]
+    assert streamed == expected
+    # In Python, beside others, with the end-of-text token as the likeliest.
+    likely = Sampling(logit_bias={min(eos): 100.0})
+    requests = [engine.request([5, 9, 7], 12, likely, min_tokens=each) for each in (least, 0)]
+    found, first = engine.complete([*requests, engine.request([5, 9, 7], 12, ignore_eos=True, min_tokens=least)])[:2]
+    assert first.token_ids == [min(eos)] and len(found.token_ids) == min(least + 1, 12)
+    assert eos.isdisjoint(found.token_ids[:least]) and found.stop_reason == ("eos" if least < 12 else "length")
+
+
+@pytest.mark.parametrize("least", [0, 1, 4, 7])
+def test_min_tokens_keeps_stop_strings_from_ending_the_text(engine, least):
+    """The text of the first tokens is not looked at, but a stop string may begin there."""
+    stream = engine.files.tokenizer("test").stream()
+    texts = ["", *itertools.accumulate(map(stream.push, PLAIN))]  # what is certain once so many tokens are known
+    stops = [next(text for text in texts if text)[-1], texts[4][-1], texts[-1][-3:]]
+    expected = texts[-1]
+    for count in range(least + 1, 13):
+        new = len(texts[count - 1])
+        places = [texts[count].find(stop, max(0, new - len(stop) + 1)) for stop in stops]
+        if any(place >= 0 for place in places):
+            expected = texts[count][: min(place for place in places if place >= 0)]
+            break
+    body = LONG | {"stop": stops, "min_tokens": least}
+    assert stopped(engine, **body)["text"] == expected
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks(engine, COMPLETIONS, body)) == expected
+
+
+def test_min_tokens_lets_a_grammars_text_end(engine):
+    body = LONG | {"ignore_eos": False, "min_tokens": 8}
+    assert stopped(engine, **body, guided_regex="ab")["text"] == "ab"
+    text = stopped(engine, **body, guided_regex="[ab]{1,9}", logit_bias={str(min(engine.files.eos_token_ids())): 100})
+    assert len(text["token_ids"]) >= 8 and set(text["text"]) <= set("ab")
+
+
+def test_min_tokens_and_priority_are_checked_where_they_enter(engine):
+    for wrong, said in (
+        ({"min_tokens": 13}, "`min_tokens`: expected at most 12, as the answer may have, found 13"),
+        ({"min_tokens": -1}, "`min_tokens`: expected a whole number from 0"),
+        ({"priority": 1.5}, "`priority`: expected a whole number from -2147483648 to 2147483647, found 1.5"),
+        ({"priority": 1 << 31}, "`priority`: expected a whole number"),
+    ):
+        answer = call(engine, COMPLETIONS, LONG | wrong)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(said), answer.text
+        assert answer.json()["error"]["param"] in wrong
+        with pytest.raises(RequestError, match=f"{next(iter(wrong))}: expected a whole number"):
+            engine.request([5], 12, **wrong)
+
+
+def test_min_tokens_and_priority_reach_the_engine_from_every_endpoint(engine):
+    fields = {"temperature": 0, "model": "toy", "min_tokens": 2, "priority": -3}
+    for make, body in ((completions, {"prompt": [5]}), (chat, SAID), (responses, {"input": "A"})):
+        (request,) = make(body | fields, engine, "toy", 8).requests
+        assert (request.min_tokens, request.priority) == (2, -3)
