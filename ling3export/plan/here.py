@@ -55,7 +55,7 @@ def fitted(config: Config, options: Options, given: Collection[str], total: int)
     sequences, snapshots = (2 * pairs, pairs) if pairs else (1, 0)
     fixed = state_bytes(config, replace(least, pages=0, slots=sequences, snapshots=snapshots))
     pages = max(1, (room - fixed) // page)
-    context = min(config.max_position_embeddings, MOST_CONTEXT, pages * options.page_size)
+    context = min(config.context, MOST_CONTEXT, pages * options.page_size)
     chosen = replace(options, max_running=sequences, snapshots=snapshots, context=context, state_memory=room)
     plan = make_plan(config, chosen, "cpu")
     sizes = f"--tp 1 --max-running {sequences} --context {context} --snapshots {snapshots}"

@@ -44,6 +44,13 @@ def test_sizes_follow_from_the_memory_of_the_machine(gib, sequences, snapshots, 
     )
 
 
+def test_the_context_reaches_what_yarn_scales_to():
+    """It stopped at max_position_embeddings, where `--context` goes on."""
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}
+    options, _ = fitted(Config.from_dict(config_fields("full", {"rope_scaling": yarn})), Options(), (), 64 * GIB)
+    assert options.context == 16384
+
+
 def test_little_memory_gives_one_sequence_as_long_as_fits():
     options, _ = fitted(FULL, Options(), (), GIB)
     assert (options.max_running, options.snapshots) == (1, 0)
