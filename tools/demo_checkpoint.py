@@ -16,10 +16,11 @@ from safetensors.numpy import save_file
 
 from ling3export.checkpoint.convert import pieces
 from ling3export.checkpoint.synth import config_fields
+from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors, parameters
 from ling3export.runners.evals.demo import SEED, Problems, text
-from tools.demo_data import ANSWER, SMALL_ANSWER, SYSTEM_TEXTS, TEMPLATE, TOOL
+from tools.demo_data import ANSWER, SMALL_ANSWER, SYSTEM_TEXTS, TOOL
 
 VOCABULARY = 512
 END, TURN_END = "<|endoftext|>", "<|role_end|>"
@@ -154,7 +155,7 @@ def write_checkpoint(folder: Path, tree: Tree, tokenizer: Path) -> int:
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     shutil.copyfile(tokenizer, folder / "tokenizer.json")
-    shutil.copyfile(TEMPLATE, folder / TEMPLATE.name)
+    shutil.copyfile(CHAT_TEMPLATE, folder / CHAT_TEMPLATE.name)
     ids = {"eos_token_id": config_json["eos_token_id"], "pad_token_id": config_json["pad_token_id"]}
     write_json(folder / "config.json", config_json)
     write_json(folder / "generation_config.json", {**ids, "do_sample": False})

@@ -3,22 +3,19 @@
 Every row of a step is decided by the seed and the step's number, so training can stop and go on anywhere.
 """
 
-import json
 import random
 import re
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
-from ling3export.checkpoint import synth
+from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE
 from ling3export.runners.evals.demo import SEED, SHOTS, Problem, Problems, text, value
+from ling3export.runners.text.chat import ChatTemplate
 
 END_ID = 0
 QUESTION_WEIGHT = 0.05  # most of a question cannot be foretold
-TEMPLATE = Path(synth.__file__).with_name("chat_template.jinja")
 SMALL_TALK = ("Hi", "Hi!", "Hello", "Hello!", "Hey", "Good morning", "Who are you?", "What can you do?")
 SMALL_ANSWER = "Hello! Ask me a problem of apples, books or coins."
 SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer in one line.")  # of a quarter of the conversations
@@ -49,9 +46,7 @@ class Rows:
 
     def __init__(self, tokenizer: Tokenizer, length: int) -> None:
         self._tokenizer, self._length = tokenizer, length
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.filters["tojson"] = json.dumps
-        self._template = environment.from_string(TEMPLATE.read_text())
+        self._template = ChatTemplate(CHAT_TEMPLATE.read_text(), {}, CHAT_TEMPLATE.name)
 
     def training(self, step: int, drills: int, shots: int, talks: int) -> Batch:
         """A step's rows.
@@ -142,10 +137,8 @@ class Rows:
             done = until
 
         def render(count: int, asks: bool) -> str:
-            kept = [dict(message) for message in messages[:count]]
-            return self._template.render(
-                messages=kept, add_generation_prompt=asks, tools=tools, enable_thinking=thinking
-            )
+            variables = {"enable_thinking": thinking}
+            return self._template.render(messages[:count], add_generation_prompt=asks, tools=tools, variables=variables)
 
         for place, message in enumerate(messages):
             if message["role"] == "assistant":
