@@ -8,15 +8,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import httpx2
+import pytest
 
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.text.tokenizer import TokenizerFiles
 
 RUNNER = [sys.executable, "-m", "ling3export.runners.cli"]
 WAIT = 60  # seconds, for what takes a few
@@ -111,3 +113,13 @@ def asked(
             return await client.request(method, path, content=content, headers=encoded)
 
     return asyncio.run(ask())
+
+
+def prompting(monkeypatch: pytest.MonkeyPatch, template: str) -> Callable[[str], None]:
+    """Gives models this chat template, and lets one say which prompt it writes, whatever the messages are."""
+
+    def prompt(text: str) -> None:
+        monkeypatch.setattr(TokenizerFiles, "template_text", template)
+        monkeypatch.setattr(TokenizerFiles, "render_chat", lambda *_, **__: text)
+
+    return prompt

@@ -19,10 +19,9 @@ from ling3export.runners.serve.responses import ResponsesBody, responses
 from ling3export.runners.serve.schema import ApiError, ConversationBody, validated
 from ling3export.runners.text.chat import ChatTemplate
 from ling3export.runners.text.grammar import LARGEST
-from ling3export.runners.text.tokenizer import TokenizerFiles
 from tests.support import toy_artifact
 from tests.support.matching import drawn, followed
-from tests.support.serving import asked
+from tests.support.serving import asked, prompting
 
 OURS = CHAT_TEMPLATE.read_text()
 TEMPLATE = ChatTemplate(OURS, {}, "ours")
@@ -60,12 +59,7 @@ def engine():
 @pytest.fixture
 def prompted(monkeypatch):
     """Gives the model our template's dialect, and a prompt that fits into the toy's context."""
-
-    def prompt(text: str) -> None:
-        monkeypatch.setattr(TokenizerFiles, "template_text", OURS)
-        monkeypatch.setattr(TokenizerFiles, "render_chat", lambda *_, **__: text)
-
-    return prompt
+    return prompting(monkeypatch, OURS)
 
 
 def written(name: str, *arguments: tuple[str, str]) -> str:

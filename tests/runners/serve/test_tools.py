@@ -17,6 +17,7 @@ from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from tests.support import toy_artifact
 from tests.support.matching import followed
+from tests.support.serving import prompting
 
 SAID: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A"}]}
 ASKED: dict[str, Any] = {"model": "toy", "input": "A"}
@@ -37,12 +38,7 @@ def engine():
 @pytest.fixture
 def prompted(monkeypatch):
     """Gives the model a template that knows tools and thoughts, and that writes this prompt."""
-
-    def prompt(text: str) -> None:
-        monkeypatch.setattr(TokenizerFiles, "template_text", TEMPLATE)
-        monkeypatch.setattr(TokenizerFiles, "render_chat", lambda *_, **__: text)
-
-    return prompt
+    return prompting(monkeypatch, TEMPLATE)
 
 
 def grammar_of(call: GenerationCall) -> Grammar:
