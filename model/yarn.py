@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-NAMES = {"yarn"}
-
 
 @dataclass(frozen=True)
 class Yarn:
@@ -73,7 +71,7 @@ def yarn_of(given: Any) -> Yarn | None:
         return None
     found = dict(given)
     kinds = {found.pop(name) for name in ("type", "rope_type") if isinstance(found.get(name), str)}
-    if kinds != NAMES or not {"factor", "original_max_position_embeddings"} <= found.keys() <= FIELDS:
+    if kinds != {"yarn"} or not {"factor", "original_max_position_embeddings"} <= found.keys() <= FIELDS:
         return None
     if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in found.values()):
         return None

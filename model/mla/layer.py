@@ -1,12 +1,12 @@
 """Gated multi-head latent attention over paged latents.
 
-Two ways to compute the same attention, softmax scale ``(nope + rope)^-0.5``, or
-YaRN's multiple of it. Expanded: keys and values of every head
-are computed from the latent; cheapest for the tokens of a prefill call among themselves. Absorbed: the query is taken
-into latent space by ``w_uk``, the result back out by ``w_uv``; cheapest over what is cached, since a page is read once
-for all heads. Prefill uses the first inside the call; over what was cached before it the second, or the first in large
-calls of one sequence, for which 512 tokens behind 8,192 took 0.3 of the time (docs/log/kernels-cpu.md); merged as an
-online softmax. Decode uses the second. Source: docs/model.md, "MLA"; DeepSeek-V2 (arXiv 2405.04434).
+Two ways to compute the same attention, softmax scale ``(nope + rope)^-0.5``, or YaRN's multiple of it. Expanded: keys
+and values of every head are computed from the latent; cheapest for the tokens of a prefill call among themselves.
+Absorbed: the query is taken into latent space by ``w_uk``, the result back out by ``w_uv``; cheapest over what is
+cached, since a page is read once for all heads. Prefill uses the first inside the call; over what was cached before it
+the second, or the first in large calls of one sequence, for which 512 tokens behind 8,192 took 0.3 of the time
+(docs/log/kernels-cpu.md); merged as an online softmax. Decode uses the second. Source: docs/model.md, "MLA";
+DeepSeek-V2 (arXiv 2405.04434).
 """
 
 from typing import NamedTuple

@@ -257,7 +257,7 @@ def chat(
     In a terminal, /help shows the commands. Through a pipe, each line of stdin is a turn: stdout has the answers,
     stderr the thoughts and how fast each answer came.
     """
-    seeded = "seed" in given(click.get_current_context())
+    said = given(click.get_current_context())
     with flight.watched():
         from ling3export.runners.engine.engine import Engine
         from ling3export.runners.engine.request import Sampling
@@ -267,11 +267,10 @@ def chat(
             if not running.files.chats:
                 running.files.render_chat([])
             running.settle()
-            said = given(click.get_current_context())
             defaults = sampling_defaults(running.files.generation_config())
             sampling |= {name: value for name, value in defaults.items() if name not in said}
             conversation = Conversation(
-                running, Sampling(**sampling), seeded=seeded, max_tokens=max_tokens, stop=stop, think=think
+                running, Sampling(**sampling), seeded="seed" in said, max_tokens=max_tokens, stop=stop, think=think
             )
             conversation.system(system)
             talk(conversation)
