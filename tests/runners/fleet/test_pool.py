@@ -133,7 +133,7 @@ def test_a_worker_of_several_hosts_is_replaced_whole_when_one_of_them_ends(
                 others = [pid for pid, place in hosts(tmp_path).items() if place[0] == "1"]
                 os.kill(next(pid for pid in others if runs(pid)), 9)
             end = time.monotonic() + 60
-            while number == 39 and sum(map(len, groups().values())) < 8 and time.monotonic() < end:
+            while number == 39 and together() < 4 and time.monotonic() < end:
                 time.sleep(0.1)
             yield number
 
@@ -142,11 +142,14 @@ def test_a_worker_of_several_hosts_is_replaced_whole_when_one_of_them_ends(
         found = hosts(tmp_path).values()
         return {(*told,): {number for number, *where in found if where == told} for _, *told in found}
 
+    def together() -> int:
+        return sum(numbers == {"0", "1"} for numbers in groups().values())
+
     with pool({5: (DIES, 1)}, hosts=2) as (workers, said):
         assert said == ["ray: 2 workers of 2 hosts"]
         assert list(workers.map(source())) == [2 * n for n in range(40)]
         assert len(said) >= 2
-    assert sum(numbers == {"0", "1"} for numbers in groups().values()) >= 4, groups()
+    assert together() >= 4, groups()
     secrets = {secret for _, secret in groups()}
     assert len(secrets) == 2 and all(len(secret) > 16 for secret in secrets)
 
