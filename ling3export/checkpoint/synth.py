@@ -34,14 +34,25 @@ _COLUMNS = (
 ).split()
 
 # What presets differ in, by config field; all else is as in Ling3-Tiny, whose sizes are "full".
-PRESETS: dict[str, dict[str, int]] = {
+PRESETS: dict[str, dict[str, Any]] = {
     name: dict(zip(_COLUMNS, sizes, strict=True))
     for name, sizes in {
         "micro": (8, 64, 4, 16, 32, 48, 16, 8, 16, 16, 4, 4, 2, 32, 160, 320, 316),
         "small": (8, 256, 16, 32, 64, 128, 32, 16, 32, 32, 8, 8, 4, 64, 768, 2048, 2044),
         "aligned": (8, 256, 16, 128, 256, 512, 128, 64, 128, 32, 8, 8, 4, 128, 768, 2048, 2044),
         "full": (24, 1536, 16, 128, 256, 512, 128, 64, 128, 128, 8, 8, 4, 512, 4608, 157184, 156892),
+        "flash": (42, 2560, 32, 128, None, 512, 128, 64, 128, 512, 8, 8, 4, 768, 6144, 157184, 156895),
     }.items()
+}
+# Ling-3.0-flash, in its long setting: its last layers limit what SwiGLU gives.
+PRESETS["flash"] |= {
+    "layer_group_size": 6,
+    "first_k_dense_replace": 2,
+    "rope_theta": 6e6,
+    "max_position_embeddings": 131072,
+    "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 131072},
+    "expert_swiglu_limit_list": [0] * 35 + [4] * 7,
+    "share_expert_swiglu_limit_list": [0] * 34 + [5] * 6 + [7] * 2,
 }
 
 _COMMON: dict[str, Any] = {

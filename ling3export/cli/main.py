@@ -318,7 +318,9 @@ def attach(
 
 @main.command()
 @click.argument("directory", type=PATH)
-@click.option("--preset", type=click.Choice(["micro", "small", "aligned", "full"]), required=True, help="Its size.")
+@click.option(
+    "--preset", type=click.Choice(["micro", "small", "aligned", "full", "flash"]), required=True, help="Its size."
+)
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of its weights.")
 @click.option("--layers", type=click.IntRange(1), help="Layers instead of the preset's.")
 @click.option("--force", is_flag=True, help="Replace DIRECTORY if it is there.")

@@ -39,20 +39,7 @@ PUBLIC = TINY | {
     "transformers_version": "5.8.1",
 }
 
-FLASH = PUBLIC | {
-    "num_hidden_layers": 42,
-    "layer_group_size": 6,
-    "hidden_size": 2560,
-    "intermediate_size": 6144,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "num_experts": 512,
-    "moe_intermediate_size": 768,
-    "moe_shared_expert_intermediate_size": 768,
-    "first_k_dense_replace": 2,
-    "q_lora_rank": None,
-    "num_nextn_predict_layers": 1,
-}
+FLASH = config_fields("flash", {})
 YARN_OF = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 131072}
 
 
@@ -96,7 +83,9 @@ def test_flash_structure():
     assert config.layers("mla") == (5, 11, 17, 23, 29, 35, 41)
     assert config.layers("dense") == (0, 1)
     assert config.tp_shards == 32
-    assert config.q_lora_rank is None
+    assert config.q_lora_rank is None and config.context == 262144
+    assert config.expert_swiglu_limit_list == (*[0] * 35, *[4] * 7)
+    assert config.share_expert_swiglu_limit_list == (*[0] * 34, *[5] * 6, 7, 7)
 
 
 def test_yarn_is_read_under_each_of_its_names_and_doubles_the_context():

@@ -1,4 +1,4 @@
-"""The golden programs: cells of the true Ling3-Tiny for a TPU slice, and what they may cost.
+"""The golden programs: cells of the true Ling3-Tiny and of Ling-3.0-flash for a TPU slice, and what they may cost.
 
     python -m tests.support.golden_programs   compiles them, records the budget, adds a line to docs/log/programs-tpu.md
 
@@ -30,7 +30,7 @@ TARGET = "tpu:v6e:4x4"
 BUDGETS = ROOT / "tests" / "budgets" / "tpu-v6e-4x4.json"
 LOG = ROOT / "docs" / "log" / "programs-tpu.md"
 HEADING = "## Golden programs: what `make budgets` recorded"
-CELLS = ("prefill@512", "decode@64")
+CELLS = ("prefill@512", "decode@64", "flash decode@16")
 ALLOWED = 0.05  # of the budget, up or down
 MOVED = 1.2  # bytes through the large memory, times those that must move, of copy, fetch and store
 NONE_RECORDED = "toolchain {found}, recorded with {known}: nothing is compared; `make budgets` records another"
@@ -49,15 +49,17 @@ def toolchain() -> str:
 
 def compile_cells() -> dict[str, Program]:
     """What describes the cells, and those that move states, by name; compiled for the whole slice or from the cache."""
-    config, found = Config.from_dict(config_fields("full", {})), dict[str, Program]()
-    for options in (Options(decode_paddings=(16, 64)), Options(snapshots=32)):
+    found, tiny = dict[str, Program](), Options(decode_paddings=(16, 64))
+    for preset, options in (("full", tiny), ("full", Options(snapshots=32)), ("flash", Options())):
+        config, model = Config.from_dict(config_fields(preset, {})), "" if preset == "full" else f"{preset} "
         plan = make_plan(config, options, TARGET)
-        wanted = [cell for cell in plan.cells if (cell.phase in MOVING if options.snapshots else cell.name in CELLS)]
+        moves = [cell for cell in plan.cells if cell.phase in MOVING]  # there are none without snapshots
+        wanted = moves or [cell for cell in plan.cells if model + cell.name in CELLS]
         with tempfile.TemporaryDirectory() as folder:
             cells = opened(CacheUse("on"), print)
             outcome = Compilers(plan, config, Path(folder), None, cells).run(wanted, lambda cell, built: None)
         check(config, [outcome], True)
-        found |= {name: built.program for name, built in outcome.built.items()}
+        found |= {model + name: built.program for name, built in outcome.built.items()}
     return found
 
 

@@ -52,12 +52,12 @@ def test_files_of_the_published_layout(micro: Path):
     assert sizes.keys() == expected_tensors(config).keys() | mtp_tensors(config).keys()
 
 
-def test_full_is_as_large_as_ling3_tiny():
-    config = Config.from_dict(config_fields("full", {}))
+@pytest.mark.parametrize(("preset", "alone", "with_mtp"), [("full", 7.9, 8.2), ("flash", 124.4, 127.5)])
+def test_full_and_flash_are_as_large_as_the_public_models(preset: str, alone: float, with_mtp: float):
+    config = Config.from_dict(config_fields(preset, {}))
     count = sum(math.prod(info.shape) for info in expected_tensors(config).values())
     mtp = sum(math.prod(info.shape) for info in mtp_tensors(config).values())
-    assert round(count / 1e9, 1) == 7.9
-    assert round((count + mtp) * 2 / 1e9, 1) == 16.4
+    assert (round(count / 1e9, 1), round((count + mtp) / 1e9, 1)) == (alone, with_mtp)
 
 
 def test_a_tensor_depends_on_its_name_and_the_seed_alone(micro: Path, tmp_path: Path):

@@ -7,8 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 
+from ling3export.checkpoint.synth import config_fields
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
+from ling3export.plan.memory import weight_bytes
 from ling3export.plan.options import Options, parse_bytes, parse_paddings
 from ling3export.plan.plan import PlannedCell, derive_decode_paddings, make_plan
 from ling3export.savedmodel.export import build_savedmodel
@@ -224,3 +226,13 @@ def test_what_is_no_list_of_integers_is_refused(text):
     shown = text if len(text) < 61 else "9" * 60 + "…"
     assert caught.value.message == f"--decode-paddings: expected integers with commas between, found `{shown}`"
     assert caught.value.hint == "e.g. 16,128,512"
+
+
+def test_flash_fits_a_v6e_slice_with_as_many_sequences_of_its_longest_context_as_docs_say():
+    """28 of 262,144 tokens: the page of the targets has the table. One more has fewer pages than all of them need."""
+    flash = Config.from_dict(config_fields("flash", {}))
+    plans = [make_plan(flash, Options(context=262144, max_running=count), "tpu:v6e:4x4") for count in (28, 29)]
+    assert [plan.geometry.pages >= plan.geometry.slots * 1024 for plan in plans] == [True, False]
+    assert round(weight_bytes(flash, plans[0].geometry) / 2**30, 2) == 14.69
+    with pytest.raises(PlanError, match="--context: expected 2 to 262144"):
+        make_plan(flash, Options(context=262145), "tpu:v6e:4x4")
