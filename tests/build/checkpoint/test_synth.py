@@ -137,7 +137,7 @@ def test_a_full_disk_leaves_nothing_behind(tmp_path: Path):
 def test_what_cannot_be_written(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         synthesize(tmp_path / "out", "tiny", 0)
-    assert str(error.value) == "preset `tiny`: expected one of micro, small, aligned, full, found no such preset"
+    assert str(error.value) == "preset `tiny`: expected one of micro, small, aligned, full, flash, found no such preset"
     with pytest.raises(ConfigError) as error:
         synthesize(tmp_path / "out", "micro", 0, layers=0)
     assert str(error.value) == (
