@@ -178,7 +178,11 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     limit = config.context
     context = min(DEFAULT_CONTEXT, limit) if options.context is None else options.context
     if not 2 <= context <= limit:  # a prompt and an answer are a token each at least
-        raise PlanError(f"--context: expected 2 to {limit} (max_position_embeddings), found {context}")
+        scaled = limit > config.max_position_embeddings
+        source = (
+            "factor times original_max_position_embeddings of rope_scaling" if scaled else "max_position_embeddings"
+        )
+        raise PlanError(f"--context: expected 2 to {limit} ({source}), found {context}")
     target = parse_target(target_text, options.tp, config)
     if options.segments != "none" and target.platform != "cpu":
         raise PlanError(

@@ -168,6 +168,16 @@ def test_numbers_outside_their_range_are_refused_not_dropped(changes, message):
     assert refusal(**changes) == message
 
 
+def test_a_context_beyond_what_yarn_scales_to_is_refused_by_what_scales():
+    """It named max_position_embeddings, which was smaller."""
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
+    scaled = Config.from_dict(tiny_fields(rope_scaling=yarn))
+    assert make_plan(scaled, replace(SMALL, context=1024), "cpu").context == 1024
+    source = "factor times original_max_position_embeddings of rope_scaling"
+    with pytest.raises(PlanError, match=f"expected 2 to 1024 .{source}., found 1025"):
+        make_plan(scaled, replace(SMALL, context=1025), "cpu")
+
+
 def test_the_pool_takes_what_full_sequences_need_or_what_fits():
     fixed = 2 * SLOT + PAGE  # slot 0 and page 0 are dummies
     assert make_plan(CONFIG, SMALL, "cpu").geometry.pages == 4
