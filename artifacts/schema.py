@@ -237,6 +237,10 @@ class Target:
         """At what its prefill calls are cut: ``group`` or ``none``."""
         return "group" if self.paddings("group") else "none"
 
+    def takes(self, phase: str, field: str) -> bool:
+        """Whether the programs of a phase have this field."""
+        return any(row.name == field for cell in self.cells.values() if cell.phase == phase for row in cell.fields)
+
     def paddings(self, phase: str) -> tuple[int, ...]:
         """Paddings of a phase, ascending."""
         return tuple(sorted(cell.padding for cell in self.cells.values() if cell.phase == phase))

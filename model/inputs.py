@@ -19,6 +19,7 @@ from ling3export.model.mla.paged import PageList, is_at_once, list_pages, tile_p
 from ling3export.model.sampling.logits_processor import BLOCK
 
 BIASES = 1024  # tokens with a logit bias that one request may name
+FLOATS = ("temperature", "top_p", "min_p")  # fields that are no whole numbers
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         "decode": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each},
         "attend": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each, "layer": (1,)},
         "dispatch": {"expert_ids": each, "layer_ids": each, "out_num": (1,)},
-        "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "seed"), each),
+        "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "min_p", "seed"), each),
         "logits_processor": dict.fromkeys(("edited", "masked", "top"), each),
         "copy": {"source": each, "target": each},
         "offload": {"slot": (1,), "page": each},
@@ -74,7 +75,7 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
     }
     fields, offset = [], 0
     for name, shape in shapes.get(phase, {}).items():
-        fields.append(Field(name, offset, shape, "float32" if name in ("temperature", "top_p") else "int32"))
+        fields.append(Field(name, offset, shape, "float32" if name in FLOATS else "int32"))
         offset += fields[-1].size
     return tuple(fields)
 

@@ -77,7 +77,7 @@ def greedy(
 def draw(
     logits: Float32[Array, "R v"], fields: dict[str, jax.Array], unrolled: bool = False
 ) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
-    """Samples by temperature, top-k and top-p.
+    """Samples by temperature, min-p, top-k and top-p, in vLLM's order: top-p is a share of what the others leave.
 
     Args:
         logits: This device's part of the vocabulary.
@@ -99,13 +99,15 @@ def draw(
     cut = jnp.pad(logits, ((0, more), (0, 0)))
     # This device's rows, part by part. Alone it has them all, and a program without collectives can have no exchange.
     lines = cut if devices == 1 else lax.all_to_all(cut, AXIS, split_axis=0, concat_axis=0, tiled=True)
-    temperature, top_k, top_p, seed, position = (
-        own(fields[name]) for name in ("temperature", "top_k", "top_p", "seed", "position")
+    temperature, top_k, top_p, min_p, seed, position = (
+        own(fields[name]) for name in ("temperature", "top_k", "top_p", "min_p", "seed", "position")
     )
     # The best value is subtracted first: then no temperature makes it infinite or leaves the noise without digits.
     # Rows of temperature 0 are greedy, and a device may take a denormal for 0: neither may divide zero by zero.
     below = lines - to_lines(by_row(jnp.max, lines, len(seed)), len(lines))
     scaled = below / to_lines(jnp.maximum(temperature, jnp.finfo(jnp.float32).tiny), len(lines))
+    # The best one is 0 now, so this keeps probabilities of at least min_p times the best one's; 0 keeps all.
+    scaled = jnp.where(scaled >= to_lines(jnp.log(min_p), len(lines)), scaled, -jnp.inf)
 
     def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
@@ -127,7 +129,7 @@ def sample(
 
     Args:
         logits: This device's part of the vocabulary.
-        fields: ``slot, position, temperature, top_k, top_p, seed``, each ``[R]``.
+        fields: ``slot, position, temperature, top_k, top_p, min_p, seed``, each ``[R]``.
         geometry: Whose form the program has. Where it is ``unrolled`` (see :func:`keep_mask`), whether a row is drawn
             at all stays a condition.
 

@@ -120,7 +120,7 @@ class Ling3API(ModelAPI):
         seed = config.seed if config.seed is not None else secrets.randbits(32)
         sampling = Sampling(temperature, config.top_k or 0, 1.0 if config.top_p is None else config.top_p, seed)
         request = self.engine.request(
-            self._prompt(input), config.max_tokens or MAX_TOKENS, sampling, config.stop_seqs or ()
+            self._prompt(input), config.max_tokens or MAX_TOKENS, sampling, stop=config.stop_seqs or ()
         )
         started = time.monotonic()
         (handle,) = self.engine.submit(request)

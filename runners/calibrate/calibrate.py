@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TOKENS = 1024  # cached by each decoding sequence, where no estimate says for how many it is
 WARM = 2  # calls that are not counted
 TRACED = 3  # calls of each cell under the profiler
-SAMPLED = {"temperature": 1.0, "top_k": 40, "top_p": 0.9}  # so that no part of sampling is left out
+SAMPLED = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01}  # so that no part of sampling is left out
 
 
 def calibrated(loaded: "Loaded", calls: int) -> Calibration | None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.handle import RequestHandle
     from ling3export.runners.engine.request import Completion, Sampling
 
-COMMON = "system think max_tokens temperature top_k top_p seed target programs step_timeout prefix_cache".split()
+COMMON = "system think max_tokens temperature top_k top_p min_p seed target programs step_timeout prefix_cache".split()
 HELP = """\
 /think on|off   think before the answer, or do not
 /system TEXT    replace the system text; no TEXT removes it
@@ -40,7 +40,7 @@ class Conversation:
         engine: It; its artifact has a chat template.
         sampling: How tokens are taken.
         seeded: Whether each answer has the seed of ``sampling``; else each has one of its own.
-        max_tokens: Most tokens of an answer; None for what the context leaves.
+        max_tokens: Most tokens of an answer, which has no more than the context leaves; None for these.
         stop: Strings that end an answer.
         think: Whether to think first; None for what the template does by itself.
 
@@ -101,7 +101,8 @@ class Conversation:
         prompt = files.render_chat(messages, variables=variables)
         ids = self._engine.prompt_ids(prompt, "messages", special=False)
         sampling = self._sampling if self._seeded else replace(self._sampling, seed=secrets.randbelow(SEEDS))
-        room = self._max_tokens or max(1, self._engine.limits.room(len(ids)))
+        left = max(1, self._engine.limits.room(len(ids)))
+        room = min(left, self._max_tokens or left)
         (handle,) = self._engine.submit(Request(ids, room, sampling, self._stop, name="messages"))
         parser = AnswerParser(AnswerFormat.of(files.template_text, prompt, {}) or AnswerFormat(False, False))
         said = {TEXT: "", REASONING: ""}
@@ -239,6 +240,7 @@ def _obey(conversation: Conversation, line: str) -> None:
     temperature_option,
     sampling_option("top_k", "Sample among this many of the most likely tokens; 0 for all."),
     sampling_option("top_p", "Sample among the fewest tokens that hold this probability."),
+    sampling_option("min_p", "Sample among tokens at least so many times as likely as the best."),
     sampling_option("seed", "Seed of each answer's sampling.  [default: another each time]"),
     stop_option,
 )
@@ -261,16 +263,22 @@ def chat(
     with flight.watched():
         from ling3export.runners.engine.engine import Engine
         from ling3export.runners.engine.request import Sampling
-        from ling3export.runners.engine.validation import sampling_defaults
+        from ling3export.runners.engine.validation import generation_defaults
 
         with Engine(artifact, engine) as running:
             if not running.files.chats:
                 running.files.render_chat([])
             running.settle()
-            defaults = sampling_defaults(running.files.generation_config())
+            defaults = generation_defaults(running.files.generation_config())
+            limit = defaults.pop("max_new_tokens", None)
             sampling |= {name: value for name, value in defaults.items() if name not in said}
             conversation = Conversation(
-                running, Sampling(**sampling), seeded="seed" in said, max_tokens=max_tokens, stop=stop, think=think
+                running,
+                Sampling(**sampling),
+                seeded="seed" in said,
+                max_tokens=max_tokens or limit,
+                stop=stop,
+                think=think,
             )
             conversation.system(system)
             talk(conversation)

@@ -21,8 +21,7 @@ from ling3export.runners.text.chat import check_messages
 
 Prompt = str | tuple[int, ...] | list[dict[str, Any]]
 FIELDS = ("prompt", "prompt_ids", "messages")
-SAMPLING = ("temperature", "top_k", "top_p", "seed")
-COMMON = "prompt prompt_file max_tokens temperature top_p seed stop as_json stats target".split()
+COMMON = "prompt prompt_file max_tokens temperature top_p min_p seed stop as_json stats target".split()
 
 
 def _ids(text: str) -> tuple[int, ...]:
@@ -65,6 +64,7 @@ def _ids(text: str) -> tuple[int, ...]:
     temperature_option,
     sampling_option("top_k", "Sample among this many of the most likely tokens; 0 for all."),
     sampling_option("top_p", "Sample among the fewest tokens that hold this probability."),
+    sampling_option("min_p", "Sample among tokens at least so many times as likely as the best."),
     sampling_option("seed", "Seed of the sampling."),
     stop_option,
     click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token."),
@@ -118,14 +118,12 @@ def generate(
         if resume is not None:
             _check_settings(settings, logits)
     from ling3export.runners.engine.engine import Engine
-    from ling3export.runners.engine.request import Sampling
 
     with Engine(artifact, engine, hosts=hosts) as running:
         if resume is not None:
             completions = [running.resume(resume, max_tokens=settings["max_tokens"]).result()]
         elif save is not None:
-            chosen = {name: settings.pop(name) for name in SAMPLING}
-            completions = [running.save(running.request(prompts[0], sampling=Sampling(**chosen), **settings), save)]
+            completions = [running.save(running.request(prompts[0], **settings), save)]
         else:
             names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
             completions = running.generate(prompts, names=names, logits=logits is not None, **settings)

@@ -4,7 +4,7 @@ import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from collections.abc import Sequence as Many
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,17 +15,17 @@ from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.handle import EngineStopped, Piece, RequestHandle
 from ling3export.runners.engine.request import Completion, Limits, Request, Sampling
 from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, scored
-from ling3export.runners.engine.validation import shown, stop_strings, token_ids
+from ling3export.runners.engine.validation import shown, token_ids
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message
-from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
 if TYPE_CHECKING:
     from ling3export.runners.state.prefix_cache import Event
 
 Prompt = str | Many[int] | Many[Message]
+SAMPLING = frozenset(field.name for field in fields(Sampling))
 
 
 class Engine:
@@ -102,32 +102,16 @@ class Engine:
         self._close = weakref.finalize(self, closed.close)  # also at the end of the process
 
     def generate(
-        self,
-        prompts: Many[Prompt],
-        *,
-        max_tokens: int,
-        temperature: float = Sampling.temperature,
-        top_k: int = Sampling.top_k,
-        top_p: float = Sampling.top_p,
-        seed: int = Sampling.seed,
-        stop: str | Iterable[str] = (),
-        ignore_eos: bool = False,
-        logits: bool = False,
-        names: Many[str] | None = None,
+        self, prompts: Many[Prompt], *, max_tokens: int, names: Many[str] | None = None, **settings: Any
     ) -> list[Completion]:
         """Completes prompts, all together.
 
         Args:
             prompts: Each a text, a list of token ids, or messages for the chat template.
             max_tokens: At most this many tokens each; the context may end one sooner.
-            temperature: 0 takes the best token.
-            top_k: Keep only the best k tokens; 0 keeps all.
-            top_p: Then keep the fewest tokens that hold this probability; 1 keeps all.
-            seed: Where the randomness comes from; the same for every prompt, so equal prompts get equal answers.
-            stop: Strings that end the text.
-            ignore_eos: Go on behind an end-of-text token.
-            logits: Also return the logits that each token was taken from.
             names: What messages call the prompts; ``prompt 0`` and so on by default.
+            settings: Fields of ``Sampling`` and other fields of ``Request``, the same for every prompt: equal prompts
+                get equal answers.
 
         Returns:
             One completion a prompt, in order.
@@ -139,12 +123,9 @@ class Engine:
         one = isinstance(prompts, str) or not isinstance(prompts, Iterable)
         if one or any(isinstance(prompt, (int, dict)) for prompt in prompts):
             raise RequestError("prompts: expected a list of prompts, found a single one", "write [prompt]")
-        how = Sampling(temperature, top_k, top_p, seed)
         names = [f"prompt {number}" for number in range(len(prompts))] if names is None else names
-        ask = partial(
-            self.request, max_tokens=max_tokens, sampling=how, stop=stop, ignore_eos=ignore_eos, logits=logits
-        )
-        return self.complete([ask(prompt, name=name) for prompt, name in zip(prompts, names, strict=True)])
+        asked = zip(prompts, names, strict=True)
+        return self.complete([self.request(prompt, max_tokens, name=name, **settings) for prompt, name in asked])
 
     def score(self, pairs: Many[tuple[Text, Text]], *, names: Many[str] | None = None) -> list[Score]:
         """Scores continuations behind contexts, all together; other requests go on beside them.
@@ -172,28 +153,17 @@ class Engine:
         done = self.complete(requests)
         return [scored(completion, request) for completion, request in zip(done, requests, strict=True)]
 
-    def stream(
-        self,
-        prompt: Prompt,
-        *,
-        max_tokens: int,
-        temperature: float = Sampling.temperature,
-        top_k: int = Sampling.top_k,
-        top_p: float = Sampling.top_p,
-        seed: int = Sampling.seed,
-        stop: str | Iterable[str] = (),
-        ignore_eos: bool = False,
-    ) -> AsyncGenerator[Piece, None]:
+    def stream(self, prompt: Prompt, *, max_tokens: int, **settings: Any) -> AsyncGenerator[Piece, None]:
         """One prompt's answer as it comes: ``async for piece in engine.stream(prompt, max_tokens=100)``.
 
         The prompt is checked at once, and submitted when iteration begins. The devices never wait for the reader: what
-        it did not take is joined into one piece. Leaving the iteration early cancels the request.
+        it did not take is joined into one piece. Leaving the iteration early cancels the request. The settings are
+        those of ``generate``.
 
         Raises:
             RequestError: The request can never be served.
         """
-        how = Sampling(temperature, top_k, top_p, seed)
-        request = self.request(prompt, max_tokens, how, stop, ignore_eos=ignore_eos)
+        request = self.request(prompt, max_tokens, **settings)
         self.check(request)
         return self._pieces(request)
 
@@ -202,49 +172,29 @@ class Engine:
         prompt: Prompt,
         max_tokens: int,
         sampling: Sampling | None = None,
-        stop: str | Iterable[str] = (),
         *,
-        ignore_eos: bool = False,
-        logits: bool = False,
         name: str = "prompt",
-        cache_salt: str = "",
         special: bool = True,
-        logprobs: int | None = None,
-        grammar: Grammar | None = None,
-        stop_token_ids: Iterable[int] = (),
-        include_stop_str_in_output: bool = False,
-        skip_special_tokens: bool = True,
-        min_tokens: int = 0,
-        priority: int = 0,
+        **settings: Any,
     ) -> Request:
-        """A request of a text, token ids or messages; its other arguments are those of ``Request``.
+        """A request of a text, token ids or messages.
 
         Args:
+            prompt: It.
+            max_tokens: Those of the answer.
+            sampling: How tokens are taken; by default as ``Sampling()`` says.
+            name: What messages call the prompt.
             special: Begin a text with the special tokens that the tokenizer adds by itself.
+            settings: Fields of ``Sampling``, which replace those of ``sampling``, and other fields of ``Request``.
 
         Raises:
             RequestError: The prompt is none of them, another argument is of a wrong type or out of its bounds, or the
                 artifact has no tokenizer or chat template for it.
         """
-        how, stops = Sampling() if sampling is None else sampling, stop_strings(stop, name)
-        ids = self.prompt_ids(prompt, name, special=special)
-        return Request(
-            ids,
-            max_tokens,
-            how,
-            stops,
-            ignore_eos,
-            logits,
-            name,
-            cache_salt=cache_salt,
-            logprobs=logprobs,
-            grammar=grammar,
-            stop_token_ids=tuple(stop_token_ids),
-            include_stop_str_in_output=include_stop_str_in_output,
-            skip_special_tokens=skip_special_tokens,
-            min_tokens=min_tokens,
-            priority=priority,
-        )
+        how = Sampling() if sampling is None else sampling
+        if chosen := {key: settings.pop(key) for key in SAMPLING & settings.keys()}:
+            how = replace(how, **chosen)
+        return Request(self.prompt_ids(prompt, name, special=special), max_tokens, how, name=name, **settings)
 
     def submit(self, *requests: Request, checked: bool = False) -> list[RequestHandle]:
         """Starts requests, and returns at once: a handle each, to wait for, read from, or cancel. They arrive together.
@@ -364,6 +314,12 @@ class Engine:
             raise ArtifactError(
                 f"{request.name}: expected logits_processor programs in target `{self.target}` for log-probabilities, "
                 "penalties, logit_bias, min_tokens and grammars, found none: the artifact is older than they are",
+                "build it again: ling3export build",
+            )
+        if request.sampling.min_p and not self._record.takes("sample", "min_p"):
+            raise ArtifactError(
+                f"{request.name}: expected sample programs with `min_p` in target `{self.target}`, found none: the "
+                "artifact is older than they are",
                 "build it again: ling3export build",
             )
         if request.grammar is not None:

@@ -62,7 +62,7 @@ class Executor:
             None where nothing is computed.
         """
         for slot, how in output.admitted:
-            self._sampling[slot] = how.temperature, how.top_k, how.top_p, how.seed
+            self._sampling[slot] = how.temperature, how.top_k, how.top_p, how.min_p, how.seed
         if output.before:
             self._move(output.before)
         found = self._call(output) if output.phase else None

@@ -26,8 +26,11 @@ class Span(NamedTuple):
 
 
 # How tokens are sampled, as sample calls take it: the fields of ``request.Sampling``.
-SAMPLING = np.dtype([("temperature", np.float32), ("top_k", np.int32), ("top_p", np.float32), ("seed", np.uint32)])
-GREEDY = np.array((0, 0, 1, 0), SAMPLING)
+_FLOAT, _WHOLE = np.float32, np.int32
+SAMPLING = np.dtype(
+    [("temperature", _FLOAT), ("top_k", _WHOLE), ("top_p", _FLOAT), ("min_p", _FLOAT), ("seed", np.uint32)]
+)
+GREEDY = np.array((0, 0, 1, 0, 0), SAMPLING)
 
 
 def prefill_fields(
@@ -99,7 +102,7 @@ def sample_fields(
     slot, position = np.zeros((2, count), np.int32)
     slot[rows], position[rows] = slots, positions
     how = np.full(count, GREEDY) if sampling is None else sampling[slot]
-    settings = {name: how[name] for name in ("temperature", "top_k", "top_p")}
+    settings = {name: how[name] for name in ("temperature", "top_k", "top_p", "min_p")}
     return {"slot": slot, "position": position, **settings, "seed": how["seed"].view(np.int32)}
 
 

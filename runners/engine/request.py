@@ -41,6 +41,7 @@ class Sampling:
         temperature: 0 takes the best token; ties go to the lowest id. At most 2.
         top_k: Keep only the best k tokens; 0 keeps all.
         top_p: Then keep the fewest tokens that hold this probability; 1 keeps all.
+        min_p: Before those two, keep only tokens at least so many times as likely as the best; 0 keeps all.
         seed: 0 … 2³² - 1.
         presence_penalty: Subtracted from the logit of a token that was generated before.
         frequency_penalty: Subtracted as often as it was generated before.
@@ -60,6 +61,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         for name, bounds in BOUNDS.items():

@@ -67,30 +67,33 @@ BOUNDS = {
     "temperature": NumberRange(0, 2),
     "top_k": NumberRange(0, (1 << 31) - 1, whole=True),
     "top_p": NumberRange(0, 1, above=True),
+    "min_p": NumberRange(0, 1),
     "seed": NumberRange(0, SEEDS - 1, whole=True),
     "presence_penalty": NumberRange(-2, 2),
     "frequency_penalty": NumberRange(-2, 2),
     "repetition_penalty": NumberRange(0, 10, above=True),
 }
-DEFAULTS = ("temperature", "top_k", "top_p", "repetition_penalty")  # what generation_config.json may say of sampling
 TOP_LOGPROBS = NumberRange(0, 20, whole=True)
 BIASES, BIAS = 1024, NumberRange(-100, 100)  # tokens that a request may name, and what is added to their logits
 MAX_TOKENS = NumberRange(1, (1 << 31) - 1, whole=True)
 PRIORITY = NumberRange(-(1 << 31), (1 << 31) - 1, whole=True)
 PLACE, NONE = NumberRange(0, (1 << 31) - 1, whole=True), NumberRange(0, 0, whole=True)
+# What is taken from generation_config.json: as with vLLM, `do_sample` is not.
+DEFAULTS = {name: BOUNDS[name] for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")}
+DEFAULTS["max_new_tokens"] = MAX_TOKENS
 
 
-def sampling_defaults(generation_config: Mapping[str, Any]) -> dict[str, float]:
-    """The settings of DEFAULTS that a generation_config.json has, as vLLM's ``--generation-config auto`` reads it.
+def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """What DEFAULTS names of a generation_config.json, as vLLM's ``--generation-config auto`` reads it.
 
     Raises:
         ArtifactError: One of them is no number of its range.
     """
     found = {name: generation_config[name] for name in DEFAULTS if generation_config.get(name) is not None}
     for name, value in found.items():
-        if value not in BOUNDS[name]:
+        if value not in DEFAULTS[name]:
             raise ArtifactError(
-                f"generation_config.json `{name}`: expected {BOUNDS[name]}, found {shown(value)}",
+                f"generation_config.json `{name}`: expected {DEFAULTS[name]}, found {shown(value)}",
                 "--generation-config none leaves it out",
             )
     return found

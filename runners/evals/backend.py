@@ -173,7 +173,7 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
 
     def _request(self, ask: PromptRequest) -> Request:
         return self._engine.request(
-            ask.prompt, ask.max_tokens, ask.sampling, ask.stop, logits=ask.logits, name=ask.name
+            ask.prompt, ask.max_tokens, ask.sampling, stop=ask.stop, logits=ask.logits, name=ask.name
         )
 
     def __exit__(self, *_: object) -> None:

@@ -52,6 +52,7 @@ class ModelRunner:
         self._parts = parts
         self.inputs: dict[str, Inputs] | None = None
         self._blank: dict[tuple[str, str], jax.Array] = {}
+        self._takes_min_p = target.takes("sample", "min_p")
         self.cells = {name: _Cell(name, cell, programs, params) for name, cell in target.cells.items()}
 
     def reset(self) -> None:
@@ -89,7 +90,12 @@ class ModelRunner:
         return out
 
     def sample(self, logits: jax.Array, rows: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
-        """Tokens, int32 ``[rows]``, still being computed; also written to the state."""
+        """Tokens, int32 ``[rows]``, still being computed; also written to the state.
+
+        Programs of older artifacts have no ``min_p``: they draw as if it were 0.
+        """
+        if not self._takes_min_p:
+            fields = {name: value for name, value in fields.items() if name != "min_p"}
         token = self._run(f"sample@{rows}", fields, {"logits": logits})["token"]
         token.copy_to_host_async()
         return token

@@ -52,6 +52,8 @@ class Policy:
         origins: Those of pages of other sites that browsers may let call (CORS); ``*`` is any.
         page: Whether there is a page at ``/``.
         defaults: Fields of a call that generates, and their values where its body has none.
+        max_new_tokens: Most tokens of an answer in a conversation where its body does not say; None for what the
+            context leaves.
     """
 
     model: str
@@ -62,6 +64,7 @@ class Policy:
     origins: tuple[str, ...] = ()
     page: bool = False
     defaults: Mapping[str, float] = field(default_factory=dict)
+    max_new_tokens: int | None = None
 
 
 # What reads the bodies of an endpoint that generates, and what makes its answer.
@@ -123,7 +126,10 @@ class _Endpoints:
         read, form = GENERATING[request.url.path]
         policy = self._policy
         call: GenerationCall = await self._read(
-            request, lambda body: read(_filled(body, policy), self._engine, policy.model, policy.max_requests)
+            request,
+            lambda body: read(
+                _filled(body, policy), self._engine, policy.model, policy.max_requests, policy.max_new_tokens
+            ),
         )
         answer = form(call, policy.model)
         handles = self._engine.submit(*call.requests, checked=True)

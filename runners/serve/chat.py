@@ -89,7 +89,9 @@ class ChatBody(ChoicesBody, ConversationBody):
         return [message.model_dump(exclude_none=True) for message in self.messages]
 
 
-def chat(body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES) -> GenerationCall:
+def chat(
+    body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES, default: int | None = None
+) -> GenerationCall:
     """A call of /v1/chat/completions; the arguments are those of ``completions``.
 
     Raises:
@@ -100,7 +102,7 @@ def chat(body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES
     asked = validated(ChatBody, body, model)
     if asked.top_logprobs and not asked.logprobs:
         raise refusal("top_logprobs", "it with `logprobs` only", str(asked.top_logprobs))
-    return conversation(asked, engine, most, asked.n, asked.limit, asked.kv_transfer_params)
+    return conversation(asked, engine, most, asked.n, asked.limit, default, asked.kv_transfer_params)
 
 
 def check_messages(body: dict[str, Any], name: str, engine: "Engine") -> None:
@@ -116,6 +118,7 @@ def conversation(
     most: int,
     n: int = 1,
     limit: int | None = None,
+    default: int | None = None,
     params: dict[str, Any] | None = None,
 ) -> GenerationCall:
     """What a checked body asks of the engine.
@@ -125,7 +128,8 @@ def conversation(
         engine: The engine that is to answer.
         most: Number of answers that one call may have.
         n: Answers that are asked for.
-        limit: Tokens that an answer may have; None for what the context leaves.
+        limit: Tokens that an answer may have; None where the body does not say.
+        default: Then so many; None for what the context leaves.
         params: Its ``kv_transfer_params``.
 
     Raises:
@@ -144,8 +148,9 @@ def conversation(
     within = format is not None and format.within
     ends = () if asked.ignore_eos else files.spelled_ends
     call = generation(
-        asked, engine, [text], limit, n=n, params=params, tools=offered, within=within, special=False, ends=ends
-    )
+        asked, engine, [text], limit, default=default, n=n, params=params, tools=offered, within=within,
+        special=False, ends=ends,
+    )  # fmt: skip
     return replace(call, format=format)
 
 

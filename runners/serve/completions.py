@@ -101,7 +101,9 @@ class GenerationCall:
     format: AnswerFormat | None = None
 
 
-def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -> GenerationCall:
+def completions(
+    body: dict[str, Any], engine: "Engine", model: str, most: int, default: int | None = None
+) -> GenerationCall:
     """A call of /v1/completions.
 
     Args:
@@ -109,6 +111,7 @@ def completions(body: dict[str, Any], engine: "Engine", model: str, most: int) -
         engine: The engine that is to answer.
         model: The name that the model is served under.
         most: Number of answers that one call may have.
+        default: Tokens that an answer in a conversation may have where the body does not say; here it is MAX_TOKENS.
 
     Raises:
         ApiError: The call can never be served.
@@ -185,6 +188,7 @@ def generation(
     prompts: "Sequence[Prompt]",
     limit: int | None,
     *,
+    default: int | None = None,
     n: int = 1,
     params: dict[str, Any] | None = None,
     tools: Tools = NO_TOOLS,
@@ -198,7 +202,8 @@ def generation(
         asked: The body.
         engine: The engine that is to answer.
         prompts: Each a text or token ids.
-        limit: Tokens that an answer may have; None for what the context leaves.
+        limit: Tokens that an answer may have; None where the body does not say.
+        default: Then so many, and what the context leaves at most.
         n: Choices of each prompt.
         params: The body's ``kv_transfer_params``, which are of one state, so of the first request alone.
         tools: What the body says of tools.
@@ -229,7 +234,8 @@ def generation(
             ids = engine.prompt_ids(prompt, called, special=special)
             if (last := getattr(asked, "truncate_prompt_tokens", None)) is not None:
                 ids = ids[-(last if last > 0 else engine.limits.context - 1) :]
-            room = max(1, engine.limits.room(len(ids))) if limit is None else limit
+            left = max(1, engine.limits.room(len(ids)))
+            room = limit or min(left, default or left)
             if asked.min_tokens > room:
                 raise refusal("min_tokens", f"at most {room}, as the answer may have", str(asked.min_tokens))
             first = Request(
@@ -261,6 +267,7 @@ def _sampling(asked: GenerationBody, choice: int) -> Sampling:
         asked.frequency_penalty,
         asked.repetition_penalty,
         tuple(asked.logit_bias),
+        asked.min_p,
     )
 
 

@@ -244,7 +244,9 @@ class ResponsesBody(ConversationBody):
         return told
 
 
-def responses(body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES) -> GenerationCall:
+def responses(
+    body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES, default: int | None = None
+) -> GenerationCall:
     """A call of /v1/responses; the arguments are those of ``completions``.
 
     Raises:
@@ -253,7 +255,7 @@ def responses(body: dict[str, Any], engine: "Engine", model: str, most: int = CH
     """
     check_messages(body, "input", engine)
     asked = validated(ResponsesBody, body, model)
-    return conversation(asked, engine, most, limit=asked.max_output_tokens)
+    return conversation(asked, engine, most, limit=asked.max_output_tokens, default=default)
 
 
 class ResponsesAnswer(ChoicesAnswer):

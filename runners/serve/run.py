@@ -26,7 +26,7 @@ from ling3export.runners import flight
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
-from ling3export.runners.engine.validation import sampling_defaults
+from ling3export.runners.engine.validation import generation_defaults
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.loader import say
@@ -96,11 +96,11 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
             say(f"serve: {'a' if engine.files.chats else 'no'} chat template")
         if lacking("llguidance"):
             say(f"serve: no answers that follow a schema, a regex or a grammar; {install('structured')}")
-        if config.generation_config == "auto":
-            policy = replace(policy, defaults=sampling_defaults(engine.files.generation_config()))
-        defaults = [f"{name} {value:g}" for name, value in policy.defaults.items()]
-        of = f"{', '.join(defaults)}, as generation_config.json says" if defaults else "those of OpenAI's API"
-        say(f"serve: sampling settings of requests that name none: {of}")
+        defaults = generation_defaults(engine.files.generation_config() if config.generation_config == "auto" else {})
+        said = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        of = f"{said}, as generation_config.json says" if said else "those of OpenAI's API"
+        say(f"serve: settings of requests that name none: {of}")
+        policy = replace(policy, max_new_tokens=defaults.pop("max_new_tokens", None), defaults=defaults)
         host = listener.getsockname()[0]
         if not is_loopback(host) and policy.api_key is None:
             say(f"serve: {host} may be reached by other machines, and no key is asked for: see --api-key-file")

@@ -49,7 +49,6 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "truncation": ("disabled",),
     "include": ([],),
     "service_tier": ("auto", "default"),
-    "min_p": (0, 0.0),
     "chat_template_kwargs": ({},),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
@@ -232,6 +231,7 @@ class GenerationBody(ModelBody):
 
     temperature: Annotated[float, _setting("temperature")] = 1.0
     top_p: Annotated[float, _setting("top_p")] = 1.0
+    min_p: Annotated[float, _setting("min_p")] = 0.0
     top_k: Annotated[int, _setting("top_k"), BeforeValidator(lambda k: 0 if k == -1 else k)] = 0  # -1 as vLLM has it
     presence_penalty: Annotated[float, _setting("presence_penalty")] = 0.0
     frequency_penalty: Annotated[float, _setting("frequency_penalty")] = 0.0

@@ -11,6 +11,7 @@ import pytest
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.artifacts.older import with_phases_of_today
 from ling3export.artifacts.program_records import Collective
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
 from tests.support import toy_artifact
@@ -93,6 +94,20 @@ def _with_earlier_names(raw: dict) -> None:
     for receipts in raw["vectors"]["receipts"].values():
         for name in [name for name in receipts["cells"] if name.startswith("logits_processor@")]:
             receipts["cells"][name.replace("logits_processor", "adjust")] = receipts["cells"].pop(name)
+
+
+def test_min_p_is_refused_by_an_artifact_whose_sample_programs_have_none(golden: tuple[Path, dict]) -> None:
+    """A min_p of 0 asks for nothing, and their tokens are drawn as before."""
+    folder, said = golden
+    with Engine(folder, programs="allow-compile") as engine:
+        (first, second) = (
+            engine.generate([said["completions"][0]["prompt"]], max_tokens=2, temperature=1.0, seed=3, **how)
+            for how in ({}, {"min_p": 0.0})
+        )
+        assert first[0].token_ids == second[0].token_ids
+        wanted = "prompt 0: expected sample programs with `min_p` in target `.*`, found none"
+        with pytest.raises(ArtifactError, match=wanted):
+            engine.generate([[1]], max_tokens=1, temperature=1.0, min_p=0.1)
 
 
 def test_temperatures_that_old_sample_programs_get_wrong_are_taken_as_0(golden: tuple[Path, dict]) -> None:

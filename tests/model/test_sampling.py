@@ -207,6 +207,52 @@ def test_draws_follow_the_distribution(samplers: dict, along: str):
     assert_follows(drawn, best, probability)
 
 
+def kept_in_vllms_order(scaled: np.ndarray, min_p: float, top_k: int, top_p: float) -> np.ndarray:
+    """First min_p, over the whole softmax; of what is left the ``top_k`` best; of these the fewest that hold top_p."""
+    probability = np.exp(log_softmax(scaled))
+    left = np.flatnonzero(probability >= min_p * probability.max())
+    kept = np.zeros(len(scaled), bool)
+    kept[left[kept_by_numpy(scaled[left], top_k, top_p)]] = True
+    return kept
+
+
+@pytest.mark.parametrize(("tp", "width"), [(1, 2000), (2, 400), (4, 400), ("card", 400)])
+def test_min_p_keeps_what_vllm_keeps_and_draws_follow_the_distribution(samplers: dict, tp: int | str, width: int):
+    """Of the rows of one call one has all settings, one min_p alone, one none, one is greedy."""
+    logits = np.random.default_rng(5).normal(size=VOCAB).astype(np.float32) * 1.5
+    scaled = logits.astype(np.float64) / 0.8
+    ranked = np.sort(scaled)[::-1]
+    min_p = [float(np.exp((ranked[n - 1] + ranked[n]) / 2 - ranked[0])) for n in (12, 9)]  # between two tokens
+    top_p = borders(scaled[kept_in_vllms_order(scaled, min_p[0], 8, 1.0)], 0, np.random.default_rng(0))
+    settings = [(min_p[0], 8, top_p), (min_p[1], 0, 1.0), (1.0, 0, 1.0), (0.0, 8, 1.0)]
+    kept = [kept_in_vllms_order(scaled, *each) for each in settings]
+    assert [int(each.sum()) for each in kept][1:] == [9, 1, 8] and 1 < kept[0].sum() < 8
+    drawn: list[list[int]] = [[] for _ in settings]
+    fields = {name: np.tile([each[n] for each in settings], 2) for n, name in enumerate(("min_p", "top_k", "top_p"))}
+    temperature = np.array([0.8] * 7 + [0])
+    for start in range(0, width, 2):
+        seed = np.repeat([start, start + 1], 4)
+        tokens, *_ = samplers[tp, 8](np.tile(logits, (8, 1)), temperature=temperature, seed=seed, **fields)
+        for row, token in enumerate(tokens[:7]):
+            drawn[row % 4].append(int(token))
+        assert tokens[7] == logits.argmax()
+    for tokens, mask in zip(drawn, kept, strict=True):
+        assert set(tokens) <= set(np.flatnonzero(mask)), "never another token"
+    for row in (0, 1) if width == 2000 else ():
+        best = np.flatnonzero(kept[row])
+        assert_follows(drawn[row], best, np.exp(log_softmax(scaled[best])))
+
+
+def test_a_min_p_of_0_draws_what_was_drawn_before_it(samplers: dict):
+    """Down to a denormal, whose logarithm a device may take for that of zero."""
+    logits = np.random.default_rng(8).normal(size=(8, VOCAB)).astype(np.float32) * 4
+    fields: dict[str, Any] = {"temperature": 1.4, "top_p": 0.999, "seed": np.arange(8)}
+    plain = samplers[1, 8](logits, **fields)[0].tolist()
+    assert len(set(plain)) > 4
+    for min_p in (0.0, 1e-42, 1e-12):
+        assert samplers[2, 8](logits, min_p=min_p, **fields)[0].tolist() == plain
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4, "card"])
 @pytest.mark.parametrize("temperature", [1e-5, 1e-9, 1e-30, 1e-42])
 def test_temperatures_next_to_zero_take_the_best_token(samplers: dict, tp: int | str, temperature: float):

@@ -74,6 +74,7 @@ def calls_of(direct: Direct) -> list[tuple[str, dict[str, np.ndarray]]]:
         "temperature": np.array([0.0, 0.9], np.float32),
         "top_k": np.array([0, 7], np.int32),
         "top_p": np.array([1.0, 0.8], np.float32),
+        "min_p": np.array([0.0, 0.01], np.float32),
         "seed": np.array([0, -5], np.int32),
     }
     again = decode | {"position": np.array([21, 0], np.int32), "token": np.array([-1, 0], np.int32)}

@@ -88,7 +88,7 @@ def test_rows_of_decode_and_sample_calls():
         "page_table": [[3, 4, 0], [5, 6, 7], [0, 0, 0]],
     }
     sampling = np.full(4, GREEDY)
-    sampling[3] = 0.5, 40, 0.25, (1 << 32) - 1
+    sampling[3] = 0.5, 40, 0.25, 0.125, (1 << 32) - 1
     fields = sample_fields(2, [1], [3], [9], sampling)
     assert lists(fields) == {
         "slot": [0, 3],
@@ -96,9 +96,10 @@ def test_rows_of_decode_and_sample_calls():
         "temperature": [0, 0.5],
         "top_k": [0, 40],
         "top_p": [1, 0.25],
+        "min_p": [0, 0.125],
         "seed": [0, -1],
     }
-    greedy = {"temperature": [0, 0], "top_k": [0, 0], "top_p": [1, 1], "seed": [0, 0]}
+    greedy = {"temperature": [0, 0], "top_k": [0, 0], "top_p": [1, 1], "min_p": [0, 0], "seed": [0, 0]}
     assert lists(sample_fields(2, [1], [3], [9])) == lists(fields) | greedy
     dtypes = {name: value.dtype.name for name, value in fields.items()}
-    assert dtypes == dict.fromkeys(fields, "int32") | {"temperature": "float32", "top_p": "float32"}
+    assert dtypes == dict.fromkeys(fields, "int32") | dict.fromkeys(("temperature", "top_p", "min_p"), "float32")

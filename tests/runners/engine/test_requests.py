@@ -92,6 +92,7 @@ def test_temperatures_next_to_0_are_sampled_where_programs_can(built):
         ([[1]], {"temperature": True}, "sampling `temperature`: expected a number from 0 to 2, found True"),
         ([[1]], {"top_k": 2.0}, "sampling `top_k`: expected a whole number from 0 to 2147483647, found 2.0"),
         ([[1]], {"top_p": 0.0}, "sampling `top_p`: expected a number above 0, at most 1, found 0.0"),
+        ([[1]], {"min_p": 1.5}, "sampling `min_p`: expected a number from 0 to 1, found 1.5"),
         ([[1]], {"seed": 1 << 32}, "sampling `seed`: expected a whole number from 0 to 4294967295, found 4294967296"),
         ([[1]], {"stop": ""}, "prompt 0: expected stop strings of at least one character, found an empty one"),
         ("hello", {}, "prompts: expected a list of prompts, found a single one"),
@@ -132,7 +133,7 @@ WEIRD = [
     np.array([0.5]), np.array(["x"]), np.datetime64("2026-11-22"),
 ]  # fmt: skip
 FIELDS = ("prompt_ids", "max_tokens", "stop", "ignore_eos", "logits", "name", "score_from", "sampling")
-SETTINGS = ("temperature", "top_k", "top_p", "seed")
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def built_of(field, value):
@@ -179,6 +180,7 @@ def test_whatever_a_request_is_made_of_the_engine_lives_on(engine, field):
         "temperature": {0.0, 0.5},
         "top_k": {0, 3},
         "top_p": {0.5},
+        "min_p": {0.0, 0.5},
         "seed": {0, 3},
     }
     found = [getattr(each.sampling if field in SETTINGS else each, field) for each in taken]

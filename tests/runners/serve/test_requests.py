@@ -174,7 +174,6 @@ def test_a_wrong_value_is_named(engine, change, param, message):
         ("best_of", 3, "1, found 3"),
         ("suffix", "z", '"", found "z"'),
         ("functions", [{}], "[], found a list"),
-        ("min_p", 0.1, "0 or 0.0, found 0.1"),
         ("spaces_between_special_tokens", False, "true, found false"),
         ("return_hidden_states", True, "false, found true"),
         ("chat_template_kwargs", {"a": 1}, "{}, found an object"),

@@ -11,7 +11,7 @@ import pytest
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Sampling
-from ling3export.runners.engine.validation import sampling_defaults
+from ling3export.runners.engine.validation import generation_defaults
 from ling3export.runners.serve.chat import chat
 from ling3export.runners.serve.completions import completions
 from ling3export.runners.serve.responses import responses
@@ -19,6 +19,7 @@ from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, POLICY, SAID
 from tests.support import serving, toy_artifact
 from tests.support.choosing import greedy
 
+RESPONSES = "/v1/responses"
 PLAIN = greedy(logits, [5, 9, 7], 12)
 LONG = IDS | {"max_tokens": 12, "return_token_ids": True}
 
@@ -161,7 +162,7 @@ def test_fields_that_ask_for_nothing_are_taken(engine):
 
 def test_generation_config_gives_the_settings_that_a_body_does_not_name(engine):
     """As vLLM's ``--generation-config auto``; null counts as not named."""
-    policy = replace(POLICY, defaults=sampling_defaults({"temperature": 0, "top_k": 20, "do_sample": True}))
+    policy = replace(POLICY, defaults=generation_defaults({"temperature": 0, "top_k": 20, "do_sample": True}))
     body = {name: value for name, value in LONG.items() if name != "temperature"}
     for given in (body, body | {"temperature": None}):
         answer = serving.asked(engine, policy, COMPLETIONS, given)
@@ -171,9 +172,67 @@ def test_generation_config_gives_the_settings_that_a_body_does_not_name(engine):
 
 
 def test_a_generation_config_out_of_range_is_refused_by_name():
-    assert sampling_defaults({"eos_token_id": 3, "top_p": None}) == {}
+    assert generation_defaults({"eos_token_id": 3, "top_p": None}) == {}
     with pytest.raises(ArtifactError, match="`top_p`: expected a number above 0, at most 1, found 2"):
-        sampling_defaults({"top_p": 2})
+        generation_defaults({"top_p": 2})
+    with pytest.raises(ArtifactError, match="`max_new_tokens`: expected a whole number from 1"):
+        generation_defaults({"max_new_tokens": 0})
+
+
+def test_generation_config_is_read_as_vllm_reads_it():
+    """vLLM samples whatever `do_sample` says: with false it has temperature 1 where the file names none."""
+    given = {
+        "do_sample": False,
+        "temperature": 0.6,
+        "min_p": 0.05,
+        "top_k": 20,
+        "max_new_tokens": 2048,
+        "max_length": 9,
+    }
+    assert generation_defaults(given) == {"temperature": 0.6, "min_p": 0.05, "top_k": 20, "max_new_tokens": 2048}
+
+
+@pytest.mark.parametrize(("path", "limit"), [(CHAT, "max_completion_tokens"), (RESPONSES, "max_output_tokens")])
+def test_max_new_tokens_of_generation_config_is_a_default_and_no_bound(engine, path, limit):
+    """As with vLLM; and what the context leaves is less than the default of many checkpoints."""
+    body = {"model": "toy", "temperature": 0, "ignore_eos": True}
+    body |= {"messages": SAID["messages"]} if path == CHAT else {"input": "A"}
+
+    def answered(default: int | None, **fields: Any) -> int:
+        answer = serving.asked(engine, replace(POLICY, max_new_tokens=default), path, body | fields)
+        assert answer.status_code == 200, answer.text
+        usage = answer.json()["usage"]
+        return int(usage.get("completion_tokens", usage.get("output_tokens")))
+
+    left = answered(None)
+    assert (answered(3), answered(3, **{limit: None}), answered(3, **{limit: 5}), answered(10**6)) == (3, 3, 5, left)
+
+
+def test_a_prompt_alone_has_openais_16_tokens_whatever_max_new_tokens_says(engine):
+    body = {name: value for name, value in LONG.items() if name != "max_tokens"}
+    answer = serving.asked(engine, replace(POLICY, max_new_tokens=3), COMPLETIONS, body).json()
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_min_p_keeps_tokens_over_http_and_in_python_alike(engine):
+    """Only tokens at least so likely, of the softmax at that temperature, as vLLM defines it."""
+    body = LONG | {"temperature": 2.0, "max_tokens": 1}
+    scaled = logits([5, 9, 7]) / 2.0
+    kept = {*np.flatnonzero(scaled >= scaled.max() + np.log(0.4)).tolist()}
+    assert 1 < len(kept) < len(scaled) / 2
+
+    def drawn(**fields: Any) -> set[int]:
+        answers = (asked(engine, COMPLETIONS, body | {"seed": seed} | fields)["choices"] for seed in range(60))
+        return {choice["token_ids"][0] for (choice,) in answers}
+
+    assert drawn(min_p=0.4) <= kept and not drawn() <= kept and not drawn(min_p=0) <= kept
+    assert drawn(min_p=1) == {PLAIN[0]}
+    assert (
+        stopped(engine, temperature=2.0, min_p=0.4, seed=7)["token_ids"]
+        == engine.generate([[5, 9, 7]], max_tokens=12, temperature=2.0, min_p=0.4, seed=7, ignore_eos=True)[0].token_ids
+    )
+    answer = call(engine, COMPLETIONS, body | {"min_p": 1.1})
+    assert answer.json()["error"]["message"].startswith("`min_p`: expected a number from 0 to 1, found 1.1")
 
 
 def delayed(ends: set[int], least: int, count: int) -> list[int]:
