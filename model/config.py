@@ -5,12 +5,11 @@ a wrong model. :class:`Config` is the table of the fields that are read. The tab
 hold one modelled value alone, those that repeat others, and those without effect.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,49 +17,13 @@ from numpy.typing import NDArray
 from ling3export.foundation.errors import ConfigError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
+from ling3export.model.fields import FieldRule, at_least, is_int, is_number, only, refused, shown
+from ling3export.model.quantization import quantization
 from ling3export.model.yarn import FIELDS as YARN_FIELDS
 from ling3export.model.yarn import Yarn, yarn_of
 
 AttentionKind = Literal["kda", "mla"]
 MlpKind = Literal["dense", "moe"]
-
-
-class FieldRule(NamedTuple):
-    """What a field may hold: in words, for the message, and as a test."""
-
-    expected: str
-    accepts: Callable[[Any], bool]
-
-
-def shown(value: Any, limit: int = 60) -> str:
-    """A value as JSON, cut to ``limit`` characters for a message."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
-
-
-def refused(name: str, expected: str, found: str, where: str, hint: str | None = None) -> ConfigError:
-    """The error for a field that does not hold what is expected."""
-    return ConfigError(f"config field `{name}`: expected {expected}, found {found}, in {where}", hint)
-
-
-def is_int(value: Any) -> bool:
-    """Whether a JSON value is an integer that 64 bits hold; true and false are none."""
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def is_number(value: Any) -> bool:
-    """Whether a JSON value is a finite number."""
-    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
-
-
-def only(wanted: Any) -> FieldRule:
-    """Exactly ``wanted``, its type included: true is not 1."""
-    return FieldRule(shown(wanted), lambda value: type(value) is type(wanted) and value == wanted)
-
-
-def at_least(least: int) -> FieldRule:
-    """An integer from ``least`` on."""
-    return FieldRule(f"an integer of at least {least}", lambda value: is_int(value) and value >= least)
 
 
 def _is_limits(value: Any) -> bool:
@@ -156,6 +119,7 @@ class Config:
         for name in ARCHITECTURE:  # before all fields of ours that another architecture lacks
             if found.get(name) is not None and not RULES[name].accepts(found[name]):
                 raise refused(name, RULES[name].expected, shown(found[name]), where, ONLY)
+        quantization(found, where)
         _check_fields(found, frozenset(ignore), where)
         values = {f.name: _normal(found[f.name], get_args(f.type)[0]) for f in fields(cls)}
         values["rope_scaling"] = yarn_of(found["rope_scaling"])
@@ -178,7 +142,7 @@ class Config:
     @classmethod
     def from_json(cls, data: bytes, ignore: Iterable[str] = (), where: str = "config.json") -> "Config":
         """Parses the bytes of a config.json. Raises ``ConfigError``, also where they are no JSON object."""
-        return cls.from_dict(_parsed(data, where), ignore=ignore, where=where)
+        return cls.from_dict(parsed(data, where), ignore=ignore, where=where)
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
@@ -273,7 +237,6 @@ FIXED: dict[str, Any] = {
     "use_bias": False,
     "use_qkv_bias": False,
     "tie_word_embeddings": False,
-    "quantization_config": None,  # the weights are not numbers by themselves
 }
 
 # Fields that are read, and as good absent as null.
@@ -297,8 +260,9 @@ ONLY = "no other value is modelled"
 MOST_LAYERS, MOST_EXPERTS = 1024, 2**17  # of all layers together: a name is made for each of their tensors
 RULES = READ | {name: only(value) for name, value in (FIXED | PUBLISHED).items()}
 
-# These repeat other fields: they may be absent, and must agree where present (checked against the finished Config).
-REPEATED = frozenset({"num_key_value_heads", "qk_head_dim", "rotary_dim", "rope_parameters"})
+# These repeat other fields: they may be absent, and must agree where present (checked against the finished Config; what
+# quantization_config says, by those who read the tensors).
+REPEATED = frozenset({"num_key_value_heads", "qk_head_dim", "rotary_dim", "rope_parameters", "quantization_config"})
 
 ROPE = {"partial_rotary_factor", *YARN_FIELDS}  # what `rope_parameters` may have beside the type and theta
 
@@ -420,8 +384,19 @@ def _check_repeated(config: Config, d: dict[str, Any], where: str) -> None:
         raise refused("rope_parameters", shown(wanted), shown(rope), where)
 
 
+def refuse_gguf(path: Path) -> None:
+    """Raises ``ConfigError`` where ``path`` is a GGUF file, or a folder of such files without safetensors."""
+    files = [path] if path.is_file() else sorted(path.glob("*.gguf")) if not any(path.glob("*.safetensors")) else []
+    if files and files[0].suffix == ".gguf":
+        raise ConfigError(
+            f"checkpoint `{path}`: expected a folder with config.json and safetensors, found GGUF ({files[0].name})",
+            "take the bf16, FP8 or INT4 checkpoint that the GGUF files were made from; llama.cpp runs GGUF",
+        )
+
+
 def read_config(path: Path) -> bytes:
     """The bytes of a config.json. Raises ``ConfigError`` where they cannot be read."""
+    refuse_gguf(path if path.suffix == ".gguf" else path.parent)
     try:
         return read_bytes(path.parent, path.name, LARGEST, links=True)
     except FileNotFoundError:
@@ -432,8 +407,8 @@ def read_config(path: Path) -> bytes:
         raise ConfigError(f"config `{path}`: expected a readable file, found {error.strerror}") from None
 
 
-def _parsed(data: bytes, where: str) -> dict[str, Any]:
-    """The object of a JSON text, read strictly."""
+def parsed(data: bytes, where: str) -> dict[str, Any]:
+    """The object of a config.json, read strictly. Raises ``ConfigError`` where there is none."""
     try:
         value = parse_json(data)
     except DoubledKeyError as error:

@@ -6,19 +6,23 @@ Opening reads config, index and the headers of the shards; the weights stay on d
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 
 from ling3export.artifacts.schema import SourceFile
+from ling3export.checkpoint.forms import FP8, INT4, SHAPE, Form, check_quantization, forms_of, unpacked
 from ling3export.checkpoint.shard import SafetensorsFile
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import CheckpointError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
-from ling3export.model.config import Config, read_config
+from ling3export.model.config import Config, parsed, read_config, refuse_gguf
 from ling3export.model.parameters import TensorInfo, expected_tensors, is_mtp
+from ling3export.model.quantization import quantization
 
 __all__ = ["Checkpoint", "TensorInfo", "expected_tensors", "is_mtp"]
 
@@ -47,12 +51,14 @@ class Checkpoint:
         whole: dict[str, bytes],
         shards: dict[str, SafetensorsFile],
         homes: dict[str, SafetensorsFile],
+        forms: dict[str, Form],
     ) -> None:
         self.path = path
         self.config = config
         self._whole = {name: hashlib.sha256(data).hexdigest() for name, data in whole.items()}
         self._shards = shards
         self._homes = homes
+        self._forms = forms
 
     @classmethod
     def open(cls, path: str | Path, *, ignore: Iterable[str] = ()) -> "Checkpoint":
@@ -68,30 +74,103 @@ class Checkpoint:
                 dtype, or not where the index says.
         """
         folder = Path(path)
+        refuse_gguf(folder)
         if not folder.is_dir():
             raise CheckpointError(f"checkpoint `{folder}`: expected a folder, found {_what_is(folder)}")
         whole = {"config.json": read_config(folder / "config.json")}
-        config = Config.from_json(whole["config.json"], ignore, str(folder / "config.json"))
+        where = str(folder / "config.json")
+        config = Config.from_json(whole["config.json"], ignore, where)
         if (index := _read(folder, INDEX, LARGEST_INDEX, f"index `{INDEX}`")) is not None:
             whole[INDEX] = index
         weight_map = None if index is None else _weight_map(index, folder)
         shards = {name: SafetensorsFile(folder / name) for name in _shard_names(folder, weight_map)}
         homes = _locate(shards, weight_map)
-        expected = expected_tensors(config)
+        weights = expected_tensors(config)
+        forms = forms_of(weights, homes)
+        expected: dict[str, TensorInfo] = {}
+        for name, info in weights.items():
+            expected |= forms[name].parts(name, info) if name in forms else {name: info}
         _check_names(homes, expected, config, folder)
         for name, info in expected.items():
             _check_tensor(name, info, homes[name])
-        return cls(folder, config, whole, shards, {name: homes[name] for name in expected})
+        check_quantization(quantization(parsed(whole["config.json"], where), where), forms, weights, where)
+        return cls(folder, config, whole, shards, {name: homes[name] for name in expected}, forms)
+
+    @property
+    def forms(self) -> Mapping[str, str]:
+        """The form of each weight that is quantized, ``fp8`` or ``int4``, by its published name."""
+        return {name: form.name for name, form in self._forms.items()}
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """A tensor as a read-only view of its mapped shard: bfloat16 or float32, in torch's order and shape.
+        """A tensor in torch's order and shape, exactly.
+
+        Returns:
+            A read-only view of its mapped shard, bfloat16 or float32; of a quantized weight the numbers in memory:
+            bfloat16 of FP8, which holds them; float32 of INT4.
 
         Raises:
-            CheckpointError: the model has no tensor of that name.
+            CheckpointError: the model has no tensor of that name; a number of a quantized weight is none, or is beyond
+                bfloat16.
         """
+        form = self._forms.get(name)
+        if form is None:
+            return self._read(name)
+        if form is INT4:
+            codes, scales = self._packed(name)
+        else:
+            codes, scales = self._read(name), self._read(name + form.scales)
+        bits = form.decoded(codes, scales)
+        if (none := form.is_none(bits)).any():
+            row, column = (int(each) for each in np.unravel_index(none.argmax(), none.shape))
+            scale = scales[row // form.block[0], column // form.block[1]]
+            raise CheckpointError(
+                f"tensor `{name}`: expected numbers that {'bfloat16' if form is FP8 else 'float32'} holds, found the "
+                f"code {codes[row, column]:#x} under the scale {scale:#x}, at {[row, column]}, in {self.path}"
+            )
+        return bits.view(BY_NAME["bfloat16" if form is FP8 else "float32"].numpy)
+
+    def quantized(self, name: str) -> tuple[NDArray[np.int8], NDArray[Any]]:
+        """An INT4 weight ``[out, in]`` as it is stored: w = q · scale.
+
+        Returns:
+            (q, int8 ``[out, in]`` in -8 … 7; scale, bfloat16 ``[out, in / 32]``, one for 32 neighbouring inputs.)
+
+        Raises:
+            CheckpointError: it has another form; ``weight_shape`` has another shape; a scale is not finite.
+        """
+        if self._forms.get(name) is not INT4:
+            raise CheckpointError(f"tensor `{name}`: expected int4, found {self.forms.get(name, 'bf16')}")
+        codes, scales = self._packed(name)
+        if (none := (scales & 0x7F80) == 0x7F80).any():
+            at = [int(each) for each in np.unravel_index(none.argmax(), none.shape)]
+            raise CheckpointError(f"tensor `{name + INT4.scales}`: expected finite scales, found another, at {at}")
+        return codes.view(np.int8) - np.int8(8), scales.view(BY_NAME["bfloat16"].numpy)
+
+    def _packed(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
+        """An INT4 weight's codes, and the bits of its scales."""
+        codes = unpacked(self._read(name + INT4.codes))
+        if (found := self._read(name + SHAPE).tolist()) != list(codes.shape):
+            raise CheckpointError(f"tensor `{name + SHAPE}`: expected {list(codes.shape)}, found {found}")
+        return codes, self._read(name + INT4.scales).view(np.uint16)
+
+    def _read(self, name: str) -> NDArray[Any]:
         if name not in self._homes:
             raise CheckpointError(f"tensor `{name}`: expected one of the model's, found none, in {self.path}")
         return self._homes[name].tensor(name)
+
+    def check_rounding(self, dtype: str, allow: bool) -> None:
+        """Passes where weights of ``dtype`` are the checkpoint's own numbers, or rounding them is allowed.
+
+        Raises:
+            CheckpointError: INT4 weights would be rounded: their numbers have up to 11 significant bits.
+        """
+        rounded = [name for name, form in self._forms.items() if form is INT4]
+        if rounded and dtype != "float32" and not allow:
+            raise CheckpointError(
+                f"checkpoint `{self.path.name}`: expected numbers that {dtype} holds, found {len(rounded)} weights in "
+                f"int4 ({listed([f'`{name}`' for name in rounded], 1)}), in {self.path}",
+                f"--dtype float32 keeps their numbers, --allow-rounding rounds them to {dtype}",
+            )
 
     @property
     def nbytes(self) -> int:

@@ -29,7 +29,12 @@ ITEM_BYTES = {
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-READABLE = {code: dtype.numpy for code, dtype in BY_CODE.items() if code != "I32"}
+# As which dtype tensors are given; those of 8 bits as their codes.
+READABLE = {code: dtype.numpy for code, dtype in BY_CODE.items()} | {
+    "I64": np.dtype("<i8"),
+    "F8_E4M3": np.dtype("u1"),
+    "F8_E8M0": np.dtype("u1"),
+}
 
 
 class TensorEntry(NamedTuple):
@@ -69,7 +74,7 @@ class SafetensorsFile:
         self.entries = self._entries(raw)
 
     def tensor(self, name: str) -> NDArray[Any]:
-        """A read-only view of a mapped BF16 or F32 tensor; its pages are read when touched."""
+        """A read-only view of a mapped tensor of a ``READABLE`` dtype; its pages are read when touched."""
         entry = self.entries[name]
         count = math.prod(entry.shape)
         return np.frombuffer(self._map, READABLE[entry.dtype], count, entry.start).reshape(entry.shape)

@@ -16,7 +16,7 @@ import click
 from ling3export.cache.use import POLICIES, CacheUse
 from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.catalog import catalog, keygen, sign
-from ling3export.cli.options import IGNORE, JSON, WIDE, build_options
+from ling3export.cli.options import IGNORE, JSON, ROUNDING, WIDE, build_options
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 # Options of `build` that ask for something else than a whole artifact, and what may not stand beside each of them.
 APART = {
-    "into": ("artifact", "checkpoint", "ignore", "replay"),
+    "into": ("artifact", "checkpoint", "ignore", "replay", "allow_rounding"),
     "shard": ("into", "replay", "kind"),
-    "no_weights": ("into", "replay", "shard", "kind"),
+    "no_weights": ("into", "replay", "shard", "kind", "allow_rounding"),
     "on": ("shard", "into", "replay", "no_weights", "kind"),
     "kind": ("into", "replay", "cache", "cache_dir", "explain", "jobs"),
 }
@@ -99,6 +99,7 @@ def main() -> None:
         show_default=True,
         help="savedmodel: TensorFlow signatures of the TP=1 steps (extra savedmodel).",
     ),
+    ROUNDING,
     IGNORE,
 )
 @section(
@@ -133,7 +134,8 @@ def main() -> None:
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
     force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, no_weights: bool,
-    dummy_weights: int | None, prove: bool | None, on: str | None, replicas: int, resources: str, **options: Any,
+    dummy_weights: int | None, prove: bool | None, allow_rounding: bool, on: str | None, replicas: int, resources: str,
+    **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
@@ -157,14 +159,16 @@ def build(
     ending = "ling3" if kind == "artifact" else kind
     destination = artifact or Path(f"{source.resolve().name.removesuffix('.json')}.{ending}")
     how: dict[str, Any] = {"ignore": ignore, "cache": use}
-    whole: dict[str, Any] = how | {"force": force, "prove": prove}
+    whole: dict[str, Any] = how | {"force": force, "prove": prove, "allow_rounding": allow_rounding}
     with _unwinding(), Console() as console:
         if fits:
             what = _fitted(Config.from_path(source, ignore), what, chosen, console.note)
         if kind == "savedmodel":
             from ling3export.savedmodel.export import build_savedmodel
 
-            build_savedmodel(source, destination, what, console, force=force, ignore=ignore)
+            build_savedmodel(
+                source, destination, what, console, force=force, ignore=ignore, allow_rounding=allow_rounding
+            )
             console.note(f"wrote {destination}")
         elif replay is not None:
             from ling3export.compile import replay as replaying
@@ -295,9 +299,16 @@ main.add_command(sign)
 @click.argument("out", required=False, type=FOLDER)
 @click.option("--force", is_flag=True, help="Replace OUT, or the weights that ARTIFACT has.")
 @click.option("--no-run", is_flag=True, help="Write no receipts: nothing of ARTIFACT is executed.")
+@ROUNDING
 @IGNORE
 def attach(
-    artifact: Path, checkpoint: Path, out: Path | None, force: bool, no_run: bool, ignore: tuple[str, ...]
+    artifact: Path,
+    checkpoint: Path,
+    out: Path | None,
+    force: bool,
+    no_run: bool,
+    allow_rounding: bool,
+    ignore: tuple[str, ...],
 ) -> None:
     """Give the programs of ARTIFACT the weights of CHECKPOINT.
 
@@ -309,7 +320,8 @@ def attach(
     from ling3export.compile.attach import attach as attaching
 
     with _unwinding(), Console() as console:
-        manifest = attaching(artifact, checkpoint, out, console, force=force, ignore=ignore, run=not no_run)
+        how: dict[str, Any] = {"force": force, "ignore": ignore, "allow_rounding": allow_rounding}
+        manifest = attaching(artifact, checkpoint, out, console, run=not no_run, **how)
         if no_run:
             console.note(f"wrote {out or artifact} ({manifest.weights.nbytes / 1e6:.1f} MB of weights), not run")
         else:

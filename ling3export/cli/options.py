@@ -98,6 +98,9 @@ POOLS = section(
 IGNORE = click.option(
     "--ignore-config-field", "ignore", multiple=True, metavar="NAME", help="Ignore a field of config.json."
 )
+ROUNDING = click.option(
+    "--allow-rounding", is_flag=True, help="Round weights that --dtype does not hold, such as INT4's in bfloat16."
+)
 JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 WIDE = click.option("--wide", is_flag=True, help="Show all columns, where 80 characters do not hold them.")
 

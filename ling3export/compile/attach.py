@@ -17,7 +17,7 @@ from ling3export.checkpoint.convert import write_weights
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import Reporter, copy_tokenizer, named, receipts
 from ling3export.foundation.errors import ArtifactError, CheckpointError, listed
-from ling3export.model.config import shown
+from ling3export.model.fields import shown
 from ling3export.plan.recorded import config_of, plan_of
 from ling3export.verify.vectors import write_vectors
 
@@ -31,6 +31,7 @@ def attach(
     force: bool = False,
     ignore: Sequence[str] = (),
     run: bool = True,
+    allow_rounding: bool = False,
 ) -> Manifest:
     """Gives the programs of ``artifact`` the weights, the tokenizer and the receipts of ``checkpoint``.
 
@@ -43,6 +44,7 @@ def attach(
         ignore: Fields of the checkpoint's config.json to ignore.
         run: Whether the programs are run for receipts; otherwise nothing of ``artifact`` is executed. Receipts of the
             same weights stay, also those of programs that this machine cannot run.
+        allow_rounding: Whether weights may be rounded that the programs' dtype does not hold.
 
     Returns:
         The manifest.
@@ -61,6 +63,7 @@ def attach(
                 "name a folder for the new artifact, or replace the weights with --force",
             )
         check_config(source, manifest, artifact)
+        source.check_rounding(manifest.plan.dtype, allow_rounding)
         report.note(signed[0])
         for record in (record for target in manifest.targets.values() for record in target.files):
             (folder / record.path).parent.mkdir(parents=True, exist_ok=True)

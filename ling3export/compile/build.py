@@ -66,6 +66,7 @@ def build(
     ignore: Sequence[str] = (),
     cache: CacheUse = DEFAULT_USE,
     prove: bool | None = None,
+    allow_rounding: bool = False,
 ) -> Manifest:
     """Builds ``artifact`` from ``checkpoint``.
 
@@ -81,6 +82,7 @@ def build(
         ignore: Fields of config.json to ignore.
         cache: How compiled programs of earlier builds are used.
         prove: Whether portable programs of machines that are not here are run on the processor; None for small models.
+        allow_rounding: Whether weights may be rounded that ``options.dtype`` does not hold.
 
     Returns:
         The manifest.
@@ -97,6 +99,7 @@ def build(
         weights = None if dummy is None else DummyWeights(config, dummy)
     else:
         weights = source = Checkpoint.open(checkpoint, ignore=ignore)
+        source.check_rounding(options.dtype, allow_rounding)
         config, origin = source.config, named(source.path, source.digests())
     plans = announced(make_plans(config, options), report)
     cells = opened(cache, report.note)

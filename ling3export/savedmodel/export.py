@@ -84,6 +84,7 @@ def build_savedmodel(
     *,
     force: bool = False,
     ignore: Sequence[str] = (),
+    allow_rounding: bool = False,
 ) -> dict[str, Any]:
     """Writes ``destination``, a SavedModel with a signature for every cell of the plan.
 
@@ -94,6 +95,7 @@ def build_savedmodel(
         report: Told of every stage.
         force: Replace a SavedModel of ours that is there.
         ignore: Fields of config.json to ignore.
+        allow_rounding: Whether weights may be rounded that ``options.dtype`` does not hold.
 
     Returns:
         What ``ling3.json`` in the folder says.
@@ -107,6 +109,7 @@ def build_savedmodel(
         raise PlanError("--segments: expected none with --format savedmodel, found group", "build an artifact")
     check_packages()
     source = Checkpoint.open(checkpoint, ignore=ignore)
+    source.check_rounding(options.dtype, allow_rounding)
     plan = make_plan(source.config, one_device(options), "cpu")
     for note in plan.notes:
         report.note(note)

@@ -1,0 +1,46 @@
+"""What a field of config.json may hold, and the error for one that does not."""
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ling3export.foundation.errors import ConfigError
+
+
+class FieldRule(NamedTuple):
+    """What a field may hold: in words, for the message, and as a test."""
+
+    expected: str
+    accepts: Callable[[Any], bool]
+
+
+def shown(value: Any, limit: int = 60) -> str:
+    """A value as JSON, cut to ``limit`` characters for a message."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def refused(name: str, expected: str, found: str, where: str, hint: str | None = None) -> ConfigError:
+    """The error for a field that does not hold what is expected."""
+    return ConfigError(f"config field `{name}`: expected {expected}, found {found}, in {where}", hint)
+
+
+def is_int(value: Any) -> bool:
+    """Whether a JSON value is an integer that 64 bits hold; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
+
+
+def is_number(value: Any) -> bool:
+    """Whether a JSON value is a finite number."""
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def only(wanted: Any) -> FieldRule:
+    """Exactly ``wanted``, its type included: true is not 1."""
+    return FieldRule(shown(wanted), lambda value: type(value) is type(wanted) and value == wanted)
+
+
+def at_least(least: int) -> FieldRule:
+    """An integer from ``least`` on."""
+    return FieldRule(f"an integer of at least {least}", lambda value: is_int(value) and value >= least)
