@@ -65,6 +65,8 @@ def versions() -> dict[str, str]:
 
 def hf_config(fields: dict, *, attention: str, experts: str | None) -> BailingHybridConfig:
     """The configuration in transformers' names; it must be told that an incomplete last layer group is MLA."""
+    if limits := [name for name in fields if name.endswith("swiglu_limit_list") and fields[name]]:
+        raise SystemExit(f"transformers' model has no limits of SwiGLU: found {', '.join(limits)}")
     layers, size = fields["num_hidden_layers"], fields["layer_group_size"]
     mla = [(layer + 1) % size == 0 or layer >= layers - layers % size for layer in range(layers)]
     config = BailingHybridConfig(
@@ -73,6 +75,7 @@ def hf_config(fields: dict, *, attention: str, experts: str | None) -> BailingHy
         n_shared_experts=fields["num_shared_experts"],
         num_local_experts=fields["num_experts"],
         num_mtp_layers=0,
+        rope_scaling=fields["rope_scaling"],
         layer_types=["full_attention" if full else "linear_attention" for full in mla],
         pad_token_id=None,
         eos_token_id=None,
