@@ -290,11 +290,11 @@ class MixtureOfExperts(nnx.Module):
     ) -> Float32[Array, "T D"]:
         """The chosen experts of this device, one tile of rows of one expert after the other."""
         layered, stacks = self.geometry.tiled, (self.experts_gate_up_proj, self.experts_down_proj)
-        limited = self.config.expert_swiglu_limit_list is not None  # which the kernel does not know
-        if not limited and calls.do_experts(stacks[0], chosen.size, self.config.num_experts, self.geometry):
+        limit = self.routed_limit(layer)
+        if calls.do_experts(stacks[0], chosen.size, self.config.num_experts, self.geometry):
             up, out = (stack[...] for stack in stacks)
             own = chosen - lax.axis_index(AXIS) * up.shape[0] * up.shape[2]
-            return calls.experts(x, up, out, layer, jnp.where(valid[:, None], own, -1), weights, self.geometry)
+            return calls.experts(x, up, out, layer, jnp.where(valid[:, None], own, -1), weights, limit, self.geometry)
         gate_up, down = (of_layer(stack, layer, split=True) if layered else stack[...] for stack in stacks)
         shards, each = gate_up.shape[0], gate_up.shape[1 if layered else 2]
         local = shards * each
@@ -303,7 +303,7 @@ class MixtureOfExperts(nnx.Module):
         mine = jnp.where(valid[:, None] & (mine >= 0) & (mine < local), mine, local).reshape(-1)
         rows = tile_rows(tokens * top, self.config.num_experts)
         place, tile_expert, tile_used, tiles = tile_layout(mine, local, rows)
-        capacity, limit = tile_expert.shape[0] * rows, self.routed_limit(layer)
+        capacity = tile_expert.shape[0] * rows
         # Where each row of the tiled order comes from; rows without a token repeat token 0 and are never read back.
         token = jnp.zeros((capacity + 1,), jnp.int32).at[place].set(jnp.arange(tokens * top, dtype=jnp.int32) // top)
 

@@ -100,13 +100,15 @@ def experts(
     layer: Index,
     chosen: Int32[Array, "T A"],
     share: Float32[Array, "T A"],
+    limit: Float32[Array, ""] | None,
     geometry: Geometry,
 ) -> Float32[Array, "T D"]:
-    """``sum over a of share down(silu(gate x) * up x)`` for the ``chosen`` of this device's ``s e`` experts.
+    """``sum over a of share down(swiglu(gate x, up x, limit))`` for the ``chosen`` of this device's ``s e`` experts.
 
     A number outside of 0 to ``s e - 1`` chooses none.
     """
-    return _call("experts", geometry, x.shape, x, gate_up, down, jnp.int32(layer), chosen, share)
+    limit = jnp.full(1, jnp.inf, jnp.float32) if limit is None else limit.reshape(1)
+    return _call("experts", geometry, x.shape, x, gate_up, down, jnp.int32(layer), chosen, share, limit)
 
 
 def route(

@@ -797,12 +797,12 @@ void Sigmoids(const float* x, int64_t count, float* __restrict out) {
   for (int64_t i = 0; i < count; ++i) out[i] = (x[i] < 0 ? out[i] : 1.0f) / (1 + out[i]);
 }
 
-// The chosen experts of one layer: sum over a of share[t, a] down(silu(gate x_t) * up x_t).
+// The chosen experts of one layer: sum over a of share[t, a] down(min(silu(gate x_t), limit) * clip(up x_t, limit)).
 //
 // x [T, D], gate_up [s, n, e, 2, F, D], down [s, n, e, D, F], chosen [T, A] with numbers of 0 to s e - 1 (others choose
-// nothing), share [T, A] -> y [T, D].
+// nothing), share [T, A], limit [1], infinite for none -> y [T, D].
 ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Bf16s gate_up, Bf16s down, Ints layer_of, Ints chosen, Floats share,
-                   ffi::Result<Floats> y, int32_t devices) {
+                   Floats limit_of, ffi::Result<Floats> y, int32_t devices) {
   const int64_t each = gate_up.dimensions()[2], experts = gate_up.dimensions()[0] * each;
   const Stack up(gate_up, each), out_of(down, each);
   const int64_t layer = layer_of.typed_data()[0], tokens = x.dimensions()[0], top = chosen.dimensions()[1];
@@ -811,7 +811,7 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Bf16s gate_up, Bf16s down, Int
   struct Pair { const Bf16* x; float share; int64_t token; };
   std::vector<int64_t> start(experts + 1, 0);
   const int32_t* choice = chosen.typed_data();
-  const float* weight = share.typed_data();
+  const float *weight = share.typed_data(), limit = limit_of.typed_data()[0];
   for (int64_t i = 0; i < tokens * top; ++i) if (choice[i] >= 0 && choice[i] < experts) ++start[choice[i] + 1];
   std::vector<int64_t> used;
   for (int64_t e = 0; e < experts; ++e) {
@@ -841,7 +841,10 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Bf16s gate_up, Bf16s down, Int
         const float *g = both[0] + t * kOutputs, *y = both[1] + t * kOutputs;
         float open[kOutputs];
         Sigmoids(g, count, open);
-        for (int64_t o = 0; o < count; ++o) hidden[(from + t) * width + f + o] = Round(g[o] * open[o] * y[o]);
+        for (int64_t o = 0; o < count; ++o) {
+          const float gated = std::min(g[o] * open[o], limit), straight = std::clamp(y[o], -limit, limit);
+          hidden[(from + t) * width + f + o] = Round(gated * straight);
+        }
       }
     }
   });
@@ -1197,7 +1200,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_rows, Rows,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Bf16s>().Arg<Ints>().Ret<Floats>().Attr<int32_t>("devices"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_experts, Experts,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Bf16s>().Arg<Bf16s>().Arg<Ints>().Arg<Ints>().Arg<Floats>()
-        .Ret<Floats>().Attr<int32_t>("devices"));
+        .Arg<Floats>().Ret<Floats>().Attr<int32_t>("devices"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(ling3_token, Token,
     ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Floats>().Arg<Bf16s>().Arg<Floats>().Arg<Bf16s>().Arg<Bf16s>()
         .Arg<Bf16s>().Arg<Floats>().Arg<Floats>().Arg<Bf16s>().Arg<Ints>().Arg<Ints>().Arg<Ints>().Ret<Floats>()

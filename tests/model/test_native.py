@@ -112,8 +112,9 @@ def test_each_heads_own_matrix(geometry: Geometry, seed: int) -> None:
         check(found, np.einsum(equation, x64, own))
 
 
+@pytest.mark.parametrize("limit", [None, 0.5], ids=["no limit", "a limit"])
 @pytest.mark.parametrize("seed", range(CASES))
-def test_experts_of_any_choice(geometry: Geometry, seed: int) -> None:
+def test_experts_of_any_choice(geometry: Geometry, seed: int, limit: float | None) -> None:
     """Tokens that choose no expert of this device give zeros; many tokens may choose the same one."""
     rng = np.random.default_rng(seed)
     tokens, shards, layers, each, width, dim, top = sizes(rng, 150, 3, 2, 3, 90, 200, 4)
@@ -122,12 +123,16 @@ def test_experts_of_any_choice(geometry: Geometry, seed: int) -> None:
     down, down64 = draw(rng, shards, layers, each, dim, width)
     chosen = rng.integers(-1, shards * each + 1, (tokens, top)).astype(np.int32)
     share = rng.random((tokens, top)).astype(np.float32)
-    found = np.asarray(calls.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), geometry))
+    of_layer = None if limit is None else jnp.float32(limit)
+    found = np.asarray(calls.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), of_layer, geometry))
     expected = np.zeros((tokens, dim))
     for expert in range(shards * each):
         gate_up = up64[:, 0].reshape(-1, 2, width, dim)[expert]
         gate, y = np.einsum("td,gfd->gtf", x64, gate_up)
-        out = gate / (1 + np.exp(-gate)) * y @ down64[:, 0].reshape(-1, dim, width)[expert].T
+        gated, straight = gate / (1 + np.exp(-gate)), y
+        if limit is not None:
+            gated, straight = np.minimum(gated, limit), np.clip(y, -limit, limit)
+        out = gated * straight @ down64[:, 0].reshape(-1, dim, width)[expert].T
         expected += out * np.where(chosen == expert, share, 0).sum(axis=1, keepdims=True)
     none = ~((chosen >= 0) & (chosen < shards * each)).any(axis=1)
     assert (found[none] == 0).all()
