@@ -16,19 +16,23 @@ from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.cluster import hosts_each, on_cluster
 from ling3export.runners.cli.command import INVALID, NOT_DETERMINISTIC, REGRESSION, Decorator, Group, section
-from ling3export.runners.cli.hosts import host_options, leading
+from ling3export.runners.cli.hosts import host_options, keep_stdout, leading
 from ling3export.runners.cli.options import (
     PATH,
+    check_option,
     cluster_options,
     engine_options,
+    programs_option,
     shard_option,
     stop_option,
+    target_option,
     temperature_option,
+    trust_option,
 )
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.evals.trials import RunConfig
-from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.hosts.rendezvous import announced
 
 if TYPE_CHECKING:
@@ -88,6 +92,7 @@ batch_option = click.option(
     cls=Group,
     sections={
         "Run": ("run", "merge", "determinism"),
+        "Compare artifacts": ("compare-logits",),
         "Look at runs": ("diagnose", "diff"),
         "Write tasks": ("new", "check"),
     },
@@ -238,6 +243,31 @@ def determinism(
         found = compare.determinism(backend, asks, runs=runs, batch=batch, alone=alone, progress=told)
     click.echo(json.dumps(asdict(found), ensure_ascii=False, indent=1))
     sys.exit(NOT_DETERMINISTIC if found.first_divergence else 0)
+
+
+@evaluate.command("compare-logits", common="text tokens window target programs".split())
+@click.argument("a", type=ARTIFACT)
+@click.argument("b", type=ARTIFACT)
+@click.option("--text", required=True, type=PATH, metavar="FILE", help="What is judged, in UTF-8.")
+@click.option("--tokens", type=click.IntRange(1), default=4096, help="Most tokens that are judged.")
+@click.option("--window", type=click.IntRange(2), default=512, help="Tokens that the model sees at once.")
+@section("Artifacts", target_option, programs_option, check_option, trust_option)
+@host_options
+def logits(a: Path, b: Path, text: Path, tokens: int, window: int, place: dict[str, Any], **how: Any) -> None:
+    """How far B's distributions are from A's, over a text.
+
+    Prints KL(A || B), how often both have the same best token, and perplexities, as JSON. A's logits lie in TMPDIR
+    meanwhile: a row of the whole vocabulary for each token.
+    """
+    from ling3export.runners.evals.compare_logits import compare_logits
+
+    hosts = find_hosts(**place)
+    if hosts is not None:
+        keep_stdout()
+    with progress("compare-logits") as told:
+        found = compare_logits(a, b, text, tokens, window, hosts=hosts, progress=told, **how)
+    if found is not None:
+        click.echo(json.dumps(asdict(found), indent=1))
 
 
 @evaluate.command()

@@ -1,0 +1,193 @@
+"""How far one artifact's distributions are from another's over a text: what quantized weights cost."""
+
+import itertools
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ling3export.artifacts.schema import Manifest
+from ling3export.artifacts.signing import read_trusted
+from ling3export.foundation.reading import opened
+from ling3export.runners.calibrate.receipts import log_softmax
+from ling3export.runners.evals.logits import judged
+from ling3export.runners.evals.trials import EvalError
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.rendezvous import announced
+from ling3export.runners.text.tokenizer import TokenizerFiles
+
+LETTERS = 32  # bytes of a text that are read for each token at most
+ROOM = "judge fewer tokens with --tokens, or name a folder with more room in TMPDIR"
+
+
+@dataclass(frozen=True)
+class LogitsComparison:
+    """What is known of B's distributions where A's are taken for true.
+
+    Attributes:
+        tokens: How many were judged.
+        window: Tokens that the model saw at once; each was judged behind half of them or more.
+        kl_mean: Mean of KL(A || B) over the vocabulary, in nats.
+        kl_error: Its standard error, as if tokens were independent; None for one token.
+        kl_median: Half of the tokens have more.
+        kl_p99: One of a hundred tokens has more.
+        kl_max: The largest one.
+        same_best: Share of tokens where both have the same most likely token.
+        perplexity_a: Of the text by A.
+        perplexity_b: Of the text by B.
+        perplexity_ratio: B's divided by A's.
+    """
+
+    tokens: int
+    window: int
+    kl_mean: float
+    kl_error: float | None
+    kl_median: float
+    kl_p99: float
+    kl_max: float
+    same_best: float
+    perplexity_a: float
+    perplexity_b: float
+    perplexity_ratio: float
+
+
+class Row(NamedTuple):
+    """Both artifacts on one token."""
+
+    kl: float
+    same_best: bool
+    logprob_a: float
+    logprob_b: float
+
+
+def judge(a: np.ndarray, b: np.ndarray, token: int) -> Row:
+    """Two rows of logits [V], and the token that follows in the text.
+
+    Raises:
+        EvalError: A number is not finite.
+    """
+    for name, row in (("A", a), ("B", b)):
+        if not np.isfinite(row).all():
+            raise EvalError(f"logits of {name}: expected finite numbers, found others")
+    p, q = log_softmax(a), log_softmax(b)
+    return Row(float(np.exp(p) @ (p - q)), bool(np.argmax(a) == np.argmax(b)), float(p[token]), float(q[token]))
+
+
+def summed(rows: Sequence[Row], window: int) -> LogitsComparison:
+    """What all tokens say together."""
+    kl, same, a, b = (np.array(column, np.float64) for column in zip(*rows, strict=True))
+    median, p99 = np.quantile(kl, (0.5, 0.99))
+    nats_a, nats_b = -float(np.mean(a)), -float(np.mean(b))
+    return LogitsComparison(
+        tokens=len(kl),
+        window=window,
+        kl_mean=float(np.mean(kl)),
+        kl_error=float(np.std(kl, ddof=1)) / math.sqrt(len(kl)) if len(kl) > 1 else None,
+        kl_median=float(median),
+        kl_p99=float(p99),
+        kl_max=float(np.max(kl)),
+        same_best=float(np.mean(same)),
+        perplexity_a=math.exp(nats_a),
+        perplexity_b=math.exp(nats_b),
+        perplexity_ratio=math.exp(nats_b - nats_a),
+    )
+
+
+def compare_logits(
+    a: Path,
+    b: Path,
+    text: Path,
+    tokens: int,
+    window: int,
+    *,
+    hosts: Hosts | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+    **how: Any,
+) -> LogitsComparison | None:
+    """Runs a text through A, whose logits are kept in a file, and then through B.
+
+    Memory beyond one loaded artifact is that of a step's rows; the file takes ``tokens * vocab_size * 4`` bytes.
+
+    Args:
+        a: An artifact, such as the one in bf16.
+        b: Another of the same vocabulary, of any form of weights and any target.
+        text: A file in UTF-8; as much of it is read as is judged.
+        tokens: At most so many are judged.
+        window: Tokens that the model sees at once, at most; a shorter context or text bounds it.
+        hosts: This process's place among several, each of which calls this. Only host 0 reads the text.
+        progress: Told the numbers of finished and of all rows, those of both artifacts.
+        how: Arguments of ``load``.
+
+    Returns:
+        The comparison; None on the hosts behind the first.
+
+    Raises:
+        EvalError: The artifacts have other vocabularies or tokenizers, the text is too short or no text, there is no
+            room for the file, or a number is not finite.
+        Ling3Error: An artifact cannot be loaded or run here.
+    """
+    leads = hosts is None or hosts.number == 0
+    with announced(hosts):
+        ids, half, vocab = _text(a, b, text, tokens, window) if leads else ([], 0, 0)
+    count, rows = len(ids) - half, list[Row]()
+
+    def said(done: int) -> None:
+        if leads:
+            progress(done, 2 * count)
+
+    with tempfile.TemporaryDirectory(prefix="ling3-logits-") as folder:
+        if shutil.disk_usage(folder).free < count * vocab * 4:
+            needed = f"{count:,} tokens * {vocab:,} logits * 4 bytes = {count * vocab * 4 / 1e9:.1f} GB"
+            raise EvalError(f"logits of A: expected room for {needed}, found less, in {folder}", ROOM)
+        kept, step = Path(folder, "a"), Path(folder, "b")
+        done = 0
+        for places in judged(a, ids, half, kept, hosts, whole=True, **how):
+            done += len(places)
+            said(done)
+        for places in judged(b, ids, half, step, hosts, whole=False, **how):
+            for place, q in zip(places, _rows(step, range(len(places)), vocab) if leads else (), strict=leads):
+                (p,) = _rows(kept, [place], vocab)
+                rows.append(judge(p, q, ids[half + place]))
+            done += len(places)
+            said(done)
+    return summed(rows, 2 * half) if leads else None
+
+
+def _rows(file: Path, places: Sequence[int], vocab: int) -> Iterator[np.ndarray]:
+    for place in places:
+        yield np.fromfile(file, np.float32, vocab, offset=place * vocab * 4)
+
+
+def _text(a: Path, b: Path, text: Path, tokens: int, window: int) -> tuple[list[int], int, int]:
+    """The ids of what is judged and what stands before it; half a window; the size of the vocabulary."""
+    manifests = [read_trusted(folder, lambda said: None) for folder in (a, b)]
+    sizes = [manifest.vocab_size for manifest in manifests]
+    if sizes[0] != sizes[1]:
+        raise EvalError(f"vocabularies: expected the same, found {sizes[0]:,} tokens in {a} and {sizes[1]:,} in {b}")
+    half = min(window, *(manifest.plan.context for manifest in manifests)) // 2
+    try:
+        with opened(text.parent, text.name, links=True) as file:
+            read = file.read((tokens + half) * LETTERS)
+        words = read.decode(errors="strict" if len(read) < (tokens + half) * LETTERS else "ignore")
+    except (OSError, ValueError) as error:
+        found = error.strerror if isinstance(error, OSError) else error
+        raise EvalError(f"text: expected a file in UTF-8, found {found}, at {text}") from error
+    encoded = (_ids(folder, manifest, words) for folder, manifest in zip((a, b), manifests, strict=True))
+    first, second = (ids[: tokens + half] for ids in encoded)
+    if first != second:
+        same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False))
+        at = sum(1 for _ in same)
+        raise EvalError(f"tokenizers: expected the same tokens of the text, found others from token {at} on, in {b}")
+    if len(first) < 2:
+        raise EvalError(f"text: expected two tokens or more, found {len(first)}, at {text}")
+    half = min(half, len(first) // 2)
+    return first[: tokens + half], half, sizes[0]
+
+
+def _ids(folder: Path, manifest: Manifest, text: str) -> list[int]:
+    return TokenizerFiles(folder, manifest.tokenizer, manifest.eos_token_ids).tokenizer("text").encode(text)

@@ -1,0 +1,141 @@
+"""Logits over the whole vocabulary behind each token of a text, by an artifact in a process of its own.
+
+A text is cut into windows that overlap by half: the first half of each is prefilled, and the tokens of the second are
+decoded as given, many windows a step. So each token behind the first half is judged once, behind half a window or more.
+This takes programs of every artifact; score programs give whole rows at the ends of chunks alone.
+
+A process of its own, since the number of devices is fixed when jax starts, and what one artifact holds must be free
+before the next is loaded. Rows go through a file; the parent asks for each step.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ling3export.artifacts.files import create
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.processes import Child, Failure, Parent, ending
+from ling3export.runners.engine.inputs import Span, decode_fields, fitting, prefill_fields
+from ling3export.runners.evals.trials import EvalError
+from ling3export.runners.hosts.hosts import Hosts
+
+if TYPE_CHECKING:
+    from ling3export.runners.load.loader import Loaded
+
+
+def judged(
+    artifact: Path, ids: Sequence[int], half: int, file: Path, hosts: Hosts | None, *, whole: bool, **how: Any
+) -> Iterator[list[int]]:
+    """Starts a process that writes the logits behind tokens of a text, step by step.
+
+    Args:
+        artifact: Its folder.
+        ids: The text; on several hosts, that of host 0 counts.
+        half: Tokens of half a window; the first that is judged is ``ids[half]``.
+        file: A new file where rows fp32 ``[vocab]`` are written: each in its place among all rows, or else those of a
+            step from the beginning on.
+        hosts: This process's place among several, each of which calls this.
+        whole: Whether each row has its own place.
+        how: Arguments of ``load``.
+
+    Yields:
+        Of a step, which rows it wrote: row i has the logits that ``ids[half + i]`` is judged by. The next step begins
+        when the next item is asked for. On hosts behind the first no row is written.
+
+    Raises:
+        Ling3Error: What ended the process.
+    """
+    place = None if hosts is None else asdict(hosts)
+    job = {"artifact": str(artifact), "ids": list(ids), "half": half, "file": str(file), "whole": whole}
+    with Child(__name__, shown=True) as child:
+        child.send({**job, "hosts": place, "how": how})
+        while True:
+            said = child.receive()
+            if said is None:
+                raise EvalError(f"artifact `{artifact.name}`: its process {ending(child.ended()[0])}")
+            if "failure" in said:
+                failure = Failure(**said["failure"])
+                raise Ling3Error(failure.error, failure.hint)
+            if "rows" not in said:
+                return
+            yield said["rows"]
+            child.send({})
+
+
+def steps(loaded: "Loaded", ids: Sequence[int], half: int) -> Iterator[tuple[list[int], np.ndarray]]:
+    """Which rows a step gives (see :func:`judged`), and fp32 ``[rows, vocab]``. Every one of several hosts calls this.
+
+    Raises:
+        ArtifactError: The target has too few pages for a window.
+    """
+    from ling3export.runners.calibrate.vectors import page_table
+
+    runner, target, state = loaded.runner, loaded.record, loaded.record.state
+    starts = range(0, len(ids) - half, half)
+    pages = math.ceil(min(2 * half, len(ids)) / state.page_size)
+    most = min(state.slots, max(1, state.pages // pages))
+    padding = fitting(min(most, len(starts)), target.paddings("decode"))
+    together = min(most, padding)
+    table = page_table(state, together, pages)
+    for first in range(0, len(starts), together):
+        group = starts[first : first + together]
+        for slot, start in enumerate(group, 1):
+            at = 0
+            while at < half:
+                size = fitting(half - at, target.paddings("prefill"))
+                tokens = ids[start + at : start + min(at + size, half)]
+                fields = prefill_fields(size, [Span(slot, at, tokens)], state.chunk, table)
+                logits = runner.step("prefill", size, fields)
+                at += len(tokens)
+            last = math.ceil(len(tokens) / state.chunk) - 1
+            yield [start], runner.read(logits)[last : last + 1]
+        for place in range(half, 2 * half - 1):
+            live = [(slot, start) for slot, start in enumerate(group, 1) if start + place + 1 < len(ids)]
+            if not live:
+                break
+            tokens = [ids[start + place] for _, start in live]
+            fields = decode_fields(padding, [slot for slot, _ in live], [place] * len(live), table, tokens)
+            yield (
+                [start + place + 1 - half for _, start in live],
+                runner.read(runner.step("decode", padding, fields))[: len(live)],
+            )
+
+
+def _run(parent: Parent, job: Mapping[str, Any]) -> None:
+    from ling3export.runners.load.loader import load
+
+    hosts = job["hosts"] and Hosts(**job["hosts"])
+    loaded = load(job["artifact"], hosts=hosts, **job["how"])
+    channel, text = loaded.channel, (job["ids"], job["half"])
+    if channel is not None:
+        text = json.loads(channel.shared(json.dumps(text).encode()))
+    with os.fdopen(create(Path(job["file"])), "wb", buffering=0) as file:
+        for rows, logits in steps(loaded, *text):
+            if channel is None or channel.leads:
+                for at, (row, values) in enumerate(zip(rows, logits, strict=True)):
+                    file.seek((row if job["whole"] else at) * values.nbytes)
+                    file.write(values.data)
+            parent.send({"rows": rows})
+            parent.receive()
+    if channel is not None:
+        channel.finish()
+    parent.send({})
+
+
+def main() -> None:
+    """The process of :func:`judged`."""
+    parent = Parent()
+    try:
+        _run(parent, parent.receive())
+    except Exception as error:
+        parent.send({"failure": asdict(Failure.of(error))})
+
+
+if __name__ == "__main__":
+    main()
