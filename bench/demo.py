@@ -1,16 +1,23 @@
-"""What ``make demo`` shows of a built demo artifact: an answer, its score on held-out problems, how fast it starts."""
+"""What ``make demo`` shows of a built demo artifact: an answer, its score on held-out problems, a conversation in which
+it calls a tool, how fast it starts."""
 
+import json
+import re
 import time
 from pathlib import Path
+from typing import Any
 
 from bench.inputs import ROOT, last_line, run
 from bench.report import say, table
+from bench.servers import asked, served
 from bench.start import PREPARATION
 from ling3export.compile.build import DEMO
+from tools.demo_data import TOOL
 
 RUNNER = "ling3export.runners.cli"
 QUESTION = "Question: Hana has 17 apples, buys 8 and drops 6. How many now?\nAnswer:"
 ANSWER_TOKENS = 21
+SPOKEN = "Hana has 63 apples, buys 85 and drops 96. How many now?"  # larger than it knows by itself
 RUN = ROOT / "build" / "demo-run"  # stays, since the evaluation names the report in it
 STAGES = ("imports", PREPARATION, "programs", "weights", "state", "first step", "whole")
 
@@ -24,6 +31,8 @@ def main(artifact: Path) -> None:
     began = time.monotonic()
     score = run([RUNNER, "eval", "run", artifact, RUN, "--suite", "demo", "--force"]).splitlines()[-1]
     print(f"{score}\nevaluated in {time.monotonic() - began:.1f} s, start included\n", flush=True)
+    with served(artifact) as url:
+        print(spoken(url), end="\n\n", flush=True)
     say("Two starts follow, of the artifact and under plain jit: the second compiles, for minutes on a busy machine")
     starts = {
         "artifact": last_line(run(["bench.start", "aot", artifact, DEMO])),
@@ -34,3 +43,28 @@ def main(artifact: Path) -> None:
     print("Start to first token, one start each\n")
     print(table(["seconds", *seconds], [[stage, *(each.get(stage) for each in seconds.values())] for stage in STAGES]))
     print(f"\nThe artifact starts {seconds['jit, cold']['whole'] / seconds['artifact']['whole']:.1f} times faster.")
+
+
+def spoken(url: str) -> str:
+    """A question, the call that the model writes, what the tool says, and the answer: OpenAI's protocol, as read.
+
+    Raises:
+        SystemExit: The model called no tool.
+    """
+    messages: list[dict[str, Any]] = [{"role": "user", "content": SPOKEN}]
+    first = _answer(url, messages)
+    if not first.get("tool_calls"):
+        raise SystemExit(f"demo: expected a call of a tool, found {first['content']!r}")
+    call = first["tool_calls"][0]
+    expression = json.loads(call["function"]["arguments"])["expression"]
+    found = sum(int(number) for number in re.findall(r"[+-]?\d+", expression))
+    messages += [first, {"role": "tool", "tool_call_id": call["id"], "content": str(found)}]
+    last = _answer(url, messages)["content"]
+    return f"user: {SPOKEN}\nassistant: calculate({expression})\ntool: {found}\nassistant: {last}"
+
+
+def _answer(url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    body = {"model": "m", "messages": messages, "tools": [TOOL], "temperature": 0, "max_tokens": 64}
+    answer = json.loads(asked(url, "/v1/chat/completions", body))
+    message: dict[str, Any] = answer["choices"][0]["message"]
+    return message
