@@ -10,6 +10,8 @@ PATH = click.Path(path_type=Path, exists=True)
 ROUNDS = click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Medians of this many.")
 LLAMA = click.option("--llama-cpp", type=PATH, help="As `make peers` says.")
 TRANSFORMERS = click.option("--transformers/--no-transformers", default=True, show_default=True)
+CHECKPOINT = click.option("--checkpoint", type=PATH, help="[default: one of full width]")
+LAYERS = click.option("--layers", default=12, show_default=True, help="Of the default checkpoint; 12 are 8.1 GB.")
 
 
 @click.group()
@@ -18,8 +20,8 @@ def main() -> None:
 
 
 @main.command()
-@click.option("--checkpoint", type=PATH, help="[default: one of full width]")
-@click.option("--layers", default=12, show_default=True, help="Of the default checkpoint; 12 are 8.1 GB.")
+@CHECKPOINT
+@LAYERS
 @ROUNDS
 @click.option("--llama-cpp", type=PATH, required=True, help="As `make peers` says.")
 @click.option("--kernels", default="auto", show_default=True, help="What --kernels builds have on our side: auto,off.")
@@ -29,6 +31,18 @@ def peers(checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path, ke
     from bench.peers import main as run
 
     run(checkpoint, layers, rounds, llama_cpp.resolve(), kernels.split(","), transformers)
+
+
+@main.command("long")
+@CHECKPOINT
+@LAYERS
+@LLAMA
+@click.option("--lengths", default="1024,8192,16384,32768", show_default=True, help="Tokens of prompts, ascending.")
+def long_prompts(checkpoint: Path | None, layers: int, llama_cpp: Path | None, lengths: str) -> None:
+    """A prefill token and a decode step behind long prompts, in our engine and in llama.cpp."""
+    from bench.long import main as run
+
+    run(checkpoint, layers, numbers(lengths), llama_cpp and llama_cpp.resolve())
 
 
 @main.command()

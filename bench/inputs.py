@@ -14,6 +14,7 @@ from typing import Any
 from bench.report import say
 from ling3export.artifacts.records import sha256_of
 from ling3export.cache.keys import source_digests
+from ling3export.checkpoint.synth import synthesize
 from ling3export.plan.kernels import LEVELS, ending
 
 ROOT = Path(__file__).parents[1]
@@ -21,14 +22,15 @@ CACHE = ROOT / ".cache" / "bench"
 SPAWNED = "BENCH_SPAWNED"  # time.monotonic() at which the parent started a process: its clock is the machine's
 
 
-def checkpoint(given: Path | None, preset: str = "small", layers: int = 24) -> Path:
-    """``given``, or one of ``preset`` with so many layers."""
+def checkpoint(given: Path | None, preset: str = "small", layers: int = 24, context: int = 0) -> Path:
+    """``given``, or one of ``preset`` with so many layers, for sequences of ``context`` tokens if it is not 0."""
     if given is not None:
         return given.resolve()
-    folder = CACHE / f"{preset}-{layers}"
+    folder = CACHE / f"{preset}-{layers}{f'-{context}' * bool(context)}"
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
-        run(["ling3export.cli", "synth", folder, "--preset", preset, "--layers", layers])
+        longer = {"max_position_embeddings": context} if context else {}
+        synthesize(folder, preset, 0, layers=layers, overrides=longer)
     return folder
 
 

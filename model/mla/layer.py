@@ -217,21 +217,31 @@ class GatedMLA(nnx.Module):
     def _before(self, p: Projected, layer: Index, pool: Pool, chunks: Chunks) -> OnlineSoftmax:
         """Attention of the call's tokens over what their sequences had cached before it, shapes as `_within`.
 
-        Expanded where one sequence has the whole call and that takes less, as with a long prompt; else absorbed.
+        Expanded where one sequence alone has anything cached and that takes less, as with a long prompt; else absorbed.
         """
         config, tokens = self.config, p.latent.shape[0]
         rank, values = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
-        if tokens * (2 * rank - config.qk_head_dim - config.v_head_dim) < rank * values:
+        cost = tokens * (config.qk_head_dim + config.v_head_dim) + rank * values  # of a cached token, whoever attends it
+        if tokens * 2 * rank < cost:
             return self._absorbed_before(p, layer, pool, chunks)
+        behind = (chunks.slot > 0) & (chunks.run_start > 0)
+        first = jnp.argmax(behind)
+        own = behind & (chunks.slot == chunks.slot[first])
 
         def expanded(p: Projected, pool: Pool) -> OnlineSoftmax:
             query = jnp.moveaxis(jnp.concatenate([p.q_nope, p.q_rope], axis=-1), 1, 0)
             weights = of_heads(self.w_uk, layer), of_heads(self.w_uv, layer)
-            table, length = chunks.page_table[0], chunks.run_start[0]
-            return attend_expanded(query, pool, layer, table, length, *weights, self.geometry)
+            table, length = chunks.page_table[first], chunks.run_start[first]
+            part = attend_expanded(query, pool, layer, table, length, *weights, self.geometry)
+            seen = jnp.repeat(own, CHUNK)[:, None]
+            return OnlineSoftmax(
+                jnp.where(seen, part.m, MASKED),
+                jnp.where(seen, part.l, 0.0),
+                jnp.where(seen[..., None], part.acc, 0.0),
+            )
 
-        alone = jnp.all((chunks.slot == chunks.slot[0]) | (chunks.slot == 0))
-        return lax.cond(alone, expanded, lambda p, pool: self._absorbed_before(p, layer, pool, chunks), p, pool)
+        less = jnp.all(own == behind) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * 2 * rank) >= cost)
+        return lax.cond(less, expanded, lambda p, pool: self._absorbed_before(p, layer, pool, chunks), p, pool)
 
     def _absorbed_before(self, p: Projected, layer: Index, pool: Pool, chunks: Chunks) -> OnlineSoftmax:
         """Absorbed attention of each chunk over what its sequence had cached before this call, shapes as `_within`."""

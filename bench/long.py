@@ -1,0 +1,66 @@
+"""A long prompt through our engine, beside llama.cpp: what a prefill token and a decode step cost behind how many.
+
+A full-width checkpoint whose layers are few, one sequence, random tokens. Ratios within one run are what to keep.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from bench.inputs import artifact, checkpoint, last_line, run, spawn
+from bench.long_ours import ANSWER, SPAN
+from bench.peers import gguf, read_once
+from bench.report import machine, show, table
+
+OPTIONS = ["--tp", 1, "--max-running", 2, "--snapshots", 2, "--paddings", "16,512", "--decode-paddings", 1]
+Flat = dict[str, float]
+
+
+def llama(file: Path, sources: Path, lengths: list[int], threads: int) -> Flat:
+    """llama-bench, which fills the cache to a depth before it measures."""
+    read_once(file)
+    depths = ",".join(str(length - SPAN) for length in lengths)
+    found: Flat = {}
+    for asked, depth in ((["-p", SPAN, "-n", 0], depths), (["-p", 0, "-n", ANSWER], ",".join(map(str, lengths)))):
+        command = [sources / "build" / "bin" / "llama-bench", "-m", file, "-t", threads, "-r", 1, "-o", "json"]
+        for row in json.loads(spawn([*command, *asked, "-d", depth], {})):
+            prefill = row["n_prompt"]
+            place = row["n_depth"] + (SPAN if prefill else 0)
+            found[f"{'prefill' if prefill else 'decode'} {place}"] = float(row["avg_ts"])
+    return found
+
+
+def main(given: Path | None, layers: int, lengths: list[int], sources: Path | None) -> dict[str, Any]:
+    """Measures and prints."""
+    context = max(lengths) + 2 * ANSWER
+    source, threads = checkpoint(given, "full", layers, context), len(os.sched_getaffinity(0))
+    folder = artifact(source, f"long-{context}", [*OPTIONS, "--context", context])
+    read_once(*(file for file in folder.rglob("*") if file.is_file()))
+    speeds = {"ling3export": dict(last_line(run(["bench.long_ours", folder, ",".join(map(str, lengths))])))}
+    if sources is not None:
+        speeds["llama.cpp"] = llama(gguf(source, sources), sources, lengths, threads)
+    steps = [f"{kind} {length}" for kind in ("prefill", "decode") for length in lengths]
+    growth = {arm: {step: flat[f"{step.split()[0]} {lengths[0]}"] / flat[step] for step in steps}
+              for arm, flat in speeds.items()}  # fmt: skip
+    here = machine()
+    result = {
+        "benchmark": "long",
+        "machine": here,
+        "checkpoint": source.name,
+        "threads": threads,
+        "tokens_per_second": speeds,
+        "times_the_first": growth,
+    }
+    show(
+        f"{source.name}, bf16, {threads} threads, one sequence; prefill of the {SPAN} tokens before each length, and "
+        f"decode behind it; load average {here['load_average'][0]}",
+        [
+            table(
+                ["", *(f"{arm}, tokens/s" for arm in speeds), *(f"{arm}, times the first" for arm in speeds)],
+                [[step, *(flat[step] for flat in (*speeds.values(), *growth.values()))] for step in steps],
+            )
+        ],
+        result,
+    )
+    return result
