@@ -4,7 +4,7 @@ Two ways to compute the same attention, softmax scale ``(nope + rope)^-0.5``, or
 and values of every head are computed from the latent; cheapest for the tokens of a prefill call among themselves.
 Absorbed: the query is taken into latent space by ``w_uk``, the result back out by ``w_uv``; cheapest over what is
 cached, since a page is read once for all heads. Prefill uses the first inside the call; over what was cached before it
-the second, or the first in large calls of one sequence, for which 512 tokens behind 8,192 took 0.3 of the time
+the second, or the first where many tokens of one sequence attend: 512 tokens behind 8,192 took 0.3 of the time
 (docs/log/kernels-cpu.md); merged as an online softmax. Decode uses the second. Source: docs/model.md, "MLA";
 DeepSeek-V2 (arXiv 2405.04434).
 """
@@ -221,7 +221,7 @@ class GatedMLA(nnx.Module):
         """
         config, tokens = self.config, p.latent.shape[0]
         rank, values = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
-        cost = tokens * (config.qk_head_dim + config.v_head_dim) + rank * values  # of a cached token, whoever attends it
+        cost = tokens * (config.qk_head_dim + config.v_head_dim) + rank * values  # of a cached token and head
         if tokens * 2 * rank < cost:
             return self._absorbed_before(p, layer, pool, chunks)
         behind = (chunks.slot > 0) & (chunks.run_start > 0)
@@ -235,9 +235,7 @@ class GatedMLA(nnx.Module):
             part = attend_expanded(query, pool, layer, table, length, *weights, self.geometry)
             seen = jnp.repeat(own, CHUNK)[:, None]
             return OnlineSoftmax(
-                jnp.where(seen, part.m, MASKED),
-                jnp.where(seen, part.l, 0.0),
-                jnp.where(seen[..., None], part.acc, 0.0),
+                jnp.where(seen, part.m, MASKED), jnp.where(seen, part.l, 0.0), jnp.where(seen[..., None], part.acc, 0.0)
             )
 
         less = jnp.all(own == behind) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * 2 * rank) >= cost)
