@@ -66,6 +66,7 @@ class SourceRecord:
 
     name: str
     digests: dict[str, SourceFile]
+    form: Annotated[str, one_of("fp8", "int4")] | None = None
 
 
 @dataclass(frozen=True)

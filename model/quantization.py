@@ -14,7 +14,13 @@ from ling3export.model.fields import only, refused, shown
 HINT = "the bf16 checkpoint is read, and the official FP8 (fp8) and INT4 (compressed-tensors) ones"
 
 # What a field may hold where it is there; the tensors' names, dtypes and shapes say the same once more.
-_FP8 = {"fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
+_FP8 = {
+    "fmt": "e4m3",
+    "scale_fmt": "ue8m0",
+    "weight_block_size": [128, 128],
+    "activation_scheme": "dynamic",
+    "expert_dtype": "fp8",
+}
 _INT4 = {"format": "pack-quantized", "quantization_status": "compressed"}
 _GROUP = {"format": "pack-quantized"}
 _WEIGHTS = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32, "dynamic": False}

@@ -101,6 +101,11 @@ class Checkpoint:
         """The form of each weight that is quantized, ``fp8`` or ``int4``, by its published name."""
         return {name: form.name for name, form in self._forms.items()}
 
+    @property
+    def form(self) -> str | None:
+        """The one form of all quantized weights; None where there are none."""
+        return next(iter(self.forms.values()), None)
+
     def tensor(self, name: str) -> NDArray[Any]:
         """A tensor in torch's order and shape, exactly.
 
@@ -310,4 +315,7 @@ def _check_tensor(name: str, info: TensorInfo, home: SafetensorsFile) -> None:
         )
     if entry.dtype not in info.dtypes:
         expected = " or ".join(info.dtypes)
-        raise CheckpointError(f"tensor `{name}`: expected dtype {expected}, found {entry.dtype}, in {home.path.name}")
+        hint = f"FP8 has its scales in `{name}{FP8.scales}`" if entry.dtype == "F8_E4M3" else None
+        raise CheckpointError(
+            f"tensor `{name}`: expected dtype {expected}, found {entry.dtype}, in {home.path.name}", hint
+        )

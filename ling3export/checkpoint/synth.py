@@ -5,19 +5,24 @@ the file, so memory stays in the megabytes whatever the size.
 """
 
 import json
+import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ling3export.artifacts.files import create, write_error
 from ling3export.artifacts.staging import staged
+from ling3export.checkpoint.forms import Form
+from ling3export.checkpoint.shard import ITEM_BYTES
+from ling3export.checkpoint.synth_forms import FORMS, form_of, quantization_config, quantized
 from ling3export.checkpoint.synth_tokenizer import SPECIALS, write_json, write_tokenizer
-from ling3export.checkpoint.synth_weights import blocks
-from ling3export.foundation.dtypes import BY_CODE
+from ling3export.checkpoint.synth_weights import blocks, whole
 from ling3export.foundation.errors import CheckpointError, ConfigError
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors, mtp_tensors
@@ -102,6 +107,7 @@ def synthesize(
     shard_bytes: int | None = None,
     overrides: dict[str, Any] | None = None,
     gate_dtype: str = "F32",
+    form: str = "bf16",
     force: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> int:
@@ -115,6 +121,7 @@ def synthesize(
         shard_bytes: Tensor bytes at which a shard ends; by default 4 GiB, or a third of a smaller checkpoint.
         overrides: Fields of config.json to set over the preset's, such as ``{"q_lora_rank": None}``.
         gate_dtype: "F32", or "BF16" as the public release stores the router's weight.
+        form: A key of ``FORMS``: ``fp8`` and ``int4`` quantize the weights that the published checkpoints quantize.
         force: Replace an existing folder.
         progress: Called with the bytes written so far and in total.
 
@@ -127,7 +134,9 @@ def synthesize(
     """
     fields = config_fields(preset, ({} if layers is None else {"num_hidden_layers": layers}) | (overrides or {}))
     config = Config.from_dict(fields, where=f"preset {preset}")
-    tensors = _stored(config, gate_dtype)
+    if (chosen := FORMS[form]) is not None:
+        fields |= {"quantization_config": quantization_config(chosen, config)}
+    tensors = _stored(config, gate_dtype, chosen)
     total = sum(tensor.nbytes for tensor in tensors)
     shards = _shards(tensors, shard_bytes or min(LARGEST_SHARD, -(-total // FEWEST_SHARDS)))
     names = [f"model-{i + 1:05}-of-{len(shards):05}.safetensors" for i in range(len(shards))]
@@ -173,23 +182,37 @@ class _Stored(NamedTuple):
     name: str
     info: TensorInfo
     dtype: str
+    of: tuple[Form, str, TensorInfo] | None = None  # the weight that it is a part of, where that is quantized
 
     @property
     def nbytes(self) -> int:
-        count = 1
-        for size in self.info.shape:
-            count *= size
-        return count * BY_CODE[self.dtype].nbytes
+        return math.prod(self.info.shape) * ITEM_BYTES[self.dtype]
+
+    def blocks(self, config: Config, seed: int) -> Iterator[memoryview]:
+        """Its bytes in ascending order; the weight of a part is made and quantized anew for each part of it."""
+        if self.of is None:
+            yield from blocks(self.name, self.info, config, seed, self.dtype)
+        else:
+            form, name, info = self.of
+            parts = quantized(form, name, whole(name, info, config, seed, "F32").astype(np.float32, copy=False))
+            yield memoryview(parts[self.name].view(np.uint8).reshape(-1))
 
 
-def _stored(config: Config, gate_dtype: str) -> list[_Stored]:
+def _stored(config: Config, gate_dtype: str, form: Form | None) -> list[_Stored]:
     tensors = expected_tensors(config) | mtp_tensors(config)
     gates = {name: gate_dtype for name in tensors if name.endswith(".mlp.gate.weight")}
     for name in gates:
         if gate_dtype not in tensors[name].dtypes:
             expected = " or ".join(tensors[name].dtypes)
             raise CheckpointError(f"gate dtype `{gate_dtype}`: expected {expected}, found another, in the request")
-    return [_Stored(name, info, gates.get(name, info.dtypes[0])) for name, info in tensors.items()]
+    stored = []
+    for name, info in tensors.items():
+        if (its := form_of(name, form, config)) is None:
+            stored.append(_Stored(name, info, gates.get(name, info.dtypes[0])))
+        else:
+            parts = its.parts(name, info).items()
+            stored += [_Stored(part, each, each.dtypes[0], (its, name, info)) for part, each in parts]
+    return stored
 
 
 def _shards(tensors: list[_Stored], shard_bytes: int) -> list[list[_Stored]]:
@@ -202,7 +225,7 @@ def _shards(tensors: list[_Stored], shard_bytes: int) -> list[list[_Stored]]:
             filled = 0
         shards[-1].append(tensor)
         filled += tensor.nbytes
-    return [sorted(shard, key=lambda tensor: -BY_CODE[tensor.dtype].nbytes) for shard in shards]
+    return [sorted(shard, key=lambda tensor: -ITEM_BYTES[tensor.dtype]) for shard in shards]
 
 
 class _Progress:
@@ -232,7 +255,7 @@ def _write_shard(path: Path, tensors: list[_Stored], config: Config, seed: int, 
         with open(create(path), "wb", buffering=0) as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
             for tensor in tensors:
-                for block in blocks(tensor.name, tensor.info, config, seed, tensor.dtype):
+                for block in tensor.blocks(config, seed):
                     _write_all(file.fileno(), block)
                 progress.add(tensor.nbytes)
     except OSError as error:

@@ -128,6 +128,18 @@ def blocks(
         yield memoryview(buffer[:count].view(np.uint8))
 
 
+def whole(
+    name: str, info: TensorInfo, config: Config, seed: int, dtype: str, how: Recipe | None = None
+) -> NDArray[np.generic]:
+    """The tensor of :func:`blocks`, in memory."""
+    values = np.empty(_size(info), BY_CODE[dtype].numpy)
+    data, start = values.view(np.uint8), 0
+    for block in blocks(name, info, config, seed, dtype, how):
+        data[start : start + len(block)] = block
+        start += len(block)
+    return values.reshape(info.shape)
+
+
 def _size(info: TensorInfo) -> int:
     return math.prod(info.shape)
 
@@ -160,13 +172,7 @@ class DummyWeights:
     def tensor(self, name: str) -> NDArray[np.generic]:
         """A tensor by its published name, in torch's order and shape."""
         info = self._tensors[name]
-        dtype = info.dtypes[0]
-        values = np.empty(math.prod(info.shape), BY_CODE[dtype].numpy)
-        data, start = values.view(np.uint8), 0
-        for block in blocks(name, info, self.config, self._seed, dtype, _dummy_recipe(name)):
-            data[start : start + len(block)] = block
-            start += len(block)
-        return values.reshape(info.shape)
+        return whole(name, info, self.config, self._seed, info.dtypes[0], _dummy_recipe(name))
 
 
 def _dummy_recipe(name: str) -> Recipe:

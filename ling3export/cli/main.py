@@ -335,13 +335,20 @@ def attach(
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of its weights.")
 @click.option("--layers", type=click.IntRange(1), help="Layers instead of the preset's.")
+@click.option(
+    "--form",
+    type=click.Choice(["bf16", "fp8", "int4"]),
+    default="bf16",
+    show_default=True,
+    help="Quantize what the public FP8 or INT4 checkpoint quantizes.",
+)
 @click.option("--force", is_flag=True, help="Replace DIRECTORY if it is there.")
-def synth(directory: Path, preset: str, seed: int, layers: int | None, force: bool) -> None:
+def synth(directory: Path, preset: str, seed: int, layers: int | None, form: str, force: bool) -> None:
     """Write a seeded checkpoint in the published layout into DIRECTORY."""
     from ling3export.checkpoint.synth import synthesize
 
     with _unwinding():
-        synthesize(directory, preset, seed, layers=layers, force=force)
+        synthesize(directory, preset, seed, layers=layers, form=form, force=force)
     click.echo(f"wrote {directory}", err=True)
 
 

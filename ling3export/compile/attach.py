@@ -77,7 +77,7 @@ def attach(
         vectors = still_measured(manifest, weights, vectors, here, report)
         manifest = replace(
             manifest,
-            source=named(source.path, source.digests()),
+            source=named(source.path, source.digests(), source.form),
             weights=weights,
             vectors=vectors,
             tokenizer=tokenizer,

@@ -100,7 +100,7 @@ def build(
     else:
         weights = source = Checkpoint.open(checkpoint, ignore=ignore)
         source.check_rounding(options.dtype, allow_rounding)
-        config, origin = source.config, named(source.path, source.digests())
+        config, origin = source.config, named(source.path, source.digests(), source.form)
     plans = announced(make_plans(config, options), report)
     cells = opened(cache, report.note)
     with staged(artifact, force=force) as folder:
@@ -126,10 +126,10 @@ def build(
         return manifest
 
 
-def named(path: Path, digests: dict[str, schema.SourceFile]) -> schema.SourceRecord:
+def named(path: Path, digests: dict[str, schema.SourceFile], form: str | None = None) -> schema.SourceRecord:
     """What the manifest says of a checkpoint, or of the config alone."""
     name = path.resolve().name
-    return schema.SourceRecord("".join(each if each.isprintable() else "?" for each in name), digests)
+    return schema.SourceRecord("".join(each if each.isprintable() else "?" for each in name), digests, form)
 
 
 def described(config: Config, source: schema.SourceRecord, options: Options, plan: Plan) -> Manifest:

@@ -106,7 +106,7 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
     score = next((target.paddings("score") for target in manifest.targets.values()), ())
     scored = f"score {list(score)}, " if score else ""
     lines = [
-        f"checkpoint  {manifest.source.name}",
+        f"checkpoint  {manifest.source.name}{f', {manifest.source.form}' if manifest.source.form else ''}",
         f"made by     {versions}",
         f"plan        prefill {list(plan.paddings)}, decode {list(plan.decode_paddings)}, {scored}{plan.dtype}, "
         f"context {plan.context}, {plan.max_running} running",

@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -16,9 +14,9 @@ from ling3export.checkpoint.reader import INDEX, Checkpoint, expected_tensors, i
 from ling3export.checkpoint.synth import config_fields, synthesize
 from ling3export.foundation.errors import CheckpointError, ConfigError
 from ling3export.model.config import Config
+from tests.support.shards import Tensors, edit, edit_index, home, read_shard, rename, write_raw, write_shard
 
 KDA_V = "model.layers.0.attention.v_proj.weight"
-Tensors = dict[str, tuple[str, list[int], bytes]]
 
 
 @pytest.fixture(scope="module")
@@ -32,55 +30,6 @@ def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "micro"))
-
-
-def read_shard(path: Path) -> Tensors:
-    raw = path.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    header = json.loads(raw[8:start])
-    header.pop("__metadata__", None)
-    return {
-        name: (entry["dtype"], entry["shape"], raw[start + entry["data_offsets"][0] : start + entry["data_offsets"][1]])
-        for name, entry in header.items()
-    }
-
-
-def write_shard(path: Path, tensors: Tensors) -> None:
-    header: dict[str, Any] = {}
-    end = 0
-    for name, (dtype, shape, data) in tensors.items():
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
-        end += len(data)
-    write_raw(path, json.dumps(header).encode(), b"".join(data for _, _, data in tensors.values()))
-
-
-def write_raw(path: Path, header: bytes, data: bytes = b"") -> None:
-    path.write_bytes(len(header).to_bytes(8, "little") + header + data)
-
-
-def edit_index(folder: Path, change: Callable[[dict[str, str]], object]) -> None:
-    index = json.loads((folder / INDEX).read_text())
-    change(index["weight_map"])
-    (folder / INDEX).write_text(json.dumps(index))
-
-
-def home(folder: Path, name: str) -> Path:
-    return folder / str(json.loads((folder / INDEX).read_text())["weight_map"][name])
-
-
-def edit(folder: Path, name: str, change: Callable[[Tensors], object]) -> str:
-    """Rewrites the shard that holds a tensor; returns the shard's name."""
-    path = home(folder, name)
-    tensors = read_shard(path)
-    change(tensors)
-    write_shard(path, tensors)
-    return path.name
-
-
-def rename(folder: Path, old: str, new: str) -> str:
-    shard = edit(folder, old, lambda tensors: tensors.update({new: tensors.pop(old)}))
-    edit_index(folder, lambda weight_map: weight_map.update({new: weight_map.pop(old)}))
-    return shard
 
 
 def refusal(folder: Path) -> str:
