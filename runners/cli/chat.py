@@ -5,7 +5,6 @@ import json
 import secrets
 import sys
 from contextlib import aclosing, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,14 +13,14 @@ import click
 from ling3export.foundation.errors import Ling3Error, RequestError, printable
 from ling3export.runners import flight
 from ling3export.runners.cli.command import Command, given, section
-from ling3export.runners.cli.options import engine_options, sampling_option, stop_option, switch, temperature_option
+from ling3export.runners.cli.options import answer_options, engine_options, switch
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
     from ling3export.runners.engine.handle import RequestHandle
-    from ling3export.runners.engine.request import Completion, Sampling
+    from ling3export.runners.engine.request import Completion
 
 COMMON = "system think max_tokens temperature top_k top_p min_p seed target programs step_timeout prefix_cache".split()
 HELP = """\
@@ -38,11 +37,10 @@ class Conversation:
 
     Args:
         engine: It; its artifact has a chat template.
-        sampling: How tokens are taken.
-        seeded: Whether each answer has the seed of ``sampling``; else each has one of its own.
+        seeded: Whether each answer has the seed of the settings; else each has one of its own.
         max_tokens: Most tokens of an answer, which has no more than the context leaves; None for these.
-        stop: Strings that end an answer.
         think: Whether to think first; None for what the template does by itself.
+        settings: How tokens are taken and what ends an answer, as ``Engine.generate`` takes it.
 
     Attributes:
         messages: As chat templates take them.
@@ -51,15 +49,13 @@ class Conversation:
     def __init__(
         self,
         engine: "Engine",
-        sampling: "Sampling",
         *,
         seeded: bool = True,
         max_tokens: int | None = None,
-        stop: tuple[str, ...] = (),
         think: bool | None = None,
+        **settings: Any,
     ) -> None:
-        self._engine, self._sampling, self._seeded = engine, sampling, seeded
-        self._max_tokens, self._stop = max_tokens, stop
+        self._engine, self._seeded, self._max_tokens, self._settings = engine, seeded, max_tokens, settings
         self.think = think
         self.messages: list[dict[str, Any]] = []
 
@@ -92,7 +88,6 @@ class Conversation:
         Raises:
             Ling3Error: There is none; then the conversation is as it was before.
         """
-        from ling3export.runners.engine.request import Request
         from ling3export.runners.engine.validation import SEEDS
         from ling3export.runners.text.answer import REASONING, TEXT, AnswerFormat, AnswerParser
 
@@ -100,10 +95,10 @@ class Conversation:
         variables = {} if self.think is None else {"enable_thinking": self.think}
         prompt = files.render_chat(messages, variables=variables)
         ids = self._engine.prompt_ids(prompt, "messages", special=False)
-        sampling = self._sampling if self._seeded else replace(self._sampling, seed=secrets.randbelow(SEEDS))
+        settings = self._settings if self._seeded else self._settings | {"seed": secrets.randbelow(SEEDS)}
         left = max(1, self._engine.limits.room(len(ids)))
         room = min(left, self._max_tokens or left)
-        (handle,) = self._engine.submit(Request(ids, room, sampling, self._stop, name="messages"))
+        (handle,) = self._engine.submit(self._engine.request(ids, room, name="messages", **settings))
         parser = AnswerParser(AnswerFormat.of(files.template_text, prompt, {}) or AnswerFormat(False, False))
         said = {TEXT: "", REASONING: ""}
 
@@ -235,24 +230,15 @@ def _obey(conversation: Conversation, line: str) -> None:
 @section(
     "Answers",
     click.option(
-        "--max-tokens", type=click.IntRange(1), help="Most tokens of one.  [default: what the context leaves]"
+        "--max-tokens",
+        type=click.IntRange(1),
+        help="Most tokens of one.  [default: what generation_config.json says, else what the context leaves]",
     ),
-    temperature_option,
-    sampling_option("top_k", "Sample among this many of the most likely tokens; 0 for all."),
-    sampling_option("top_p", "Sample among the fewest tokens that hold this probability."),
-    sampling_option("min_p", "Sample among tokens at least so many times as likely as the best."),
-    sampling_option("seed", "Seed of each answer's sampling.  [default: another each time]"),
-    stop_option,
+    *answer_options(seed="Seed of each answer's sampling.  [default: another each time]"),
 )
 @engine_options("target", "programs", "check", "step_timeout", "prefix_cache", "evict", "prefix_store")
 def chat(
-    artifact: Path,
-    engine: EngineConfig,
-    system: str,
-    think: bool | None,
-    max_tokens: int | None,
-    stop: tuple[str, ...],
-    **sampling: Any,
+    artifact: Path, engine: EngineConfig, system: str, think: bool | None, max_tokens: int | None, **settings: Any
 ) -> None:
     """Talk with ARTIFACT.
 
@@ -262,7 +248,6 @@ def chat(
     said = given(click.get_current_context())
     with flight.watched():
         from ling3export.runners.engine.engine import Engine
-        from ling3export.runners.engine.request import Sampling
         from ling3export.runners.engine.validation import generation_defaults
 
         with Engine(artifact, engine) as running:
@@ -271,14 +256,9 @@ def chat(
             running.settle()
             defaults = generation_defaults(running.files.generation_config())
             limit = defaults.pop("max_new_tokens", None)
-            sampling |= {name: value for name, value in defaults.items() if name not in said}
+            settings |= {name: value for name, value in defaults.items() if name not in said}
             conversation = Conversation(
-                running,
-                Sampling(**sampling),
-                seeded="seed" in said,
-                max_tokens=max_tokens or limit,
-                stop=stop,
-                think=think,
+                running, seeded="seed" in said, max_tokens=max_tokens or limit, think=think, **settings
             )
             conversation.system(system)
             talk(conversation)

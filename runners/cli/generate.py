@@ -11,13 +11,14 @@ import click
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.command import Command, Once, given, section
 from ling3export.runners.cli.hosts import host_options, leading
-from ling3export.runners.cli.options import PATH, engine_options, sampling_option, stop_option, temperature_option
+from ling3export.runners.cli.options import PATH, answer_options, engine_options
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.engine.validation import token_ids
+from ling3export.runners.engine.validation import TOP_LOGPROBS, token_ids
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.text.chat import check_messages
+from ling3export.runners.text.grammar import Grammar
 
 Prompt = str | tuple[int, ...] | list[dict[str, Any]]
 FIELDS = ("prompt", "prompt_ids", "messages")
@@ -61,17 +62,22 @@ def _ids(text: str) -> tuple[int, ...]:
         default=256,
         help="Generate at most this many tokens; the end of the context ends an answer, too.",
     ),
-    temperature_option,
-    sampling_option("top_k", "Sample among this many of the most likely tokens; 0 for all."),
-    sampling_option("top_p", "Sample among the fewest tokens that hold this probability."),
-    sampling_option("min_p", "Sample among tokens at least so many times as likely as the best."),
-    sampling_option("seed", "Seed of the sampling."),
-    stop_option,
-    click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token."),
+    *answer_options(),
+)
+@section(
+    "Form of the answer (one of these)",
+    click.option("--json-schema", type=PATH, metavar="FILE", help="JSON of this schema."),
+    click.option("--regex", metavar="REGEX", help="Text that this matches, all of it."),
+    click.option("--grammar", type=PATH, metavar="FILE", help="Text of this grammar, Lark's."),
 )
 @section(
     "Output",
     click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each prompt."),
+    click.option(
+        "--logprobs",
+        type=click.IntRange(0, int(TOP_LOGPROBS.high)),
+        help="With --json: how likely each token and so many of the likeliest were.",
+    ),
     click.option(
         "--logits",
         type=PATH,
@@ -99,6 +105,9 @@ def generate(
     force: bool,
     as_json: bool,
     stats: bool,
+    json_schema: Path | None,
+    regex: str | None,
+    grammar: Path | None,
     **settings: Any,
 ) -> None:
     """Complete prompts with ARTIFACT.
@@ -117,6 +126,9 @@ def generate(
             _check_output("--save", save, force, "the state", "saved states", _is_state)
         if resume is not None:
             _check_settings(settings, logits)
+        if settings["logprobs"] is not None and not as_json:
+            raise click.UsageError("--logprobs: expected --json with it, found none.")
+        settings["grammar"] = _grammar(json_schema, regex, grammar)
     from ling3export.runners.engine.engine import Engine
 
     with Engine(artifact, engine, hosts=hosts) as running:
@@ -147,10 +159,23 @@ def _prompts(
     return [given[0]] if isinstance(given[0], (str, tuple)) else []
 
 
+def _grammar(json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
+    given = {"json": json_schema, "regex": regex, "lark": grammar}
+    found = [(kind, text) for kind, text in given.items() if text is not None]
+    if len(found) > 1:
+        raise click.UsageError(f"expected one of --json-schema, --regex and --grammar, found {len(found)}.")
+    for kind, text in found:
+        return Grammar(kind, text if isinstance(text, str) else _read(text, f"form of the answer `{text}`"))
+    return None
+
+
 def _check_settings(settings: dict[str, Any], logits: Path | None) -> None:
     """Refuses what a resumed answer cannot have: its settings are those of its file."""
-    said = given(click.get_current_context())
-    found = [f"--{name.replace('_', '-')}" for name in settings if name in said and name != "max_tokens"]
+    context = click.get_current_context()
+    said = given(context)
+    names = {param.name: param.opts[0] for param in context.command.params}
+    others = [*settings, "json_schema", "regex", "grammar"]
+    found = [names[name] for name in others if name in said and name != "max_tokens"]
     if "max_tokens" not in said:
         raise click.UsageError("--resume: expected --max-tokens with it, found none.")
     if found or logits is not None:
@@ -164,7 +189,8 @@ def _text(completion: Completion) -> str:
 def _json_line(completion: Completion) -> str:
     names = ("prompt_ids", "token_ids", "text", "stop_reason", "cached_tokens")
     times = {name: round(getattr(completion, name), 3) for name in ("ttft_ms", "e2e_ms")}
-    return json.dumps({name: getattr(completion, name) for name in names} | times, ensure_ascii=False)
+    likely = {} if completion.likely is None else {"logprobs": [each._asdict() for each in completion.likely]}
+    return json.dumps({name: getattr(completion, name) for name in names} | times | likely, ensure_ascii=False)
 
 
 def _is_state(path: Path) -> bool:
@@ -212,17 +238,21 @@ def read_prompts(path: Path) -> list[Prompt]:
     Raises:
         RequestError: The file cannot be read or is empty, or a line is something else.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except OSError as error:
-        raise RequestError(f"prompt file `{path}`: expected a readable file, found {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise RequestError(f"prompt file `{path}`: expected UTF-8, found {error}") from error
+    lines = _read(path, f"prompt file `{path}`").split("\n")
     if lines[-1] == "":
         lines.pop()
     if not lines:
         raise RequestError(f"prompt file `{path}`: expected a prompt a line, found an empty file")
     return [_prompt(line, name) for line, name in zip(lines, line_names(path, len(lines)), strict=True)]
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise RequestError(f"{what}: expected a readable file, found {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{what}: expected UTF-8, found {error}") from error
 
 
 def line_names(path: Path, count: int) -> list[str]:

@@ -284,6 +284,14 @@ def sampling_option(name: str, text: str) -> Decorator:
     return field_option(Sampling, name, Setting(name), text)
 
 
+def _bias(text: str) -> tuple[int, float]:
+    token, _, number = text.partition("=")
+    try:
+        return int(token), float(number)
+    except ValueError:
+        raise click.BadParameter(f"expected ID=NUMBER, found {text!r}.") from None
+
+
 def shard_option(what: str, does: str = "") -> Decorator:
     """``--shard``: every N-th ``what``; ``does`` says what else the command then does otherwise."""
     text = f"{does} Every N-th {what} from {what} I on; auto in a Slurm array, auto/N in an indexed job.".lstrip()
@@ -302,8 +310,51 @@ cluster_options = section(
         help='What each of them needs, such as {"TPU": 4}.',
     ),
 )
-temperature_option = sampling_option("temperature", "0 takes the most likely token; at most 2.")
+# The options of Sampling by its fields.
+SAMPLING = {
+    "temperature": "0 takes the most likely token; at most 2.",
+    "top_k": "Sample among this many of the most likely tokens; 0 for all.",
+    "top_p": "Sample among the fewest tokens that hold this probability.",
+    "min_p": "Sample among tokens at least so many times as likely as the best.",
+    "seed": "Seed of the sampling.",
+    "presence_penalty": "Subtract this from the logit of a token that was generated before.",
+    "frequency_penalty": "Subtract this from it as often as it was generated before.",
+    "repetition_penalty": "Divide the logit of a token of the prompt or the answer by this; 1 changes nothing.",
+}
+temperature_option = sampling_option("temperature", SAMPLING["temperature"])
 stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
+# Those of fields of Request that are the same for every prompt, and of a bias.
+ENDS = (
+    stop_option,
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        type=int,
+        multiple=True,
+        metavar="ID",
+        help="End the text with this token; may be repeated.",
+    ),
+    click.option("--min-tokens", type=click.IntRange(0), default=0, help="Do not end before so many tokens."),
+    click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token."),
+    click.option("--include-stop-str-in-output", is_flag=True, help="The text has what ended it."),
+    click.option("--skip-special-tokens/--no-skip-special-tokens", default=True, help="Special tokens have no text."),
+    click.option(
+        "--logit-bias",
+        type=_bias,
+        multiple=True,
+        metavar="ID=NUMBER",
+        help="Add this number to the logit of a token; may be repeated.",
+    ),
+)
+
+
+def answer_options(**texts: str) -> Sequence[Decorator]:
+    """The options that say how tokens are taken and what ends an answer.
+
+    Args:
+        texts: What options of SAMPLING do in this command, by field.
+    """
+    return (*(sampling_option(name, text) for name, text in (SAMPLING | texts).items()), *ENDS)
 
 
 def _trusted(context: click.Context, param: click.Parameter, folder: str | None) -> None:

@@ -18,7 +18,6 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.chat import Conversation, Say, talk
 from ling3export.runners.cli.generate import read_prompts
 from ling3export.runners.cli.main import main
-from ling3export.runners.engine.request import Sampling
 from tests.support.scripted import Talk, scripted, talking
 
 LONG = 120  # seconds
@@ -33,7 +32,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def conversation(model: Talk):
-    return Conversation(model.engine, Sampling())
+    return Conversation(model.engine)
 
 
 def said(conversation: Conversation, model: Talk, text: str, answer: str) -> list[tuple[bool, str]]:
@@ -205,7 +204,7 @@ def child(folder: str) -> None:
 
     with scripted(Path(folder), script) as (engine, _):
         os.chdir(folder)
-        talk(Conversation(engine, Sampling()))
+        talk(Conversation(engine))
 
 
 if __name__ == "__main__":

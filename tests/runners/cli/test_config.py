@@ -32,15 +32,18 @@ def toml(path, settings):
     return path
 
 
+LIKE = {"I/N": "1/3", "ID,ID,...": "4,5", "ID=NUMBER": "5=0.5"}  # values of options of such a metavar
+
+
 def other(option: click.Option) -> object:
     """A value of an option that is not its default."""
     kind = option.type
     if option.is_flag or kind.name == "switch":
-        value: object = True
+        value: object = option.default is not True
     elif isinstance(kind, click.Choice):
         value = kind.choices[-1]
-    elif option.metavar in ("I/N", "ID,ID,..."):
-        value = "1/3" if option.metavar == "I/N" else "4,5"
+    elif option.metavar in LIKE:
+        value = LIKE[option.metavar]
     else:
         value = {"integer": 7, "float": 0.75}.get(kind.name.split()[0], "some text")
     return [value] if option.multiple and not isinstance(option, Once) else value
@@ -62,7 +65,8 @@ def test_a_file_gives_every_option_of_a_command(name, tmp_path, monkeypatch):
     for key, value in settings.items():
         for each in value if isinstance(value, list) else [value]:
             written = "on" if known[key].type.name == "switch" else each
-            line += [f"--{key}"] if known[key].is_flag else [f"--{key}", written]
+            flag = f"--{key}" if value else f"--no-{key}"
+            line += [flag] if known[key].is_flag else [f"--{key}", written]
     found = values(name, "--config", toml(tmp_path / "c.toml", settings))
     assert found == values(name, *line)
     plain = values(name, "--config", toml(tmp_path / "d.toml", REQUIRED.get(name, {})))

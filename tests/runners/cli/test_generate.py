@@ -1,16 +1,23 @@
 """The runner's command line: data on stdout alone, exit codes, prompt files, logits files."""
 
+import dataclasses
 import json
 import subprocess
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ling3export.runners.cli.generate import read_prompts
+from ling3export.runners.cli.chat import chat
+from ling3export.runners.cli.generate import generate, read_prompts
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.serve.schema import GenerationBody
+from ling3export.runners.serve.structure import KINDS
+from ling3export.runners.text.grammar import Grammar
 from tests.support import toy_artifact
 from tests.support.said import unpromised
 
@@ -75,6 +82,66 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logits.npz", "p.jsonl"]
 
 
+def test_what_the_api_takes_generate_takes_by_the_same_names():
+    """And `chat`, but for the form of an answer and log-probabilities."""
+    taken, talked = ({param.name for param in command.params} for command in (generate, chat))
+    http = {"model", "stream", "priority", "cache_salt", "structured_outputs"}  # of one caller among several
+    fields = GenerationBody.model_fields.keys() - http
+    assert {name for name in fields if name not in taken} == {f"guided_{kind}" for kind in KINDS[:-1]}
+    assert taken >= {"json_schema", "regex", "grammar"}  # which say the same
+    assert fields & taken <= talked
+    of_python = {"name", "score_from", "kv_transfer_params", "sampling"}
+    assert {field.name for field in dataclasses.fields(Request)} - taken == http & {
+        "priority",
+        "cache_salt",
+    } | of_python
+    assert {field.name for field in dataclasses.fields(Sampling)} <= taken & talked
+
+
+def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, tmp_path):
+    """One by one: `generate` had none of them."""
+    prompt, how = [1, 2, 3], {"max_tokens": 12, "ignore_eos": True}
+    ask = ("--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json")
+    tokens, _ = toy_artifact.answer(prompt, 12)
+    (tmp_path / "schema").write_text('{"enum": ["yes", "no"]}')
+    (tmp_path / "lark").write_text('start: "x" "y"')
+    cases: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        (("--stop-token-id", tokens[5], "--stop-token-id", 0), {"stop_token_ids": (tokens[5], 0)}),
+        (("--stop-token-id", tokens[0], "--min-tokens", 4), {"stop_token_ids": (tokens[0],), "min_tokens": 4}),
+        (
+            ("--stop-token-id", tokens[3], "--include-stop-str-in-output"),
+            {"stop_token_ids": (tokens[3],), "include_stop_str_in_output": True},
+        ),
+        (
+            ("--logit-bias", "7=100", "--no-skip-special-tokens"),
+            {"logit_bias": ((7, 100.0),), "skip_special_tokens": False},
+        ),
+        (
+            ("--logit-bias", "7=9", "--repetition-penalty", 2, "--presence-penalty", 1, "--frequency-penalty", 1),
+            {"logit_bias": ((7, 9.0),), "repetition_penalty": 2, "presence_penalty": 1, "frequency_penalty": 1},
+        ),
+        (("--temperature", 1.5, "--min-p", 0.3, "--seed", 4), {"temperature": 1.5, "min_p": 0.3, "seed": 4}),
+        (("--regex", "[ab]{3}"), {"grammar": Grammar("regex", "[ab]{3}")}),
+        (("--json-schema", tmp_path / "schema"), {"grammar": Grammar("json", '{"enum": ["yes", "no"]}')}),
+        (("--grammar", tmp_path / "lark"), {"grammar": Grammar("lark", 'start: "x" "y"')}),
+        (("--logprobs", 2), {"logprobs": 2}),
+    ]
+    plain = toy_artifact.answer(prompt, 12)[0]
+    for arguments, settings in cases:
+        done = run(artifact, *ask, *arguments)
+        assert done.exit_code == 0, done.stderr
+        found = json.loads(done.stdout)
+        with Engine(artifact, report=lambda text: None) as engine:
+            (expected,) = engine.generate([prompt], **how, **settings)
+        assert (found["token_ids"], found["text"]) == (expected.token_ids, expected.text), arguments
+        if "logprobs" not in settings:
+            assert found["token_ids"] != plain
+            continue
+        assert expected.likely is not None
+        for each, (logprob, top) in zip(found["logprobs"], expected.likely, strict=True):
+            assert (each["logprob"], [tuple(pair) for pair in each["top"]]) == (logprob, list(top))
+
+
 def test_logits_of_one_prompt_have_no_number(artifact, tmp_path):
     run(artifact, "--prompt-ids", "5", "--max-tokens", 3, "--ignore-eos", "--logits", tmp_path / "out")
     with np.load(tmp_path / "out") as arrays:
@@ -108,6 +175,16 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
         (["--max-tokens", "1", "--resume", "a", "--seed", "1"], 2, "--max-tokens alone with it, found --seed."),
         (["--max-tokens", "1", "--resume", "a", "--save", "b"], 2, "expected one prompt with it, found --resume."),
         (["--max-tokens", "1", "--prompt-ids", "1,x"], 2, "expected whole numbers with commas between, found '1,x'."),
+        (["--max-tokens", "1", "--resume", "a", "--stop-token-id", "1"], 2, "alone with it, found --stop-token-id."),
+        (["--max-tokens", "1", "--resume", "a", "--regex", "a"], 2, "--max-tokens alone with it, found --regex."),
+        (["--prompt-ids", "1", "--regex", "a", "--grammar", __file__], 2, "--regex and --grammar, found 2."),
+        (
+            ["--prompt-ids", "1", "--json-schema", "no-such"],
+            1,
+            "form of the answer `no-such`: expected a readable file",
+        ),
+        (["--prompt-ids", "1", "--logprobs", "1"], 2, "--logprobs: expected --json with it, found none."),
+        (["--prompt-ids", "1", "--logit-bias", "1:2"], 2, "expected ID=NUMBER, found '1:2'."),
         (["--max-tokens", "0", "--prompt-ids", "1"], 2, "0 is not in the range x>=1"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--top-p", "0"], 2, "expected a number above 0, at most 1, found"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--programs", "maybe"], 2, "'maybe' is not one of"),
