@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
@@ -27,6 +27,7 @@ SMALLEST_TILE = 4
 # Up to so many rows, computing all local experts of every row takes no longer than reading their weights. On TPU v6e
 # the border is 560 rows: 2 FLOPs at 918 TFLOP/s against 2 bytes at 1640 GB/s; other TPUs are not far from it.
 LOCAL_ROWS = 512
+SPARED = 16  # experts that a chip need not read, from which on a loop over the others is worth its operations
 LARGEST_TILE = 64  # rows; more rows a tile cost as much time a row and waste more on the last tile of an expert
 
 
@@ -173,17 +174,40 @@ def tile_rows(rows: int, experts: int) -> int:
     return size
 
 
-def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", "all", "tiles"]:
-    """How so many rows are multiplied: by the matrices that each chooses, by all of the device, or tile after tile.
+def touched(rows: int, config: Config) -> float:
+    """The share of the experts that so many rows choose, on average."""
+    return 1 - (1 - config.num_experts_per_tok / config.num_experts) ** rows
+
+
+def lowest(words: list[UInt32[Array, ""]]) -> tuple[Int32[Array, ""], list[UInt32[Array, ""]]]:
+    """The number of the lowest bit that is set, 32 bits a word, and the words without it.
+
+    Scalars cost XLA:TPU nothing; to take a number from an array is an operation of 1.2 µs.
+    """
+    number, found, left = jnp.int32(0), jnp.bool_(False), []
+    for at, word in enumerate(words):
+        bit = jnp.where(found, jnp.uint32(0), word & (~word + 1))
+        number = jnp.where(bit != 0, 32 * at + 31 - lax.clz(bit).astype(jnp.int32), number)
+        found |= bit != 0
+        left.append(word ^ bit)
+    return number, left
+
+
+def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", "some", "all", "tiles"]:
+    """How so many rows are multiplied: by the matrices that each chooses, by those of the device that some row chooses,
+    by all of the device, or tile after tile.
 
     A card reads a matrix for each choice as fast as it computes, so it takes the chosen ones up to as many choices as
     there are experts (docs/log/programs-cuda.md).
     """
     if geometry.form == "card" and rows * config.num_experts_per_tok <= config.num_experts:
         return "chosen"
-    # A chip of a slice has few experts: computing all of them is faster than a loop, however many rows there are
-    # (docs/log/programs-tpu.md).
-    return "all" if geometry.tiled and (geometry.tp > 1 or rows <= LOCAL_ROWS) else "tiles"
+    # A chip of a slice computes all its experts faster than a loop over some, unless those are few of many, as in
+    # Ling-3.0-flash (docs/log/programs-tpu.md).
+    if geometry.tiled and geometry.tp > 1:
+        share = touched(rows, config)
+        return "some" if share < 0.5 and (1 - share) * config.num_experts / geometry.tp >= SPARED else "all"
+    return "all" if geometry.tiled and rows <= LOCAL_ROWS else "tiles"
 
 
 class MixtureOfExperts(nnx.Module):
@@ -208,6 +232,9 @@ class MixtureOfExperts(nnx.Module):
             chosen, share = route_by_rank(*self.scores(x, layer), self.config)
             share = jnp.where(valid[:, None], share, 0.0)
             return self.chosen_local(x.astype(dtype), layer, chosen, share) + self.shared(x.astype(dtype), layer)
+        if form == "some":
+            share = jnp.where(valid, self.local_weights(x, layer), 0.0)
+            return self.some_local(x.astype(dtype), layer, share) + self.shared(x.astype(dtype), layer)
         if form == "all":
             weights = self.local_weights(x, layer)
             routed = [
@@ -263,6 +290,30 @@ class MixtureOfExperts(nnx.Module):
         y = einsum("td,ecfd->ectf", x, gate_up.reshape(local, 2, -1, dim))
         hidden = (swiglu(y[:, 0], y[:, 1], self.routed_limit(layer)) * share[:, :, None]).astype(x.dtype)
         return einsum("etf,edf->td", hidden, down.reshape(local, dim, -1))
+
+    def some_local(self, x: Float[Array, "T D"], layer: Index, share: Float32[Array, "W T"]) -> Float32[Array, "T D"]:
+        """:meth:`all_local` that reads those experts alone that some row chose, one after the other."""
+        gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
+        down = of_layer(self.experts_down_proj, layer, split=True)
+        gate_up, down = gate_up.reshape(len(share), -1, x.shape[1]), down.reshape(len(share), x.shape[1], -1)
+        limit = self.routed_limit(layer)
+        # Wide, and not put together in the loop: each expert's would be an operation of its own there.
+        wide = lax.optimization_barrier(jnp.broadcast_to(share[:, :, None], (*share.shape, down.shape[2])))
+        chosen = jnp.pad(jnp.any(share != 0, axis=1), (0, -len(share) % 32)).reshape(-1, 32)
+        words = jnp.sum(jnp.where(chosen, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), jnp.uint32(0)), axis=1)
+
+        def one(carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
+            number, left = lowest(carry[0])
+            y = product(x, take(gate_up, number, split=False), 1)
+            half = y.shape[1] // 2
+            hidden = swiglu(y[:, :half], y[:, half:], limit) * take(wide, number, split=False)
+            return left, carry[1] + product(hidden.astype(x.dtype), take(down, number, split=False), 1)
+
+        def is_left(carry: tuple[list[jax.Array], jax.Array]) -> jax.Array:
+            return functools.reduce(jnp.bitwise_or, carry[0]) != 0
+
+        with jax.named_scope("some"):
+            return lax.while_loop(is_left, one, (list(words), jnp.zeros(x.shape, jnp.float32)))[1]
 
     def chosen_local(
         self, x: Float[Array, "T D"], layer: Index, chosen: Int32[Array, "T A"], share: Float32[Array, "T A"]

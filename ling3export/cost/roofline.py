@@ -11,7 +11,7 @@ from ling3export.model.ffn.dispatch import SCALE_BYTES
 from ling3export.model.ffn.split_program import HEAD
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.mla.paged import tile_pages
-from ling3export.model.moe import form_of, tile_rows
+from ling3export.model.moe import form_of, tile_rows, touched
 from ling3export.model.parameters import parameters
 from ling3export.model.sampling.logits_processor import TOP
 from ling3export.model.segments import TABLE
@@ -39,12 +39,21 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
         local, rows = config.num_experts / geometry.tp, tile_rows(padding, config.num_experts)
         return {"tiles": _tiles(padding, 1 / config.num_experts, rows, local)}
     tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
+    few = form_of(padding, config, geometry) == "some"
+    some = {"some": most_touched(padding, config, geometry.tp)} if few else {}
     if phase in ("prefill", "score", *SEGMENTS):
-        return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0, "ends": 0}
+        return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0, "ends": 0} | some
     pages = min(geometry.max_pages, math.ceil(tokens / geometry.page_size))
     held = math.ceil(padding * pages / (geometry.tp if geometry.striped else 1))
     further = max(0, math.ceil(held / tile_pages(padding)) - 1)  # the first tile lies outside of the loop
-    return {"sequences": padding, "pages": pages, "page_tiles": further, "tiles": tiles}
+    return {"sequences": padding, "pages": pages, "page_tiles": further, "tiles": tiles} | some
+
+
+def most_touched(rows: int, config: Config, chips: int) -> float:
+    """How many of its experts that chip reads on average whose rows chose the most: the others wait for it."""
+    local, share = config.num_experts // chips, touched(rows, config)
+    each = [_probability(n, local, share) for n in range(local)]
+    return sum(1 - math.fsum(each[: n + 1]) ** chips for n in range(local))
 
 
 def expected_tiles(tokens: int, config: Config, experts: float) -> float:
@@ -55,11 +64,13 @@ def expected_tiles(tokens: int, config: Config, experts: float) -> float:
 
 def _tiles(tokens: int, share: float, rows: int, experts: float) -> float:
     """Tiles of ``rows`` rows where each of ``tokens`` takes each of ``experts`` with the probability ``share``."""
-    each = 0.0
-    for n in range(1, tokens + 1):
-        ways = math.lgamma(tokens + 1) - math.lgamma(n + 1) - math.lgamma(tokens - n + 1)
-        each += math.ceil(n / rows) * math.exp(ways + n * math.log(share) + (tokens - n) * math.log1p(-share))
-    return experts * each
+    return experts * sum(math.ceil(n / rows) * _probability(n, tokens, share) for n in range(1, tokens + 1))
+
+
+def _probability(count: int, of: int, share: float) -> float:
+    """That an event of the probability ``share`` happens ``count`` times ``of`` so many."""
+    ways = math.lgamma(of + 1) - math.lgamma(count + 1) - math.lgamma(of - count + 1)
+    return math.exp(ways + count * math.log(share) + (of - count) * math.log1p(-share))
 
 
 def _bound(moved: dict[str, int], flops: float, collectives: int, chip: Chip) -> RooflineBound:
@@ -91,14 +102,14 @@ def roofline_bound(
         return _split_bound(config, geometry, phase, padding, chip, tokens)
     weights = flops = 0.0
     chosen = config.num_experts_per_tok / config.num_experts
+    read = touched(padding, config)
     for row in parameters(config):
         if row.name == TABLE or not _used(row.name, phase):
             continue
         share = math.prod(row.shape) / (geometry.tp if row.split else 1)
         routed = row.split == "experts"
-        touched = 1 - (1 - chosen) ** padding if routed else 1.0
         rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase in ("prefill", "unembed") else padding
-        weights += share * touched * BY_NAME[row.stored_dtype(geometry.dtype)].nbytes
+        weights += share * (read if routed else 1.0) * BY_NAME[row.stored_dtype(geometry.dtype)].nbytes
         flops += 2 * rows * share * (chosen if routed else 1.0)
     sequences = padding if phase == "decode" else 1
     moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, tokens if phase == "decode" else 0)
@@ -155,10 +166,11 @@ def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -
     Their comparison says whether computing local experts that a row did not choose takes longer than reading them.
     """
     weights = sum(math.prod(row.shape) for row in parameters(config) if row.split == "experts") / geometry.tp
-    all_local = form_of(padding, config, geometry) == "all"
-    rows = padding * (1.0 if all_local else config.num_experts_per_tok / config.num_experts)
+    form = form_of(padding, config, geometry)
+    shares = {"all": 1.0, "some": touched(padding, config)}
+    rows = padding * shares.get(form, config.num_experts_per_tok / config.num_experts)
     read = BY_NAME[geometry.dtype].nbytes * weights
-    return Experts(all_local, 2 * rows * weights / chip.flops, read / chip.bandwidth)
+    return Experts(form == "all", 2 * rows * weights / chip.flops, read / chip.bandwidth)
 
 
 def _state_moved(config: Config, geometry: Geometry, sequences: int, tokens: int) -> dict[str, int]:

@@ -4,9 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from ling3export.model import moe
+from ling3export.model.geometry import AXIS
 from ling3export.model.mla.paged import TILE, tile_pages
+from ling3export.model.program import bind
 from tests.support.direct import relative
 from tests.support.numerics import Case, Quick
 from tests.support.tolerances import FLOAT32
@@ -60,6 +63,34 @@ def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, fo
     for slot, at, prompt, expected in ((2, 189, two, second), (1, 329, one, first)):  # alone, in tiles of fewer pages
         errors.append(relative(direct.decode(1, [(slot, at, prompt[at])])[0], expected[at]))
     assert max(errors) <= FLOAT32
+
+
+@pytest.mark.parametrize(("layer", "tp", "experts"), [(0, 4, 128), (2, 2, 128)])
+def test_reading_some_experts_gives_what_reading_all_gives(tmp_path, layer: int, tp: int, experts: int):
+    """With limits that bite; where nobody chose an expert of a device, too, and beside rows of padding that are NaN."""
+    limits = {"expert_swiglu_limit_list": [0, 0, 0, 0.01], "share_expert_swiglu_limit_list": [0.01] * 4}
+    short = Case(tmp_path / "micro", (1,), num_experts=experts, **SHORT | limits)
+    direct = Quick(short.config, short.read, tp=tp, form="tiles")
+    x = np.random.default_rng(layer).normal(size=(4, short.config.hidden_size)).astype(np.float32)
+    x[3] = np.nan
+    valid = np.array([True, True, True, False])
+
+    def body(params, x, valid):
+        own = bind(short.config, direct.geometry)(params).moe
+        share = own.local_weights(x, layer)
+        everything = own.all_local(x, layer, share) + own.shared(x, layer)
+        found, alone = own(x, layer, valid), own.some_local(x, layer, jnp.zeros_like(share))
+        return found, everything, alone, jnp.any(share[:, :3] != 0, axis=1)
+
+    assert moe.form_of(4, short.config, direct.geometry) == "some"
+    assert moe.form_of(32, short.config, direct.geometry) == "all"
+    specs = direct.step("decode", 1)[0].specs[0]
+    on_devices = jax.shard_map(body, mesh=direct.mesh, in_specs=(specs, P(), P()), out_specs=P(AXIS), check_vma=False)
+    found, everything, alone, chosen = (np.asarray(each) for each in jax.jit(on_devices)(direct.params, x, valid))
+    found, everything = (each.reshape(tp, 4, -1)[:, :3].reshape(3 * tp, -1) for each in (found, everything))
+    assert relative(found, everything) <= FLOAT32
+    assert not np.asarray(alone).any()
+    assert 0 < np.count_nonzero(chosen) < chosen.size
 
 
 @pytest.mark.parametrize("ties", [False, True])

@@ -3,14 +3,16 @@
 import dataclasses
 import re
 
+import numpy as np
 import pytest
 
 from ling3export.artifacts.program_records import Collective, Experts, LoopRecord
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import estimate
-from ling3export.cost.roofline import expert_times, roofline_bound
+from ling3export.cost.roofline import expert_times, loop_trips, roofline_bound
 from ling3export.model.config import Config
+from ling3export.model.moe import form_of
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 
@@ -117,6 +119,21 @@ def test_the_experts_of_512_rows_are_read_as_fast_as_they_are_computed():
     assert found.flop_seconds <= found.weight_seconds
     assert expert_times(config, geometry, 1024, CHIPS["tpu", "v6e"]).all_local
     assert not expert_times(config, dataclasses.replace(geometry, tp=1), 1024, CHIPS["tpu", "v6e"]).all_local
+
+
+def test_a_chip_reads_some_experts_of_flash_where_few_sequences_run():
+    """As many as the chip with the most chosen ones has: for 16 rows 11.5 of 32, where the mean is 7.1."""
+    config = Config.from_dict(config_fields("flash", {}))
+    geometry = make_plan(config, Options(), "tpu:v6e:4x4").geometry
+    assert [form_of(rows, config, geometry) for rows in (1, 16, 64, 512)] == ["some", "some", "all", "all"]
+    tiny = Config.from_dict(config_fields("full", {}))
+    assert form_of(1, tiny, geometry) == "all"  # of whose 8 experts a chip would spare too few
+    drawn = np.random.default_rng(0).binomial(32, 1 - (1 - 1 / 64) ** 16, (20_000, 16))
+    trips = loop_trips(config, geometry, "decode", 16, 1024)["some"]
+    assert trips == pytest.approx(drawn.max(axis=1).mean(), rel=0.01) and round(drawn.mean(), 1) == 7.1
+    some, every = (expert_times(config, geometry, rows, CHIPS["tpu", "v6e"]) for rows in (16, 64))
+    assert (some.all_local, every.all_local) == (False, True)
+    assert some.flop_seconds / every.flop_seconds == pytest.approx(16 / 64 * (1 - (1 - 1 / 64) ** 16))
 
 
 def test_a_bound_that_the_batch_decides_takes_the_stated_workload():
