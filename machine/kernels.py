@@ -8,7 +8,10 @@ from ling3export.artifacts.schema import KERNELS
 from ling3export.foundation.errors import ArtifactError
 
 # What a library exports, each with ``ling3_`` before it; those of older artifacts have fewer.
-HANDLERS = ("columns", "rows", "experts", "route", "token", "attention", "best", "recurrence")
+HANDLERS = (
+    *("columns", "rows", "experts", "route", "token", "attention", "best", "recurrence"),
+    *(f"{name}_{form}" for name in ("columns", "rows", "experts") for form in ("q8", "q4")),
+)
 LIBRARIES: dict[str, ctypes.CDLL] = {}  # by the end of the names: XLA takes a name once a process, and calls it later
 _lock = threading.Lock()
 

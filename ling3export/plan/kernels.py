@@ -16,7 +16,9 @@ from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.targets import TargetSpec
 
-SOURCE = Path(ling3export.__file__).parent / "model" / "native" / "kernels.cc"
+FOLDER = Path(ling3export.__file__).parent / "model" / "native"
+SOURCES = (FOLDER / "kernels.cc", FOLDER / "quantized.cc")
+HEADERS = (FOLDER / "shared.h", FOLDER / "integers.h")
 COMPILERS = ("c++", "g++", "clang++")
 EXPECTED = f"expected a C++ compiler ({', '.join(COMPILERS)} or the package ziglang)"
 HINT = f"install g++, or {install('zig')}"
@@ -37,13 +39,13 @@ class Level:
 X86, ARM = ("x86_64", "AMD64"), ("aarch64", "arm64")
 _AVX2 = ("avx2", "fma")
 _AVX512 = ("avx512f", "avx512bw", "avx512dq", "avx512vl")
-_BF16 = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512), "-mavx512bf16", "-DLING3_BYTES=64")
+_DOTS = (*_AVX2, *_AVX512, "avx512_bf16", "avx512_vnni")  # every processor with the former of the dots has the latter
+_BF16 = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512), "-mavx512bf16", "-mavx512vnni", "-DLING3_BYTES=64")
 LEVELS = (  # the best first
-    Level(
-        "amx_bf16", X86, (*_AVX2, *_AVX512, "avx512_bf16", "amx_tile", "amx_bf16"), (*_BF16, "-mamx-tile", "-mamx-bf16")
-    ),
-    Level("avx512_bf16", X86, (*_AVX2, *_AVX512, "avx512_bf16"), _BF16),
+    Level("amx_bf16", X86, (*_DOTS, "amx_tile", "amx_bf16"), (*_BF16, "-mamx-tile", "-mamx-bf16")),
+    Level("avx512_bf16", X86, _DOTS, _BF16),
     Level("avx2", X86, _AVX2, ("-mavx2", "-mfma", "-DLING3_BYTES=32")),
+    Level("neon_dotprod", ARM, ("asimd", "asimddp"), ("-march=armv8.2-a+dotprod", "-DLING3_BYTES=16")),
     Level("neon", ARM, ("asimd",), ("-DLING3_BYTES=16",)),
     Level("plain", (*X86, *ARM), (), ()),
 )
@@ -52,8 +54,8 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=fas
 
 
 def ending(level: Level) -> str:
-    """What the names of a level's kernels end in: the level, and a digest of source and flags."""
-    text = SOURCE.read_bytes() + " ".join((*FLAGS, *level.flags)).encode()
+    """What the names of a level's kernels end in: the level, and a digest of sources and flags."""
+    text = b"".join(path.read_bytes() for path in (*SOURCES, *HEADERS)) + " ".join((*FLAGS, *level.flags)).encode()
     return f"{level.name}-{hashlib.sha256(text).hexdigest()[:12]}"
 
 

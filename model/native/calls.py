@@ -64,7 +64,8 @@ def do_experts(weights: nnx.Param | nnx.Dict, pairs: int, experts: int, geometry
     return are_there(weights, few, geometry)
 
 
-def _call(name: str, geometry: Geometry, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:
+def call(name: str, geometry: Geometry, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:
+    """The fp32 array of a shape that a kernel makes of its arguments."""
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.ffi.ffi_call(f"ling3_{name}.{geometry.kernels}", out)(*arguments, devices=np.int32(geometry.tp))
 
@@ -74,7 +75,7 @@ def columns(
 ) -> Float32[Array, "T s *out"]:
     """Products over the last axis of the weights."""
     shards, _, *out, _ = stacked.shape
-    y = _call("columns", geometry, (x.shape[0], shards, math.prod(out)), x, stacked, jnp.int32(layer))
+    y = call("columns", geometry, (x.shape[0], shards, math.prod(out)), x, stacked, jnp.int32(layer))
     return y.reshape(x.shape[0], shards, *out)
 
 
@@ -82,7 +83,7 @@ def rows(
     x: BFloat16[Array, "T F"], stacked: BFloat16[Array, "s n each D"], layer: Index, geometry: Geometry
 ) -> Float32[Array, "T D"]:
     """The sum over all TP shards of products over the last but one axis of the weights."""
-    return _call("rows", geometry, (x.shape[0], stacked.shape[-1]), x, stacked, jnp.int32(layer))
+    return call("rows", geometry, (x.shape[0], stacked.shape[-1]), x, stacked, jnp.int32(layer))
 
 
 def heads(
@@ -90,7 +91,7 @@ def heads(
 ) -> Float32[Array, "T H Y"]:
     """Each head's rows times its own matrix ``[X, Y]``, or ``[Y, X]`` where ``axis`` is 1."""
     shape = (*x.shape[:2], stacked.shape[4 - axis])
-    return _call(("rows", "columns")[axis], geometry, shape, x, stacked, jnp.int32(layer))
+    return call(("rows", "columns")[axis], geometry, shape, x, stacked, jnp.int32(layer))
 
 
 def experts(
@@ -108,7 +109,7 @@ def experts(
     A number outside of 0 to ``s e - 1`` chooses none.
     """
     limit = jnp.full(1, jnp.inf, jnp.float32) if limit is None else limit.reshape(1)
-    return _call("experts", geometry, x.shape, x, gate_up, down, jnp.int32(layer), chosen, share, limit)
+    return call("experts", geometry, x.shape, x, gate_up, down, jnp.int32(layer), chosen, share, limit)
 
 
 def route(
@@ -122,8 +123,8 @@ def route(
     """What ``moe.route`` finds, from the router's input: expert ids, and their weights; -1 for rows of padding."""
     shape = (x.shape[0], config.num_experts_per_tok)
     out = tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
-    call = jax.ffi.ffi_call(f"ling3_route.{geometry.kernels}", out)
-    chosen, share = call(
+    make = jax.ffi.ffi_call(f"ling3_route.{geometry.kernels}", out)
+    chosen, share = make(
         x,
         gate,
         bias,
@@ -166,9 +167,9 @@ def token(
     """
     row = jax.ShapeDtypeStruct((y.shape[0], y.shape[1], config.head_dim), jnp.bfloat16)
     out = (*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (pool, windows)), row)
-    call = jax.ffi.ffi_call(f"ling3_token.{geometry.kernels}", out, input_output_aliases={0: 0, 1: 1})
+    make = jax.ffi.ffi_call(f"ling3_token.{geometry.kernels}", out, input_output_aliases={0: 0, 1: 1})
     bound = config.kda_lower_bound if config.kda_safe_gate else 0.0
-    found = call(
+    found = make(
         pool,
         windows,
         y,
@@ -187,7 +188,7 @@ def token(
 
 def best(logits: Float32[Array, "R v"], offset: Int32[Array, ""], geometry: Geometry) -> Float32[Array, "3 R"]:
     """What ``sample.best_of_own`` finds; ``offset`` is the token of the first column."""
-    return _call("best", geometry, (3, logits.shape[0]), logits, offset)
+    return call("best", geometry, (3, logits.shape[0]), logits, offset)
 
 
 def attention(
@@ -210,4 +211,4 @@ def attention(
         rank: R, the width of the latent, the part that is also the value.
         geometry: Whose kernels are called.
     """
-    return _call("attention", geometry, (*query.shape[:2], rank), query, pool, jnp.int32(layer), table, length)
+    return call("attention", geometry, (*query.shape[:2], rank), query, pool, jnp.int32(layer), table, length)

@@ -27,17 +27,10 @@
 #include <unistd.h>
 #endif
 
-#include "xla/ffi/api/ffi.h"
-
-namespace ffi = xla::ffi;
-using Bf16 = uint16_t;
-using Bf16s = ffi::Buffer<ffi::BF16>;
-using Floats = ffi::Buffer<ffi::F32>;
-using Ints = ffi::Buffer<ffi::S32>;
+#include "shared.h"
 
 namespace {
 
-constexpr int64_t kOutputs = 64;  // outputs of a task: 200 kB of weights at Ling3-Tiny's width
 constexpr int64_t kRows = 64;     // rows of x that stay in the second cache while a task's weights pass
 constexpr int64_t kTokens = 64;   // cached tokens whose scores are held at once
 constexpr int64_t kSpan = 512;    // cached tokens of a task
@@ -54,20 +47,6 @@ constexpr int64_t kLogits = 1 << 14;  // logits of a task
 constexpr int64_t kScores = 16;   // experts of a task of the router
 constexpr int64_t kLine = 16;     // numbers of fp32 in a line of the caches
 constexpr int64_t kParts = 16;    // tasks of a product over rows of the weight, each with sums of its own
-
-float Widen(Bf16 value) {
-  uint32_t bits = uint32_t(value) << 16;
-  float out;
-  std::memcpy(&out, &bits, 4);
-  return out;
-}
-
-Bf16 Round(float value) {  // to the nearest, ties to even; NaN stays NaN
-  uint32_t bits;
-  std::memcpy(&bits, &value, 4);
-  if (std::isnan(value)) return 0x7fc0;
-  return Bf16((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
 
 #ifdef LING3_BYTES
 typedef float Vector __attribute__((vector_size(LING3_BYTES)));
@@ -554,13 +533,7 @@ void TiledInner(const Bf16* w, int64_t depth, int64_t columns, const Bf16* x, in
 }
 #endif
 
-// What a call reads, from its end on: so many groups of `bytes`, each `step` before the last one. The end names the call.
-struct Range {
-  const char* end = nullptr;
-  int64_t bytes = 0, step = 0, groups = 1;
-};
-
-// Calls run(0) … run(count - 1), by this thread and by others of XLA's pool where cores are left over.
+// What Parallel gives to the threads.
 //
 // Tasks are claimed one by one, by this thread too, and it waits only for tasks that a running thread has claimed: so
 // it cannot wait for a pool whose threads all wait. It takes the first ones, the others take the last ones.
@@ -642,6 +615,8 @@ class Crew {
   std::atomic<int64_t> offered_{0}, looking_{0};
 };
 
+}  // namespace
+
 void Parallel(ffi::ThreadPool pool, int32_t devices, int64_t count, Range own, std::function<void(int64_t)> run) {
   static Crew* const crew = new Crew;  // threads of the pool may outlive everything that is static
   const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency() / devices);
@@ -656,18 +631,12 @@ void Parallel(ffi::ThreadPool pool, int32_t devices, int64_t count, Range own, s
   while (work->done.load(std::memory_order_acquire) < count) std::this_thread::yield();
 }
 
+namespace {
+
 std::vector<const Bf16*> Pointers(const Bf16* from, int64_t rows, int64_t stride) {
   std::vector<const Bf16*> out(rows);
   for (int64_t t = 0; t < rows; ++t) out[t] = from + t * stride;
   return out;
-}
-
-// One past the last row of x that is not all zeros: rows of padding are, stand last, and cost nothing.
-template <class Number>
-int64_t Used(const Number* x, int64_t rows, int64_t width) {
-  const auto zero = [](Number value) { return value == 0; };
-  while (rows && std::all_of(x + (rows - 1) * width, x + rows * width, zero)) --rows;
-  return rows;
 }
 
 const Bf16* Data(const Bf16s& buffer) { return reinterpret_cast<const Bf16*>(buffer.untyped_data()); }
@@ -693,11 +662,6 @@ struct Stack {
     return {reinterpret_cast<const char*>(group(groups() - 1, layer) + rows * columns), bytes, layers * bytes, shards};
   }
 };
-
-ffi::Error CheckLayer(int64_t layer, int64_t layers) {
-  if (layer >= 0 && layer < layers) return ffi::Error::Success();
-  return ffi::Error::InvalidArgument("layer: expected one of the stack");
-}
 
 // x [T, X] or [T, groups, X], w [s, n, ..., X] -> y [T, groups, Y]: products over the last axis of the weights.
 ffi::Error Columns(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::Result<Floats> y, int32_t devices) {
@@ -797,6 +761,18 @@ void Sigmoids(const float* x, int64_t count, float* __restrict out) {
   for (int64_t i = 0; i < count; ++i) out[i] = (x[i] < 0 ? out[i] : 1.0f) / (1 + out[i]);
 }
 
+}  // namespace
+
+void Swiglu(const float* gate, const float* up, int64_t count, float limit, Bf16* out) {
+  float open[kOutputs];
+  Sigmoids(gate, count, open);
+  for (int64_t o = 0; o < count; ++o) {
+    out[o] = Round(std::min(gate[o] * open[o], limit) * std::clamp(up[o], -limit, limit));
+  }
+}
+
+namespace {
+
 // The chosen experts of one layer: sum over a of share[t, a] down(min(silu(gate x_t), limit) * clip(up x_t, limit)).
 //
 // x [T, D], gate_up [s, n, e, 2, F, D], down [s, n, e, D, F], chosen [T, A] with numbers of 0 to s e - 1 (others choose
@@ -838,13 +814,8 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Bf16s gate_up, Bf16s down, Int
         Outer(gate + half * width * dim, count, dim, rows.data() + from, own, both[half], kOutputs);
       }
       for (int64_t t = 0; t < own; ++t) {
-        const float *g = both[0] + t * kOutputs, *y = both[1] + t * kOutputs;
-        float open[kOutputs];
-        Sigmoids(g, count, open);
-        for (int64_t o = 0; o < count; ++o) {
-          const float gated = std::min(g[o] * open[o], limit), straight = std::clamp(y[o], -limit, limit);
-          hidden[(from + t) * width + f + o] = Round(gated * straight);
-        }
+        Bf16* const to = &hidden[(from + t) * width + f];
+        Swiglu(both[0] + t * kOutputs, both[1] + t * kOutputs, count, limit, to);
       }
     }
   });

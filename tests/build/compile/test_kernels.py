@@ -81,7 +81,7 @@ def test_where_the_system_has_no_compiler_that_of_a_package_compiles_them(monkey
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     level = kernels.best_level()
     asked = compiled(kernels.compiler(), level).decode().split()
-    assert asked[0] == "c++" and {*kernels.FLAGS, *level.flags, str(kernels.SOURCE)} <= {*asked}
+    assert asked[0] == "c++" and {*kernels.FLAGS, *level.flags, *map(str, kernels.SOURCES)} <= {*asked}
 
 
 def test_kernels_of_another_version_are_not_built():

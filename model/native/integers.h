@@ -1,0 +1,446 @@
+// Products of a few rows of 8 bits with rows of a weight of 8 or 4 bits, on one core (quantized.cc has what is what).
+#ifndef LING3_INTEGERS_H_
+#define LING3_INTEGERS_H_
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include "shared.h"
+
+namespace {
+
+constexpr int64_t kGroup = 32;   // numbers that share a scale
+constexpr int64_t kHalf = 16;    // numbers of a group in the low halves of its bytes, where it has 4 bits
+constexpr int64_t kFar = 2048;   // bytes of a row of w that are asked for before they are read
+
+#if defined(__AVX512VNNI__)
+constexpr int kLanes = 16;
+constexpr int kPanels = 2;        // vectors of outputs whose sums stay in registers
+constexpr int64_t kTall = 6;      // and rows of x
+constexpr int64_t kStream = 3;    // rows of x up to which one row of w is read after the other
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+constexpr int kPanels = 1;
+constexpr int64_t kTall = 4;
+constexpr int64_t kStream = 3;
+#else
+constexpr int kLanes = 4;
+#endif
+constexpr int64_t kPiece = 4 * kLanes;  // bytes of a vector
+constexpr int64_t kBlock = kLanes;      // groups whose scales fill a vector
+
+// What is added to q so that it is not negative, as products of unsigned with signed bytes want it.
+#ifdef __AVX512VNNI__
+template <int kBits> constexpr int32_t kOffset = kBits == 8 ? 128 : 8;
+#else
+template <int kBits> constexpr int32_t kOffset = kBits == 8 ? 0 : 8;
+#endif
+template <int kBits> constexpr int64_t kBytes = kBits * 4;  // of a group
+template <int kBits> constexpr int64_t kOf = std::max<int64_t>(1, kPiece / kBytes<kBits>);  // groups in a vector
+template <int kBits> constexpr int64_t kOwn = kLanes / kOf<kBits>;  // lanes of a vector that belong to one group
+
+// Where the first half of a group lies in a row of x, and how far behind it the second: as q lies in vectors.
+template <int kBits> int64_t First(int64_t g) {
+  return kBits == 8 ? g * kGroup : g / kOf<4> * kOf<4> * kGroup + g % kOf<4> * kHalf;
+}
+template <int kBits> constexpr int64_t kSecond = kBits == 8 ? kHalf : kOf<4> * kHalf;
+
+template <class Number> Number* Aligned(std::unique_ptr<char[]>& memory, int64_t count) {
+  memory.reset(new char[count * sizeof(Number) + 64]);
+  return reinterpret_cast<Number*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
+}
+
+// Rows of x in 8 bits, each filled up with zeros to whole blocks of groups.
+template <int kBits> class Rows {
+ public:
+  Rows(int64_t rows, int64_t groups) : groups(groups), padded_((groups + kBlock - 1) / kBlock * kBlock) {
+    q_ = Aligned<int8_t>(memory_[0], rows * padded_ * kGroup);
+    scales_ = Aligned<float>(memory_[1], rows * padded_);
+    offsets_ = Aligned<int32_t>(memory_[2], rows * padded_ * kOwn<kBits>);
+    for (int64_t t = 0; t < rows && groups < padded_; ++t) {
+      const int64_t from = groups / kBlock * kBlock, rest = padded_ - from;
+      std::fill_n(q_ + t * padded_ * kGroup + from * kGroup, rest * kGroup, int8_t(0));
+      std::fill_n(scales_ + t * padded_ + from, rest, 0.0f);
+      std::fill_n(offsets_ + (t * padded_ + from) * kOwn<kBits>, rest * kOwn<kBits>, 0);
+    }
+  }
+
+  void Set(int64_t t, int64_t g, const Bf16* x) {
+    constexpr float kRounder = 12582912;  // a number of this size has no digits behind the point
+    uint16_t most = 0;
+    for (int64_t i = 0; i < kGroup; ++i) most = std::max<uint16_t>(most, x[i] & 0x7fff);
+    const bool finite = most < 0x7f80;
+    const float scale = Widen(most) / 127, by = finite && scale > 0 ? scale : std::numeric_limits<float>::infinity();
+    int8_t own[kGroup];
+    int32_t sum = 0;
+    for (int64_t i = 0; i < kGroup; ++i) {
+      const float value = finite ? Widen(x[i]) / by : 0;
+      own[i] = int8_t(std::min(std::max(value, -127.0f), 127.0f) + kRounder - kRounder);
+      sum += own[i];
+    }
+    int8_t* const to = q_ + t * padded_ * kGroup + First<kBits>(g);
+    std::memcpy(to, own, kHalf);
+    std::memcpy(to + kSecond<kBits>, own + kHalf, kHalf);
+    scales_[t * padded_ + g] = finite ? scale : std::numeric_limits<float>::quiet_NaN();
+    int32_t* const offset = offsets_ + (t * padded_ + g) * kOwn<kBits>;
+    std::fill_n(offset, kOwn<kBits>, 0);
+    offset[0] = -kOffset<kBits> * sum;
+  }
+
+  const int8_t* q(int64_t t) const { return q_ + t * padded_ * kGroup; }
+  const float* scales(int64_t t) const { return scales_ + t * padded_; }
+  const int32_t* offsets(int64_t t) const { return offsets_ + t * padded_ * kOwn<kBits>; }  // of the first of its lanes
+
+  const int64_t groups;
+
+ private:
+  const int64_t padded_;
+  std::unique_ptr<char[]> memory_[3];
+  int8_t* q_;
+  float* scales_;
+  int32_t* offsets_;
+};
+
+#ifdef __AVX2__
+#ifdef __AVX512VNNI__
+using Ints32 = __m512i;
+using Floats32 = __m512;
+Ints32 Load(const void* from) { return _mm512_loadu_si512(from); }
+Floats32 LoadFloats(const float* from) { return _mm512_loadu_ps(from); }
+void Store(void* to, Ints32 value) { _mm512_storeu_si512(to, value); }
+void Store(float* to, Floats32 value) { _mm512_storeu_ps(to, value); }
+Ints32 Spread(int32_t value) { return _mm512_set1_epi32(value); }
+Floats32 Spread(float value) { return _mm512_set1_ps(value); }
+Floats32 Float(Ints32 value) { return _mm512_cvtepi32_ps(value); }
+float Total(Floats32 value) { return _mm512_reduce_add_ps(value); }
+Ints32 Low(Ints32 value) { return _mm512_and_si512(value, _mm512_set1_epi8(15)); }
+Ints32 High(Ints32 value) { return Low(_mm512_srli_epi16(value, 4)); }
+// For each group of vector `i` of a block, its scale in each of its lanes.
+template <int kBits> Floats32 Each(Floats32 scales, int64_t i) {
+  alignas(64) static constexpr int32_t kFour[] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  const Ints32 at = kBits == 8 ? _mm512_srli_epi32(Load(kFour), 1) : Load(kFour);
+  return _mm512_permutexvar_ps(_mm512_add_epi32(at, Spread(int32_t(i * kOf<kBits>))), scales);
+}
+// kBlock scales in fp32.
+Floats32 Scales(const Bf16* from) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+  return (Floats32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+}
+// q as the unsigned operand of products.
+Ints32 Unsigned(Ints32 q) { return _mm512_xor_si512(q, _mm512_set1_epi8(-128)); }
+// Products of a vector of q with one of x, and with another one, added up in fours.
+template <int kBits> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
+  Ints32 sum = _mm512_dpbusd_epi32(Load(offsets), q[0], Load(x));
+  return kBits == 8 ? sum : _mm512_dpbusd_epi32(sum, q[1], Load(x + kPiece));
+}
+// 16 bytes at `at` of rows i, i + 4, i + 8 and i + 12.
+Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
+  const auto load = [=](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + at)); };
+  const __m256i low = _mm256_inserti128_si256(_mm256_castsi128_si256(load(i)), load(i + 4), 1);
+  const __m256i high = _mm256_inserti128_si256(_mm256_castsi128_si256(load(i + 8)), load(i + 12), 1);
+  return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+}
+#define LING3_WIDE(name) _mm512_##name
+#else
+using Ints32 = __m256i;
+using Floats32 = __m256;
+Ints32 Load(const void* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
+Floats32 LoadFloats(const float* from) { return _mm256_loadu_ps(from); }
+void Store(void* to, Ints32 value) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), value); }
+void Store(float* to, Floats32 value) { _mm256_storeu_ps(to, value); }
+Ints32 Spread(int32_t value) { return _mm256_set1_epi32(value); }
+Floats32 Spread(float value) { return _mm256_set1_ps(value); }
+Floats32 Float(Ints32 value) { return _mm256_cvtepi32_ps(value); }
+float Total(Floats32 value) {
+  const __m128 half = _mm_add_ps(_mm256_castps256_ps128(value), _mm256_extractf128_ps(value, 1));
+  const __m128 two = _mm_add_ps(half, _mm_movehl_ps(half, half));
+  return _mm_cvtss_f32(_mm_add_ss(two, _mm_shuffle_ps(two, two, 1)));
+}
+Ints32 Low(Ints32 value) { return _mm256_and_si256(value, _mm256_set1_epi8(15)); }
+Ints32 High(Ints32 value) { return Low(_mm256_srli_epi16(value, 4)); }
+template <int kBits> Floats32 Each(Floats32 scales, int64_t i) {
+  const Ints32 at = kBits == 8 ? Spread(0) : _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+  return _mm256_permutevar8x32_ps(scales, _mm256_add_epi32(at, Spread(int32_t(i * kOf<kBits>))));
+}
+Floats32 Scales(const Bf16* from) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return (Floats32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+}
+Ints32 Unsigned(Ints32 q) { return q; }
+Ints32 Pairs(Ints32 sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
+// Magnitudes times x with the sign of q: two products, 2 * 128 * 127, fit 16 bits, as do four of 15 * 127.
+Ints32 Signed(Ints32 q, Ints32 x) { return Pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q))); }
+template <int kBits> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
+  if (kBits == 8) return Signed(q[0], Load(x));
+  const Ints32 low = _mm256_maddubs_epi16(q[0], Load(x)), high = _mm256_maddubs_epi16(q[1], Load(x + kPiece));
+  return _mm256_add_epi32(Load(offsets), Pairs(_mm256_add_epi16(low, high)));
+}
+Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
+  const auto load = [=](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + at)); };
+  return _mm256_inserti128_si256(_mm256_castsi128_si256(load(i)), load(i + 4), 1);
+}
+#define LING3_WIDE(name) _mm256_##name
+#endif
+
+// out[t * stride] += <x[rows[t]], w> for T rows of x and one row of a weight.
+template <int kBits, int T>
+void Stream(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int32_t* rows, float* out,
+            int64_t stride) {
+  constexpr int64_t kPieces = kBlock / kOf<kBits>;
+  const int8_t* own[T];
+  const float* own_scales[T];
+  const int32_t* offsets[T];
+  Floats32 sums[T][2];
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t) {
+    own[t] = x.q(rows[t]), own_scales[t] = x.scales(rows[t]), offsets[t] = x.offsets(rows[t]);
+    sums[t][0] = sums[t][1] = Spread(0.0f);
+  }
+  Floats32 scales[T];
+  const auto scale_by = [&](int64_t g, const Bf16* from) __attribute__((always_inline)) {
+    const Floats32 wide = Scales(from);
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) scales[t] = wide * LoadFloats(own_scales[t] + g);
+  };
+  const auto piece = [&](int64_t g, int64_t i, const uint8_t* from) __attribute__((always_inline)) {
+    const Ints32 bits = Load(from);
+    const Ints32 both[2] = {kBits == 8 ? Unsigned(bits) : Low(bits), High(bits)};
+    const int64_t at = g + i * kOf<kBits>;
+#pragma GCC unroll 4
+    for (int t = 0; t < T; ++t) {
+      const Ints32 sum = Multiply<kBits>(both, own[t] + at * kGroup, offsets[t] + at * kOwn<kBits>);
+      sums[t][i % 2] += Float(sum) * Each<kBits>(scales[t], i);
+    }
+  };
+  int64_t g = 0;
+  for (; g + kBlock <= x.groups; g += kBlock) {
+    scale_by(g, scale + g);
+    __builtin_prefetch(scale + g + 2 * kBlock);
+#pragma GCC unroll 8
+    for (int64_t i = 0; i < kPieces; ++i) {
+      const uint8_t* from = q + g * kBytes<kBits> + i * kPiece;
+      __builtin_prefetch(from + kFar);
+      piece(g, i, from);
+    }
+  }
+  if (const int64_t rest = x.groups - g; rest) {
+    alignas(64) uint8_t left[kBlock * kBytes<kBits>] = {};
+    Bf16 left_scales[kBlock] = {};
+    std::memcpy(left, q + g * kBytes<kBits>, rest * kBytes<kBits>);
+    std::copy_n(scale + g, rest, left_scales);
+    scale_by(g, left_scales);
+    for (int64_t i = 0; i * kOf<kBits> < rest; ++i) piece(g, i, left + i * kPiece);
+  }
+#pragma GCC unroll 4
+  for (int t = 0; t < T; ++t) out[t * stride] += Total(sums[t][0] + sums[t][1]);
+}
+
+// Rows of a weight side by side: of each group 8 vectors with four numbers of every row, and one of the rows' scales.
+struct Panel {
+  uint8_t* q;
+  float* scales;
+};
+
+// Bytes 4 j to 4 j + 3 at `at` of kLanes rows, for j from 0 to 3.
+void Turn(const uint8_t* const* rows, int64_t at, Ints32* out) {
+  const Ints32 a = Across(rows, 0, at), b = Across(rows, 1, at), c = Across(rows, 2, at), d = Across(rows, 3, at);
+  const Ints32 ab = LING3_WIDE(unpacklo_epi32)(a, b), cd = LING3_WIDE(unpacklo_epi32)(c, d);
+  const Ints32 more_ab = LING3_WIDE(unpackhi_epi32)(a, b), more_cd = LING3_WIDE(unpackhi_epi32)(c, d);
+  out[0] = LING3_WIDE(unpacklo_epi64)(ab, cd), out[1] = LING3_WIDE(unpackhi_epi64)(ab, cd);
+  out[2] = LING3_WIDE(unpacklo_epi64)(more_ab, more_cd), out[3] = LING3_WIDE(unpackhi_epi64)(more_ab, more_cd);
+}
+
+// Turns up to kLanes rows of a weight; where there are fewer, the last one stands for the others.
+template <int kBits> void Turn(const uint8_t* q, const Bf16* scale, int64_t count, int64_t groups, Panel to) {
+  const int64_t step = groups * kBytes<kBits>;
+  const uint8_t *rows[kLanes], *scales[kLanes];
+  for (int64_t r = 0; r < kLanes; ++r) {
+    rows[r] = q + std::min(r, count - 1) * step;
+    scales[r] = reinterpret_cast<const uint8_t*>(scale + std::min(r, count - 1) * groups);
+  }
+  const uint8_t* next = q + kLanes * step;  // what the next panel reads, in the order of the addresses
+  Ints32 parts[4];
+  for (int64_t at = 0; at < step; at += kHalf) {
+    for (int64_t i = 0; i < kHalf * kLanes; i += 64) __builtin_prefetch(next + at * kLanes + i);
+    Turn(rows, at, parts);
+    uint8_t* const out = to.q + at * (8 / kBits) * kLanes;
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      Store(out + j * kPiece, kBits == 8 ? Unsigned(parts[j]) : Low(parts[j]));
+      if (kBits == 4) Store(out + (4 + j) * kPiece, High(parts[j]));
+    }
+  }
+  int64_t g = 0;
+  for (; g + 8 <= groups; g += 8) {
+    Turn(scales, 2 * g, parts);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      Store(to.scales + (g + 2 * j) * kLanes, (Floats32)LING3_WIDE(slli_epi32)(parts[j], 16));
+      Store(to.scales + (g + 2 * j + 1) * kLanes, (Floats32)(parts[j] & Ints32(Spread(int32_t(0xffff0000)))));
+    }
+  }
+  for (; g < groups; ++g) {
+    for (int64_t r = 0; r < kLanes; ++r) {
+      to.scales[g * kLanes + r] = Widen(scale[std::min(r, count - 1) * groups + g]);
+    }
+  }
+}
+
+// out[t * stride + o] += <x[rows[t]], w[o]> for T rows of x and the first `outputs` rows of P panels.
+template <int kBits, int T, int P>
+void Tile(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, float* out, int64_t stride,
+          int64_t outputs) {
+  const int8_t* own[T];
+  const float* own_scales[T];
+  const int32_t* offsets[T];
+  Floats32 total[T][P];
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) {
+    own[t] = x.q(rows[t]), own_scales[t] = x.scales(rows[t]), offsets[t] = x.offsets(rows[t]);
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) total[t][p] = Spread(0.0f);
+  }
+  for (int64_t g = 0; g < x.groups; ++g) {
+    const int64_t first = First<kBits>(g);
+    Ints32 sum[T][P];
+#pragma GCC unroll 8
+    for (int t = 0; t < T; ++t) {
+#pragma GCC unroll 2
+#ifdef __AVX512VNNI__
+      for (int p = 0; p < P; ++p) sum[t][p] = Spread(offsets[t][g * kOwn<kBits>]);
+#else
+      for (int p = 0; p < P; ++p) sum[t][p] = Spread(0);
+#endif
+    }
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+      Ints32 q[P];
+#pragma GCC unroll 2
+      for (int p = 0; p < P; ++p) q[p] = Load(panels[p].q + (g * 8 + j) * kPiece);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+        int32_t four;
+        std::memcpy(&four, own[t] + first + j / 4 * kSecond<kBits> + j % 4 * 4, 4);
+        const Ints32 each = Spread(four);
+#pragma GCC unroll 2
+        for (int p = 0; p < P; ++p) {
+#ifdef __AVX512VNNI__
+          sum[t][p] = _mm512_dpbusd_epi32(sum[t][p], q[p], each);
+#else
+          // Of 4 bits all 16 products of a pair of bytes in a group, 15 * 127 each, fit 16 bits.
+          if (kBits == 8) sum[t][p] = _mm256_add_epi32(sum[t][p], Signed(q[p], each));
+          else sum[t][p] = _mm256_add_epi16(sum[t][p], _mm256_maddubs_epi16(q[p], each));
+#endif
+        }
+      }
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) {
+      const Floats32 scales = LoadFloats(panels[p].scales + g * kLanes);
+#pragma GCC unroll 8
+      for (int t = 0; t < T; ++t) {
+#ifndef __AVX512VNNI__
+        if (kBits == 4) sum[t][p] = _mm256_add_epi32(Pairs(sum[t][p]), Spread(offsets[t][g * kOwn<kBits>]));
+#endif
+        total[t][p] += Float(sum[t][p]) * (scales * Spread(own_scales[t][g]));
+      }
+    }
+  }
+#pragma GCC unroll 8
+  for (int t = 0; t < T; ++t) {
+    float each[P * kLanes];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) Store(each + p * kLanes, total[t][p]);
+    for (int64_t o = 0; o < outputs; ++o) out[t * stride + o] += each[o];
+  }
+}
+
+// Tile for `count` rows of x, in groups of nearly the same size.
+template <int kBits, int P>
+void Tiles(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, int64_t count, float* out, int64_t stride,
+           int64_t outputs) {
+  for (int64_t t = 0, own; t < count; t += own) {
+    const int64_t groups = (count - t + kTall - 1) / kTall;
+    own = (count - t + groups - 1) / groups;
+    const auto take = [&](auto tile) { tile(panels, x, rows + t, out + t * stride, stride, outputs); };
+#ifdef __AVX512VNNI__
+    if (own == 6) take(Tile<kBits, 6, P>);
+    if (own == 5) take(Tile<kBits, 5, P>);
+#endif
+    if (own == 4) take(Tile<kBits, 4, P>);
+    if (own == 3) take(Tile<kBits, 3, P>);
+    if (own == 2) take(Tile<kBits, 2, P>);
+    if (own == 1) take(Tile<kBits, 1, P>);
+  }
+}
+
+// out[t * stride + o] += <x[rows[t]], w[o]> for `count` rows of x and `outputs` rows of a weight.
+template <int kBits>
+void Outer(const uint8_t* q, const Bf16* scale, int64_t outputs, const Rows<kBits>& x, const int32_t* rows,
+           int64_t count, float* out, int64_t stride) {
+  const int64_t groups = x.groups, step = groups * kBytes<kBits>;
+  if (count <= kStream) {
+    for (int64_t o = 0; o < outputs; ++o) {
+      const auto take = [&](auto stream) { stream(q + o * step, scale + o * groups, x, rows, out + o, stride); };
+      if (count == 3) take(Stream<kBits, 3>);
+      if (count == 2) take(Stream<kBits, 2>);
+      if (count == 1) take(Stream<kBits, 1>);
+    }
+    return;
+  }
+  thread_local std::unique_ptr<char[]> memory;
+  thread_local int64_t had = 0;
+  const int64_t bytes = groups * kGroup * kLanes, need = kPanels * (bytes + groups * kLanes * int64_t(sizeof(float)));
+  if (had < need) Aligned<char>(memory, had = need);
+  char* const first = reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(memory.get()) + 63) / 64 * 64);
+  Panel panels[kPanels];
+  for (int p = 0; p < kPanels; ++p) {
+    panels[p].q = reinterpret_cast<uint8_t*>(first + p * bytes);
+    panels[p].scales = reinterpret_cast<float*>(first + kPanels * bytes) + p * groups * kLanes;
+  }
+  for (int64_t o = 0; o < outputs; o += kPanels * kLanes) {
+    const int64_t own = std::min<int64_t>(kPanels * kLanes, outputs - o);
+    for (int64_t p = 0; p * kLanes < own; ++p) {
+      const int64_t at = o + p * kLanes;
+      Turn<kBits>(q + at * step, scale + at * groups, std::min<int64_t>(kLanes, own - p * kLanes), groups, panels[p]);
+    }
+    if (own > kLanes) Tiles<kBits, kPanels>(panels, x, rows, count, out + o, stride, own);
+    else Tiles<kBits, 1>(panels, x, rows, count, out + o, stride, own);
+  }
+}
+#else
+template <int kBits>
+void Outer(const uint8_t* q, const Bf16* scale, int64_t outputs, const Rows<kBits>& x, const int32_t* rows,
+           int64_t count, float* out, int64_t stride) {
+  for (int64_t o = 0; o < outputs; ++o) {
+    const uint8_t* const weights = q + o * x.groups * kBytes<kBits>;
+    for (int64_t t = 0; t < count; ++t) {
+      float total = 0;
+      for (int64_t g = 0; g < x.groups; ++g) {
+        const int8_t* const own = x.q(rows[t]) + g * kGroup;
+        const uint8_t* const from = weights + g * kBytes<kBits>;
+        int32_t sum = x.offsets(rows[t])[g * kOwn<kBits>], more = 0;
+        if (kBits == 8) {
+          for (int64_t i = 0; i < kGroup; ++i) sum += int8_t(from[i]) * own[i];
+        } else {
+          for (int64_t i = 0; i < kHalf; ++i) sum += int8_t(from[i] & 15) * own[i];
+          for (int64_t i = 0; i < kHalf; ++i) more += int8_t(from[i] >> 4) * own[i + kHalf];
+        }
+        total += float(sum + more) * (Widen(scale[o * x.groups + g]) * x.scales(rows[t])[g]);
+      }
+      out[t * stride + o] += total;
+    }
+  }
+}
+#endif
+
+}  // namespace
+
+#endif  // LING3_INTEGERS_H_

@@ -1,0 +1,195 @@
+// Products of rows of bf16 with weights of 8 or 4 bits, for XLA's foreign function interface.
+//
+// A weight is q * scale: q is int8 [..., out, in], or uint8 [..., out, in / 2] where byte j of a group's 16 has value j
+// in its low half and value j + 16 in its high one, each as q + 8; scale is bf16 [..., out, in / 32]. Of each row of x a
+// group of 32 numbers becomes 8 bits, too: its largest magnitude / 127 in fp32 is its scale, and numbers are rounded to
+// the nearest multiple, ties to even. Products within a group are exact, in int32; sums over groups are fp32. A group
+// of x that is not finite makes its sums NaN.
+//
+// Weights are read once, in the order in which they lie. For few rows of x one row of the weight follows the other;
+// for more, a panel of rows is turned in the cache so that a lane of a vector has an output of its own.
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "integers.h"
+#include "shared.h"
+
+namespace {
+
+constexpr int64_t kRows = 64;    // rows of x whose sums a task of experts holds at once
+constexpr int64_t kMany = 1 << 16;  // numbers of x from which on several threads bring them to 8 bits
+constexpr int64_t kSome = 8;     // rows of x of such a task
+
+// Rows x [count, groups * 32] in 8 bits, by all threads where they are many.
+template <int kBits> void Fill(ffi::ThreadPool pool, int32_t devices, const Bf16* x, int64_t count, Rows<kBits>* to) {
+  const auto some = [=](int64_t from, int64_t end) {
+    for (int64_t i = from * to->groups; i < end * to->groups; ++i) to->Set(i / to->groups, i % to->groups, x + i * kGroup);
+  };
+  if (count * to->groups * kGroup < kMany) return some(0, count);
+  Parallel(pool, devices, (count + kSome - 1) / kSome, {}, [=](int64_t task) {
+    some(task * kSome, std::min(count, (task + 1) * kSome));
+  });
+}
+
+// A quantized stack, q [s, n, ..., Y, X bits / 8] and scale [s, n, ..., Y, X / 32], of which one layer n is taken: matrices
+// of s (times the axes between) parts.
+template <int kBits, class Q> struct Stack {
+  const uint8_t* q;
+  const Bf16* scale;
+  int64_t shards, layers, heads, rows = 1, groups;
+  bool fits;
+
+  Stack(const Q& values, const Bf16s& scales, int64_t inner) : heads(inner) {
+    const auto size = values.dimensions(), of = scales.dimensions();
+    q = reinterpret_cast<const uint8_t*>(values.untyped_data());
+    scale = reinterpret_cast<const Bf16*>(scales.untyped_data());
+    shards = size[0], layers = size[1], groups = of[of.size() - 1];
+    for (size_t axis = 2; axis + 1 < size.size(); ++axis) rows *= size[axis];
+    rows /= heads;
+    fits = size[size.size() - 1] == groups * kBytes<kBits> &&
+           int64_t(scales.element_count()) == shards * layers * heads * rows * groups;
+  }
+  int64_t first_row(int64_t part, int64_t layer) const {
+    return (((part / heads) * layers + layer) * heads + part % heads) * rows;
+  }
+  const uint8_t* values(int64_t row) const { return q + row * groups * kBytes<kBits>; }
+  const Bf16* scales(int64_t row) const { return scale + row * groups; }
+  Range range(int64_t layer) const {
+    const int64_t bytes = heads * rows * groups * kBytes<kBits>;
+    const uint8_t* end = values(first_row(shards * heads - 1, layer) + rows);
+    return {reinterpret_cast<const char*>(end), bytes, layers * bytes, shards};
+  }
+  ffi::Error Check(int64_t layer, int64_t width) const {
+    if (layer < 0 || layer >= layers) return ffi::Error::InvalidArgument("layer: expected one of the stack");
+    if (fits && width == groups * kGroup) return ffi::Error::Success();
+    return ffi::Error::InvalidArgument("q, scale: expected a scale for 32 numbers of x");
+  }
+};
+
+// q [s, n, ..., X]: products over the last axis. x [T, X] -> y [T, s, Y], or, where `sum`, x [T, s, X] -> y [T, Y], the sum
+// over s.
+template <int kBits, bool sum, class Q>
+ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_of, ffi::Result<Floats> y,
+                   int32_t devices) {
+  const Stack<kBits, Q> stack(q, scale, 1);
+  const int64_t layer = layer_of.typed_data()[0], count = x.dimensions()[0], width = x.dimensions()[1];
+  const int64_t each = sum ? stack.shards : 1, out_width = (sum ? 1 : stack.shards) * stack.rows;
+  if (ffi::Error error = stack.Check(layer, width / each); error.failure()) return error;
+  const Bf16* const from = reinterpret_cast<const Bf16*>(x.untyped_data());
+  const int64_t used = Used(from, count, width), tasks = (stack.rows + kOutputs - 1) / kOutputs;
+  float* const out = y->typed_data();
+  std::fill_n(out, count * out_width, 0.0f);
+  Rows<kBits> rows(used * each, stack.groups);
+  Fill(pool, devices, from, used * each, &rows);
+  std::vector<int32_t> at(used * each);  // of each s the rows of x one after the other
+  for (int64_t i = 0; i < used * each; ++i) at[i] = int32_t(i % used * each + i / used);
+  Parallel(pool, devices, out_width / stack.rows * tasks, stack.range(layer), [&](int64_t task) {
+    const int64_t o = task % tasks * kOutputs, own = std::min(kOutputs, stack.rows - o);
+    for (int64_t part = 0; part < each; ++part) {
+      const int64_t row = stack.first_row(task / tasks + part, layer) + o;
+      float* const to = out + task / tasks * stack.rows + o;
+      Outer(stack.values(row), stack.scales(row), own, rows, at.data() + part * used, used, to, out_width);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// The chosen experts of one layer: sum over a of share[t, a] down(silu(gate x_t) * up x_t). What lies between the two
+// products is rounded to bf16, and then to 8 bits as x is.
+//
+// x [T, D], gate_up [s, n, e, 2, F, D], down [s, n, e, D, F], chosen [T, A] with numbers of 0 to s e - 1 (others choose
+// nothing), share [T, A] -> y [T, D].
+template <int kBits, class Q>
+ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Q gate_up, Bf16s gate_up_scale, Q down, Bf16s down_scale,
+                   Ints layer_of, Ints chosen, Floats share, ffi::Result<Floats> y, int32_t devices) {
+  const int64_t each = gate_up.dimensions()[2], experts = gate_up.dimensions()[0] * each;
+  const Stack<kBits, Q> up(gate_up, gate_up_scale, each), out_of(down, down_scale, each);
+  const int64_t layer = layer_of.typed_data()[0], tokens = x.dimensions()[0], top = chosen.dimensions()[1];
+  const int64_t dim = x.dimensions()[1], width = up.rows / 2;
+  if (ffi::Error error = up.Check(layer, dim); error.failure()) return error;
+  if (ffi::Error error = out_of.Check(layer, width); error.failure()) return error;
+  const int32_t* const choice = chosen.typed_data();
+  const auto here = [=](int64_t i) { return choice[i] >= 0 && choice[i] < experts; };
+  std::vector<int64_t> start(experts + 1, 0), used;
+  int64_t last = 0;  // one past the last token that has a choice
+  for (int64_t i = 0; i < tokens * top; ++i) if (here(i)) ++start[choice[i] + 1], last = i / top + 1;
+  for (int64_t e = 0; e < experts; ++e) {
+    if (start[e + 1]) used.push_back(e);
+    start[e + 1] += start[e];
+  }
+  const int64_t pairs = start[experts];
+  std::vector<int32_t> token(pairs), number(pairs);
+  std::vector<float> part(pairs);
+  std::vector<int64_t> next(start.begin(), start.end() - 1);
+  for (int64_t i = 0; i < tokens * top; ++i) {
+    if (!here(i)) continue;
+    const int64_t pair = next[choice[i]]++;
+    token[pair] = int32_t(i / top), number[pair] = int32_t(pair), part[pair] = share.typed_data()[i];
+  }
+  Rows<kBits> rows(last, up.groups), hidden(pairs, out_of.groups);
+  Fill(pool, devices, reinterpret_cast<const Bf16*>(x.untyped_data()), last, &rows);
+  const int64_t parts = (width + kOutputs - 1) / kOutputs;
+  const auto name = [](const uint8_t* weights) { return Range{reinterpret_cast<const char*>(weights), 0}; };
+  Parallel(pool, devices, int64_t(used.size()) * parts, name(up.values(up.first_row(0, layer))), [&](int64_t task) {
+    const int64_t e = used[task / parts], f = task % parts * kOutputs, count = std::min(kOutputs, width - f);
+    float both[2][kRows * kOutputs];
+    for (int64_t from = start[e]; from < start[e + 1]; from += kRows) {
+      const int64_t own = std::min(kRows, start[e + 1] - from);
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = up.first_row(e, layer) + half * width + f;
+        std::fill_n(both[half], own * kOutputs, 0.0f);
+        Outer(up.values(row), up.scales(row), count, rows, token.data() + from, own, both[half], kOutputs);
+      }
+      for (int64_t t = 0; t < own; ++t) {
+        const float *g = both[0] + t * kOutputs, *y = both[1] + t * kOutputs;
+        float open[kOutputs];
+        Bf16 narrow[kOutputs];
+        Sigmoids(g, count, open);
+        for (int64_t o = 0; o < count; ++o) narrow[o] = Round(g[o] * open[o] * y[o]);
+        for (int64_t o = 0; o < count; o += kGroup) hidden.Set(from + t, (f + o) / kGroup, narrow + o);
+      }
+    }
+  });
+  float* const out = y->typed_data();
+  const Range second = name(out_of.values(out_of.first_row(0, layer)));
+  Parallel(pool, devices, (dim + kOutputs - 1) / kOutputs, second, [&](int64_t task) {
+    const int64_t d = task * kOutputs, count = std::min(kOutputs, dim - d);
+    for (int64_t t = 0; t < tokens; ++t) std::fill_n(out + t * dim + d, count, 0.0f);
+    float found[kRows * kOutputs];
+    for (int64_t e : used) {
+      const int64_t row = out_of.first_row(e, layer) + d;
+      for (int64_t from = start[e]; from < start[e + 1]; from += kRows) {
+        const int64_t own = std::min(kRows, start[e + 1] - from);
+        std::fill_n(found, own * kOutputs, 0.0f);
+        Outer(out_of.values(row), out_of.scales(row), count, hidden, number.data() + from, own, found, kOutputs);
+        for (int64_t t = 0; t < own; ++t) {
+          float* const to = out + token[from + t] * dim + d;
+          for (int64_t o = 0; o < count; ++o) to[o] += part[from + t] * found[t * kOutputs + o];
+        }
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
+using Eights = ffi::Buffer<ffi::S8>;
+using Fours = ffi::Buffer<ffi::U8>;
+
+}  // namespace
+
+#define LING3_PRODUCT(name, bits, sum, Q)                                                                        \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (Product<bits, sum, Q>),                                                   \
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Q>().Arg<Bf16s>().Arg<Ints>().Ret<Floats>()        \
+          .Attr<int32_t>("devices"))
+#define LING3_EXPERTS(name, bits, Q)                                                                             \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (Experts<bits, Q>),                                                        \
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Q>().Arg<Bf16s>().Arg<Q>().Arg<Bf16s>().Arg<Ints>() \
+          .Arg<Ints>().Arg<Floats>().Ret<Floats>().Attr<int32_t>("devices"))
+
+LING3_PRODUCT(ling3_columns_q8, 8, false, Eights);
+LING3_PRODUCT(ling3_columns_q4, 4, false, Fours);
+LING3_PRODUCT(ling3_rows_q8, 8, true, Eights);
+LING3_PRODUCT(ling3_rows_q4, 4, true, Fours);
+LING3_EXPERTS(ling3_experts_q8, 8, Eights);
+LING3_EXPERTS(ling3_experts_q4, 4, Fours);

@@ -1,0 +1,157 @@
+"""The kernels for weights of 8 and 4 bits, in every form that runs here, against the same sums in float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from ling3export.model.geometry import Geometry
+from ling3export.model.native import quantized
+from ling3export.verify import formulas
+from tests.model.test_native import HERE, HIDDEN, geometry, sizes  # noqa: F401 (a fixture)
+from tests.support.direct import relative
+
+pytestmark = pytest.mark.jit
+
+ERROR = 1e-6  # sums of groups are fp32
+CASES = 4
+BITS = pytest.mark.parametrize("bits", [8, 4])
+
+
+def weights(rng: np.random.Generator, bits: int, *shape: int) -> tuple[tuple[Any, Any], np.ndarray]:
+    """Any q, its extremes often, and scales, as kernels take them; and the weights in float64."""
+    most = 1 << bits - 1
+    q = rng.integers(-most, most, shape)
+    q = np.where(rng.random(shape) < 0.1, rng.choice([-most, most - 1], shape), q)
+    scale = jnp.asarray(rng.normal(size=(*shape[:-1], shape[-1] // 32)), jnp.bfloat16)
+    stored = q.astype(np.int8)
+    if bits == 4:
+        halves = (q + 8).astype(np.uint8).reshape(*shape[:-1], -1, 2, 16)
+        stored = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*shape[:-1], -1)
+    return (jnp.asarray(stored), scale), q * np.repeat(np.asarray(scale.astype(jnp.float32), np.float64), 32, axis=-1)
+
+
+def rounded(x: np.ndarray) -> np.ndarray:
+    """Rows in 8 bits: each group of 32 as multiples of a 127th of its largest magnitude, in float64 again."""
+    groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, 32)
+    scale = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
+    q = np.rint(np.divide(groups, scale, out=np.zeros_like(groups), where=scale > 0))
+    return (q.astype(np.float64) * scale).reshape(x.shape)
+
+
+def rows_of(rng: np.random.Generator, count: int, width: int) -> tuple[Any, np.ndarray]:
+    """Rows of bf16 of very different size, then some of padding; and those before them in 8 bits."""
+    used = int(rng.integers(1, count, endpoint=True))
+    x = jnp.asarray(rng.normal(size=(count, width)) * 10.0 ** rng.integers(-6, 6, (count, width // 32)).repeat(32, 1))
+    x = x.astype(jnp.bfloat16).at[used:].set(0)
+    return x, rounded(np.asarray(x[:used].astype(jnp.float32)))
+
+
+def check(found: jax.Array, expected: np.ndarray, terms: np.ndarray) -> None:
+    """Sums are right to a small part of the sum of their magnitudes, and zeros below."""
+    used = len(expected)
+    error = np.abs(np.asarray(found[:used], np.float64) - expected)
+    assert (error <= ERROR * terms).all(), (error / terms).max()
+    assert not np.asarray(found[used:]).any()
+
+
+@BITS
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 13, 70])
+def test_products_of_any_shape(geometry: Geometry, bits: int, rows: int) -> None:  # noqa: F811
+    rng = np.random.default_rng(rows)
+    for unit in (1, 16):
+        shards, layers, out, groups = sizes(rng, 3, 3, 150 // unit, 40 // unit)
+        out, groups, layer = out * unit, groups * unit, int(rng.integers(layers))
+        stored, weights64 = weights(rng, bits, shards, layers, out, groups * 32)
+        x, x64 = rows_of(rng, rows, groups * 32)
+        own = weights64[:, layer]
+        terms = np.einsum("td,sod->tso", np.abs(x64), np.abs(own))
+        check(quantized.columns(x, *stored, layer, geometry), np.einsum("td,sod->tso", x64, own), terms)
+        x, x64 = rows_of(rng, rows, shards * groups * 32)
+        wide = np.concatenate(own, axis=1)
+        check(quantized.rows(x, *stored, layer, geometry), x64 @ wide.T, np.abs(x64) @ np.abs(wide).T)
+
+
+@BITS
+@pytest.mark.parametrize("out", [15, 16, 17, 31, 32, 33, 48, 64, 65])
+def test_products_at_the_edges_of_tiles(geometry: Geometry, bits: int, out: int) -> None:  # noqa: F811
+    rng = np.random.default_rng(out)
+    for groups in (1, 4, 7, 8, 9, 15, 16, 17, 33):
+        stored, weights64 = weights(rng, bits, 1, 1, out, groups * 32)
+        for rows in (1, 3, 4, 11):
+            x, x64 = rows_of(rng, rows, groups * 32)
+            found = quantized.columns(x, *stored, 0, geometry)[:, 0]
+            check(found, x64 @ weights64[0, 0].T, np.abs(x64) @ np.abs(weights64[0, 0]).T)
+
+
+@BITS
+@pytest.mark.parametrize("tokens", [1, 3, 20, 150])
+def test_experts_of_any_choice(geometry: Geometry, bits: int, tokens: int) -> None:  # noqa: F811
+    """Tokens that choose no expert of this device give zeros; many tokens may choose the same one."""
+    rng = np.random.default_rng(tokens)
+    shards, layers, each, width, dim, top = sizes(rng, 3, 2, 3, 4, 7, 4)
+    width, dim = width * 32, dim * 32
+    x = jnp.asarray(rng.normal(size=(tokens, dim)), jnp.bfloat16)
+    x64 = rounded(np.asarray(x.astype(jnp.float32)))
+    up, up64 = weights(rng, bits, shards, layers, each, 2, width, dim)
+    down, down64 = weights(rng, bits, shards, layers, each, dim, width)
+    up, up64 = (up[0], up[1] / 16), up64 / 16
+    chosen = rng.integers(-1, shards * each + 1, (tokens, top)).astype(np.int32)
+    share = rng.random((tokens, top)).astype(np.float32)
+    found = np.asarray(quantized.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), geometry))
+    expected = np.zeros((tokens, dim))
+    for expert in range(shards * each):
+        gate, y = np.einsum("td,gfd->gtf", x64, up64[:, 0].reshape(-1, 2, width, dim)[expert])
+        hidden = np.asarray(jnp.asarray(formulas.silu(gate) * y).astype(jnp.bfloat16).astype(jnp.float32))
+        out = rounded(hidden) @ down64[:, 0].reshape(-1, dim, width)[expert].T
+        expected += out * np.where(chosen == expert, share, 0).sum(axis=1, keepdims=True)
+    none = ~((chosen >= 0) & (chosen < shards * each)).any(axis=1)
+    assert (found[none] == 0).all()
+    if expected.any():
+        assert relative(found.ravel(), expected.ravel()) < HIDDEN
+
+
+@BITS
+@pytest.mark.parametrize("rows", [1, 5])
+def test_what_is_not_finite_shows_in_its_own_sums_alone(geometry: Geometry, bits: int, rows: int) -> None:  # noqa: F811
+    rng = np.random.default_rng(rows)
+    stored, weights64 = weights(rng, bits, 1, 1, 40, 288)
+    for bad in (np.nan, np.inf, -np.inf):
+        x = jnp.asarray(rng.normal(size=(rows, 288)), jnp.bfloat16)
+        damaged = x.at[0, 100].set(bad)
+        good = np.asarray(quantized.columns(x, *stored, 0, geometry))
+        found = np.asarray(quantized.columns(damaged, *stored, 0, geometry))
+        assert np.isnan(found[0]).all()
+        np.testing.assert_array_equal(found[1:], good[1:])
+        scale = stored[1].at[0, 0, 7, 3].set(bad)
+        found = np.asarray(quantized.columns(x, stored[0], scale, 0, geometry))[:, 0]
+        assert not np.isfinite(found[:, 7]).any()
+        np.testing.assert_array_equal(np.delete(found, 7, axis=1), np.delete(good[:, 0], 7, axis=1))
+
+
+@BITS
+def test_a_group_of_zeros_and_the_smallest_numbers(geometry: Geometry, bits: int) -> None:  # noqa: F811
+    rng = np.random.default_rng(0)
+    stored, weights64 = weights(rng, bits, 1, 1, 20, 96)
+    for rows in (1, 4):
+        x = jnp.ones((rows, 96), jnp.bfloat16).at[:, :32].set(0).at[:, 32:64].set(1e-40)
+        found = quantized.columns(x, *stored, 0, geometry)[:, 0]
+        expected = np.broadcast_to(weights64[0, 0, :, 64:].sum(axis=1), (rows, 20))
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_does_not_fit_is_refused(geometry: Geometry) -> None:  # noqa: F811
+    rng = np.random.default_rng(0)
+    (q, scale), _ = weights(rng, 8, 1, 2, 4, 64)
+    x = jnp.ones((1, 64), jnp.bfloat16)
+    for arguments, why in (
+        ((x, q, scale, 2), "layer: expected one of the stack"),
+        ((x, q, scale[..., :1], 1), "q, scale: expected a scale for 32 numbers of x"),
+        ((x[:, :32], q, scale, 1), "q, scale: expected a scale for 32 numbers of x"),
+    ):
+        with pytest.raises(jax.errors.JaxRuntimeError, match=why):
+            jax.block_until_ready(quantized.columns(*arguments, geometry))
+    assert quantized.fits(q, scale, geometry)
+    assert not quantized.fits(q, scale[..., :1], geometry)
