@@ -1,12 +1,11 @@
 """The kernels of ``quantized.cc`` as functions of arrays: products with weights of 8 or 4 bits, ``q`` and ``scale``.
 
-They are called for any number of rows, wherever 32 numbers of the last axis share a scale. Rows of ``x`` become 8 bits,
-too, group by group (the rule is at the head of ``quantized.cc``). Axis letters as in ``model/products.py``; G is D / 32.
+They are called for any number of rows, wherever 32 numbers of the last axis share a scale. Rows of ``x`` become 8
+bits, too, by group (the rule is at the head of ``quantized.cc``). Axis letters as in ``model/products.py``; G is D / 32.
 """
 
 import math
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, BFloat16, Float32, Int8, Int32, UInt8
 

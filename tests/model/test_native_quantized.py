@@ -117,7 +117,7 @@ def test_experts_of_any_choice(geometry: Geometry, bits: int, tokens: int) -> No
 @pytest.mark.parametrize("rows", [1, 5])
 def test_what_is_not_finite_shows_in_its_own_sums_alone(geometry: Geometry, bits: int, rows: int) -> None:  # noqa: F811
     rng = np.random.default_rng(rows)
-    stored, weights64 = weights(rng, bits, 1, 1, 40, 288)
+    stored, _ = weights(rng, bits, 1, 1, 40, 288)
     for bad in (np.nan, np.inf, -np.inf):
         x = jnp.asarray(rng.normal(size=(rows, 288)), jnp.bfloat16)
         damaged = x.at[0, 100].set(bad)
