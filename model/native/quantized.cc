@@ -95,14 +95,14 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_o
   return ffi::Error::Success();
 }
 
-// The chosen experts of one layer: sum over a of share[t, a] down(silu(gate x_t) * up x_t). What lies between the two
-// products is rounded to bf16, and then to 8 bits as x is.
+// The chosen experts of one layer: sum over a of share[t, a] down(min(silu(gate x_t), limit) * clip(up x_t, limit)).
+// What lies between the two products is rounded to bf16, and then to 8 bits as x is.
 //
 // x [T, D], gate_up [s, n, e, 2, F, D], down [s, n, e, D, F], chosen [T, A] with numbers of 0 to s e - 1 (others choose
-// nothing), share [T, A] -> y [T, D].
+// nothing), share [T, A], limit [1], infinite for none -> y [T, D].
 template <int kBits, class Q>
 ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Q gate_up, Bf16s gate_up_scale, Q down, Bf16s down_scale,
-                   Ints layer_of, Ints chosen, Floats share, ffi::Result<Floats> y, int32_t devices) {
+                   Ints layer_of, Ints chosen, Floats share, Floats limit, ffi::Result<Floats> y, int32_t devices) {
   const int64_t each = gate_up.dimensions()[2], experts = gate_up.dimensions()[0] * each;
   const Stack<kBits, Q> up(gate_up, gate_up_scale, each), out_of(down, down_scale, each);
   const int64_t layer = layer_of.typed_data()[0], tokens = x.dimensions()[0], top = chosen.dimensions()[1];
@@ -142,11 +142,8 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Q gate_up, Bf16s gate_up_scale
         Outer(up.values(row), up.scales(row), count, rows, token.data() + from, own, both[half], kOutputs);
       }
       for (int64_t t = 0; t < own; ++t) {
-        const float *g = both[0] + t * kOutputs, *y = both[1] + t * kOutputs;
-        float open[kOutputs];
         Bf16 narrow[kOutputs];
-        Sigmoids(g, count, open);
-        for (int64_t o = 0; o < count; ++o) narrow[o] = Round(g[o] * open[o] * y[o]);
+        Swiglu(both[0] + t * kOutputs, both[1] + t * kOutputs, count, limit.typed_data()[0], narrow);
         for (int64_t o = 0; o < count; o += kGroup) hidden.Set(from + t, (f + o) / kGroup, narrow + o);
       }
     }
@@ -185,7 +182,7 @@ using Fours = ffi::Buffer<ffi::U8>;
 #define LING3_EXPERTS(name, bits, Q)                                                                             \
   XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (Experts<bits, Q>),                                                        \
       ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Q>().Arg<Bf16s>().Arg<Q>().Arg<Bf16s>().Arg<Ints>() \
-          .Arg<Ints>().Arg<Floats>().Ret<Floats>().Attr<int32_t>("devices"))
+          .Arg<Ints>().Arg<Floats>().Arg<Floats>().Ret<Floats>().Attr<int32_t>("devices"))
 
 LING3_PRODUCT(ling3_columns_q8, 8, false, Eights);
 LING3_PRODUCT(ling3_columns_q4, 4, false, Fours);

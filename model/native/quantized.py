@@ -1,7 +1,7 @@
 """The kernels of ``quantized.cc`` as functions of arrays: products with weights of 8 or 4 bits, ``q`` and ``scale``.
 
-They are called for any number of rows, wherever 32 numbers of the last axis share a scale. Rows of ``x`` become 8
-bits, too, by group (the rule is at the head of ``quantized.cc``). Axis letters as in ``model/products.py``; G is D / 32.
+They are called for any number of rows, wherever 32 numbers of the last axis share a scale. Rows of ``x`` become
+8 bits, too, by group (``quantized.cc`` has the rule). Axis letters as in ``model/products.py``; G is D / 32.
 """
 
 import math
@@ -51,8 +51,9 @@ def experts(
     layer: Index,
     chosen: Int32[Array, "T A"],
     share: Float32[Array, "T A"],
+    limit: Float32[Array, ""] | None,
     geometry: Geometry,
 ) -> Float32[Array, "T D"]:
     """As ``calls.experts``; what lies between the two products is rounded to bf16, and then to 8 bits as ``x`` is."""
-    name = _name("experts", gate_up[0])
-    return call(name, geometry, x.shape, x, *gate_up, *down, jnp.int32(layer), chosen, share)
+    name, limit = _name("experts", gate_up[0]), jnp.full(1, jnp.inf, jnp.float32) if limit is None else limit.reshape(1)
+    return call(name, geometry, x.shape, x, *gate_up, *down, jnp.int32(layer), chosen, share, limit)

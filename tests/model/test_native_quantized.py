@@ -75,20 +75,20 @@ def test_products_of_any_shape(geometry: Geometry, bits: int, rows: int) -> None
 
 
 @BITS
-@pytest.mark.parametrize("out", [15, 16, 17, 31, 32, 33, 48, 64, 65])
+@pytest.mark.parametrize("out", [15, 16, 17, 33, 65])
 def test_products_at_the_edges_of_tiles(geometry: Geometry, bits: int, out: int) -> None:  # noqa: F811
     rng = np.random.default_rng(out)
-    for groups in (1, 4, 7, 8, 9, 15, 16, 17, 33):
+    for groups in (1, 7, 8, 9, 15, 16, 17):
         stored, weights64 = weights(rng, bits, 1, 1, out, groups * 32)
-        for rows in (1, 3, 4, 11):
+        for rows in (1, 4, 11):
             x, x64 = rows_of(rng, rows, groups * 32)
             found = quantized.columns(x, *stored, 0, geometry)[:, 0]
             check(found, x64 @ weights64[0, 0].T, np.abs(x64) @ np.abs(weights64[0, 0]).T)
 
 
 @BITS
-@pytest.mark.parametrize("tokens", [1, 3, 20, 150])
-def test_experts_of_any_choice(geometry: Geometry, bits: int, tokens: int) -> None:  # noqa: F811
+@pytest.mark.parametrize(("tokens", "limit"), [(1, None), (3, 0.5), (20, None), (150, 0.5)])
+def test_experts_of_any_choice(geometry: Geometry, bits: int, tokens: int, limit: float | None) -> None:  # noqa: F811
     """Tokens that choose no expert of this device give zeros; many tokens may choose the same one."""
     rng = np.random.default_rng(tokens)
     shards, layers, each, width, dim, top = sizes(rng, 3, 2, 3, 4, 7, 4)
@@ -100,11 +100,15 @@ def test_experts_of_any_choice(geometry: Geometry, bits: int, tokens: int) -> No
     up, up64 = (up[0], up[1] / 16), up64 / 16
     chosen = rng.integers(-1, shards * each + 1, (tokens, top)).astype(np.int32)
     share = rng.random((tokens, top)).astype(np.float32)
-    found = np.asarray(quantized.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), geometry))
+    of_layer = None if limit is None else jnp.float32(limit)
+    found = np.asarray(quantized.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), of_layer, geometry))
     expected = np.zeros((tokens, dim))
     for expert in range(shards * each):
         gate, y = np.einsum("td,gfd->gtf", x64, up64[:, 0].reshape(-1, 2, width, dim)[expert])
-        hidden = np.asarray(jnp.asarray(formulas.silu(gate) * y).astype(jnp.bfloat16).astype(jnp.float32))
+        gated = formulas.silu(gate)
+        if limit is not None:
+            gated, y = np.minimum(gated, limit), np.clip(y, -limit, limit)
+        hidden = np.asarray(jnp.asarray(gated * y).astype(jnp.bfloat16).astype(jnp.float32))
         out = rounded(hidden) @ down64[:, 0].reshape(-1, dim, width)[expert].T
         expected += out * np.where(chosen == expert, share, 0).sum(axis=1, keepdims=True)
     none = ~((chosen >= 0) & (chosen < shards * each)).any(axis=1)
