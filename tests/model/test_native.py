@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from ling3export.compile.kernels import compiled
 from ling3export.foundation.errors import ArtifactError
@@ -20,11 +21,13 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.kda.recurrence import Inputs
 from ling3export.model.native import calls
+from ling3export.model.program import bind
 from ling3export.plan.kernels import LEVELS, compiler, ending
 from ling3export.verify import formulas
 from tests.support.artifacts_fixture import ROOT
-from tests.support.direct import relative
+from tests.support.direct import Direct, relative
 from tests.support.kda_oracle import close, delta_rule
+from tests.support.numerics import Case
 from tests.support.tiny import tiny_fields
 
 pytestmark = pytest.mark.jit
@@ -138,6 +141,31 @@ def test_experts_of_any_choice(geometry: Geometry, seed: int, limit: float | Non
     assert (found[none] == 0).all()
     if expected.any():
         assert relative(found.ravel(), expected.ravel()) < HIDDEN
+
+
+def test_the_limits_of_a_models_layers_reach_the_kernel(geometry: Geometry, tmp_path: Path) -> None:
+    """Programs of models with limits called none. The last layer has no limit."""
+    limits = {"expert_swiglu_limit_list": [0, 0.02]}
+    case = Case(tmp_path / "checkpoint", (1,), num_hidden_layers=3, **limits)
+    direct = Direct(case.config, case.read, dtype="bfloat16")
+    x = np.random.default_rng(0).normal(size=(3, case.config.hidden_size)).astype(np.float32)
+    ways = [
+        (case.config, direct.geometry),
+        (case.config, replace(direct.geometry, kernels=geometry.kernels)),
+        (replace(case.config, expert_swiglu_limit_list=None), direct.geometry),
+    ]
+
+    def body(params: Any, x: jax.Array) -> list[jax.Array]:
+        both = [bind(*way)(params).moe for way in ways]
+        return [jnp.stack([moe(x, layer, jnp.ones(3, bool)) for layer in (0, 1)]) for moe in both]
+
+    mapped = jax.shard_map(body, mesh=direct.mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    program = jax.jit(mapped).lower(direct.params, x)
+    assert f"ling3_experts.{geometry.kernels}" in program.as_text()
+    plain, native, without = (np.asarray(each).reshape(2, -1) for each in program.compile()(direct.params, x))
+    assert relative(native, plain) < HIDDEN
+    assert relative(without[0], plain[0]) > 0.1
+    np.testing.assert_array_equal(without[1], plain[1])
 
 
 @pytest.mark.parametrize("seed", range(CASES))
