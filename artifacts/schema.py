@@ -81,6 +81,12 @@ class PlanRecord:
     dtype: Annotated[str, one_of("bfloat16", "float32")]
     memory_fraction: Annotated[float, within(0, 1)]
     state_memory: int
+    weights: Annotated[str, one_of("int8", "int4", "int4-experts", "int8-channel")] | None = None
+
+    @property
+    def forms(self) -> str:
+        """In which forms the weights are: ``bf16`` where none is quantized."""
+        return self.weights or "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,8 +30,8 @@ TABLE = (
     Dtype("bfloat16", "BF16", np.dtype(ml_dtypes.bfloat16)),
     Dtype("float32", "F32", np.dtype("<f4")),
     Dtype("int32", "I32", np.dtype("<i4")),
-    Dtype("int8", "", np.dtype("i1")),
-    Dtype("uint8", "", np.dtype("u1")),
+    Dtype("int8", "I8", np.dtype("i1")),
+    Dtype("uint8", "U8", np.dtype("u1")),
 )
 BY_NAME = {dtype.name: dtype for dtype in TABLE}
 BY_CODE = {dtype.code: dtype for dtype in TABLE if dtype.code}

@@ -24,6 +24,7 @@ from ling3export.model.mla.layer import GatedMLA
 from ling3export.model.moe import MixtureOfExperts
 from ling3export.model.parameters import arguments
 from ling3export.model.products import gated_mlp, vocab_parallel
+from ling3export.model.quantized import exact, value_of
 
 Batch = DecodeRows | Chunks
 
@@ -51,12 +52,13 @@ class Ling3(nnx.Module):
             shape = argument.shape
             if argument.spec:
                 shape = (shape[0] // geometry.tp, *shape[1:])
-            value = nnx.Param(jnp.zeros(shape, argument.parameter.stored_dtype(geometry.dtype)))
-            stack, attribute, *layer = argument.path
-            if layer:
-                weights.setdefault(stack, {}).setdefault(attribute, nnx.Dict({}))[layer[0]] = value
-            else:
-                weights.setdefault(stack, {})[attribute] = value
+            stack, *inner, last = argument.path
+            into: Any = weights.setdefault(stack, {})
+            for key in inner:
+                if key not in into:
+                    into[key] = nnx.Dict({})
+                into = into[key]
+            into[last] = nnx.Param(jnp.zeros(shape, argument.dtype))
         self.embeddings, self.layers = nnx.Dict(weights["embeddings"]), nnx.Dict(weights["layers"])
         self.kda = KimiDeltaAttention(config, geometry, weights["kda"]) if "kda" in weights else None
         self.mla = GatedMLA(config, geometry, weights["mla"])
@@ -65,11 +67,13 @@ class Ling3(nnx.Module):
 
     def embed(self, tokens: Int32[Array, "T"]) -> Float32[Array, "T D"]:
         """Embeddings of tokens; each device looks up its own rows of the vocabulary."""
-        table = self.embeddings["word_embeddings"][...]
-        table = table.reshape(-1, table.shape[-1])
-        local = tokens - lax.axis_index(AXIS) * table.shape[0]
-        inside = (local >= 0) & (local < table.shape[0])
-        rows = table.at[jnp.where(inside, local, 0)].get(mode=IN_BOUNDS).astype(jnp.float32)
+        table = value_of(self.embeddings["word_embeddings"])
+        table = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), table)
+        count = self.config.vocab_size // self.geometry.tp
+        local = tokens - lax.axis_index(AXIS) * count
+        inside = (local >= 0) & (local < count)
+        at = jnp.where(inside, local, 0)
+        rows = exact(jax.tree.map(lambda each: each.at[at].get(mode=IN_BOUNDS), table))
         return lax.psum(jnp.where(inside[:, None], rows, 0.0), AXIS)
 
     def logits(self, x: Float32[Array, "R D"]) -> Float32[Array, "R v"]:

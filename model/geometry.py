@@ -40,6 +40,9 @@ class Geometry:
             where they call none. Portable programs are lowered without.
         token_dtype: What travels to the experts of a decode step that is cut there: ``"model"``, tokens in the model's
             dtype, or ``"int8"``, tokens of 8 bits with an fp32 scale each.
+        weights: The forms of the parameters, a key of ``model/parameters.py``'s WEIGHTS.
+        activations: What multiplies weights that are quantized by group: ``"bf16"``, activations in the model's dtype,
+            or ``"int8"``, activations rounded to 8 bits by group.
     """
 
     tp: int
@@ -53,6 +56,8 @@ class Geometry:
     snapshots: int = 0
     kernels: str = ""
     token_dtype: str = "model"
+    weights: str = "bf16"
+    activations: str = "bf16"
 
     @property
     def tiled(self) -> bool:

@@ -7,6 +7,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32, Int32, Shaped
 
+Weight = nnx.Param | nnx.Dict  # a parameter; or its layers, or q and scale of one that is quantized, by their keys
 Index = int | Int32[Array, ""]  # a layer's number in its stack, traced inside a loop over layers
 State = dict[str, jax.Array]  # the rows of model/state.py by name, this device's part
 
@@ -24,19 +25,12 @@ def fill_rows(x: Shaped[Array, "T ..."], fewest: int) -> Shaped[Array, "rows ...
     return jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1)) if missing else x
 
 
-def of_layer(weights: nnx.Param | nnx.Dict, layer: Index, *, split: bool) -> Shaped[Array, "..."]:
-    """One layer's weight, from a stack, or from arguments by layer, whose ``layer`` has to be known when tracing."""
-    if isinstance(weights, nnx.Dict):
-        return weights[f"{layer:03}"][...]
-    return take(weights[...], layer, split=split)
-
-
 def take(stacked: Shaped[Array, "..."], index: Index, *, split: bool) -> Shaped[Array, "..."]:
     """One layer of a stacked parameter: ``[s, n, ...] -> [s, ...]`` when split, else ``[n, ...] -> [...]``."""
     return lax.dynamic_index_in_dim(stacked, index, axis=1 if split else 0, keepdims=False)
 
 
-def of_heads(weights: nnx.Param, layer: Index) -> Shaped[Array, "H ..."]:
+def of_heads(weights: Weight, layer: Index) -> Shaped[Array, "H ..."]:
     """One layer of a parameter that is split by heads, its TP shards merged: ``[s, n, h, ...] -> [s h, ...]``."""
     value = take(weights[...], layer, split=True)
     return value.reshape(-1, *value.shape[2:])

@@ -19,9 +19,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import IN_BOUNDS, Index, of_layer, swiglu, take
+from ling3export.model.layers import IN_BOUNDS, Index, Weight, swiglu, take
 from ling3export.model.native import calls
-from ling3export.model.products import einsum, gated_mlp, product
+from ling3export.model.products import einsum, gated_mlp, times
+from ling3export.model.quantized import Matrix, at, exact, flattened, leading, of_layer, value_of, widened
 
 SMALLEST_TILE = 4
 # Up to so many rows, computing all local experts of every row takes no longer than reading their weights. On TPU v6e
@@ -213,7 +214,7 @@ def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", 
 class MixtureOfExperts(nnx.Module):
     """All MoE layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``moe``."""
 
-    def __init__(self, config: Config, geometry: Geometry, weights: dict[str, nnx.Param]) -> None:
+    def __init__(self, config: Config, geometry: Geometry, weights: dict[str, Weight]) -> None:
         self.config, self.geometry = config, geometry
         self.gate, self.expert_bias = weights["gate"], weights["expert_bias"]
         self.experts_gate_up_proj = weights["experts_gate_up_proj"]
@@ -283,31 +284,38 @@ class MixtureOfExperts(nnx.Module):
 
     def all_local(self, x: Float[Array, "T D"], layer: Index, share: Float32[Array, "W T"]) -> Float32[Array, "T D"]:
         """Every expert of this device for every row, weighted; best where reading weights takes longer."""
-        gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
-        down = of_layer(self.experts_down_proj, layer, split=True)
+        stacks = self.experts_gate_up_proj, self.experts_down_proj
+        layers = (of_layer(stack, layer, split=True) for stack in stacks)
+        (gate_up, up_scale), (down, down_scale) = (widened(each, self.geometry) for each in layers)
         local, dim = gate_up.shape[0] * gate_up.shape[1], x.shape[1]
         # Experts outside, tokens inside: an axis of 8 experts as the second to last would be laid out anew.
         y = einsum("td,ecfd->ectf", x, gate_up.reshape(local, 2, -1, dim))
+        if up_scale is not None:
+            y = y * up_scale.reshape(local, 2, 1, -1)
         hidden = (swiglu(y[:, 0], y[:, 1], self.routed_limit(layer)) * share[:, :, None]).astype(x.dtype)
-        return einsum("etf,edf->td", hidden, down.reshape(local, dim, -1))
+        down = down.reshape(local, dim, -1)
+        if down_scale is None:
+            return einsum("etf,edf->td", hidden, down)
+        return jnp.sum(einsum("etf,edf->etd", hidden, down) * down_scale.reshape(local, 1, dim), axis=0)
 
     def some_local(self, x: Float[Array, "T D"], layer: Index, share: Float32[Array, "W T"]) -> Float32[Array, "T D"]:
         """:meth:`all_local` that reads those experts alone that some row chose, one after the other."""
-        gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
-        down = of_layer(self.experts_down_proj, layer, split=True)
-        gate_up, down = gate_up.reshape(len(share), -1, x.shape[1]), down.reshape(len(share), x.shape[1], -1)
+        stacks = self.experts_gate_up_proj, self.experts_down_proj
+        layers = [of_layer(stack, layer, split=True) for stack in stacks]
+        gate_up, down = (flattened(each, len(share)) for each in layers)
+        middle = leading(gate_up)[1] // 2
         limit = self.routed_limit(layer)
         # Wide, and not put together in the loop: each expert's would be an operation of its own there.
-        wide = lax.optimization_barrier(jnp.broadcast_to(share[:, :, None], (*share.shape, down.shape[2])))
+        wide = lax.optimization_barrier(jnp.broadcast_to(share[:, :, None], (*share.shape, middle)))
         chosen = jnp.pad(jnp.any(share != 0, axis=1), (0, -len(share) % 32)).reshape(-1, 32)
         words = jnp.sum(jnp.where(chosen, jnp.uint32(1) << jnp.arange(32, dtype=jnp.uint32), jnp.uint32(0)), axis=1)
 
         def one(carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
             number, left = lowest(carry[0])
-            y = product(x, take(gate_up, number, split=False), 1)
-            half = y.shape[1] // 2
-            hidden = swiglu(y[:, :half], y[:, half:], limit) * take(wide, number, split=False)
-            return left, carry[1] + product(hidden.astype(x.dtype), take(down, number, split=False), 1)
+            up, out = (jax.tree.map(lambda each: take(each, number, split=False), stack) for stack in (gate_up, down))
+            y = times(x, up, self.geometry)
+            hidden = swiglu(y[:, :middle], y[:, middle:], limit) * take(wide, number, split=False)
+            return left, carry[1] + times(hidden.astype(x.dtype), out, self.geometry)
 
         def is_left(carry: tuple[list[jax.Array], jax.Array]) -> jax.Array:
             return functools.reduce(jnp.bitwise_or, carry[0]) != 0
@@ -322,13 +330,17 @@ class MixtureOfExperts(nnx.Module):
 
         Sums of products of elements: XLA:GPU reads the chosen matrices where they lie, without a copy of them.
         """
-        gate_up = of_layer(self.experts_gate_up_proj, layer, split=True)
-        down = of_layer(self.experts_down_proj, layer, split=True)
-        gate_up, down = (each.reshape(-1, *each.shape[2:]) for each in (gate_up, down))
-        wide = gate_up.at[chosen].get(mode=IN_BOUNDS).astype(jnp.float32)  # [T, A, 2, F, D]
+        stacks = self.experts_gate_up_proj, self.experts_down_proj
+        layers = [of_layer(stack, layer, split=True) for stack in stacks]
+        gate_up, down = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), layers)
+
+        def of_chosen(weights: Matrix) -> Float32[Array, "T A ..."]:
+            return exact(jax.tree.map(lambda each: each.at[chosen].get(mode=IN_BOUNDS), weights))
+
+        wide = of_chosen(gate_up)  # [T, A, 2, F, D]
         y = jnp.sum(wide * x.astype(jnp.float32)[:, None, None, None], axis=-1)
         hidden = (swiglu(y[:, :, 0], y[:, :, 1], self.routed_limit(layer)) * share[:, :, None]).astype(x.dtype)
-        narrow = down.at[chosen].get(mode=IN_BOUNDS).astype(jnp.float32)  # [T, A, D, F]
+        narrow = of_chosen(down)  # [T, A, D, F]
         return jnp.sum(jnp.sum(narrow * hidden.astype(jnp.float32)[:, :, None], axis=-1), axis=1)
 
     def _routed(
@@ -346,8 +358,8 @@ class MixtureOfExperts(nnx.Module):
             up, out = (stack[...] for stack in stacks)
             own = chosen - lax.axis_index(AXIS) * up.shape[0] * up.shape[2]
             return calls.experts(x, up, out, layer, jnp.where(valid[:, None], own, -1), weights, limit, self.geometry)
-        gate_up, down = (of_layer(stack, layer, split=True) if layered else stack[...] for stack in stacks)
-        shards, each = gate_up.shape[0], gate_up.shape[1 if layered else 2]
+        gate_up, down = (of_layer(stack, layer, split=True) if layered else value_of(stack) for stack in stacks)
+        shards, each = leading(gate_up)[0], leading(gate_up)[1 if layered else 2]
         local = shards * each
         tokens, top = chosen.shape
         mine = chosen - lax.axis_index(AXIS) * local
@@ -360,12 +372,13 @@ class MixtureOfExperts(nnx.Module):
 
         def multiply(i: jax.Array, out: jax.Array, count: int) -> jax.Array:
             expert = tile_expert[i]
-            at = (expert // each, expert % each) if layered else (expert // each, layer, expert % each)
+            own = (expert // each, expert % each) if layered else (expert // each, layer, expert % each)
             inputs = x[lax.dynamic_slice_in_dim(token, i * rows, count)]
-            y = product(inputs, gate_up[at].reshape(-1, x.shape[1]), 1)
+            y = times(inputs, at(gate_up, own), self.geometry)
             half = y.shape[1] // 2
             hidden = swiglu(y[:, :half], y[:, half:], limit).astype(x.dtype)
-            return lax.dynamic_update_slice_in_dim(out, product(hidden, down[at], 1), i * rows, axis=0)
+            done = times(hidden, at(down, own), self.geometry)
+            return lax.dynamic_update_slice_in_dim(out, done, i * rows, axis=0)
 
         def tile(i: jax.Array, out: jax.Array) -> jax.Array:
             if rows != SMALLEST_TILE:

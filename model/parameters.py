@@ -11,13 +11,19 @@ parallelism TP owns ``tp_shards / TP`` neighbouring ones, one contiguous range o
 Matrices are kept ``[..., out, in]`` where the output is split and ``[..., in, out]`` where the input is split, so that
 merging TP shards is a reshape at every TP. On CPU the first form is also the faster one (docs/log/kernels-cpu.md).
 
+A matrix may be quantized (docs/decisions/0015-quantized-weights.md): two tensors, ``q`` and ``scale``, each an argument
+of its own. It always lies ``[..., out, in]``, because groups of values that share a scale run along the input.
+
 Axis letters: s TP shards, n stacked layers, h heads of one TP shard.
 """
 
+import math
 import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 
@@ -26,6 +32,33 @@ Shape = tuple[int, ...]
 BF16, F32 = ("BF16",), ("F32",)
 ROUTER = ("F32", "BF16")  # the public release stores the router's weight in bf16
 EXPERT = "{expert}"  # stands in a tensor's name for the number of an expert
+
+PLAIN = "bf16"  # the form of what is not quantized: one tensor, in the artifact's dtype
+# By what a build calls its weights: the form of the routed experts, and that of all other matrices of MATRICES.
+WEIGHTS = {
+    PLAIN: (PLAIN, PLAIN),
+    "int8": ("int8", "int8"),
+    "int4": ("int4", "int8"),
+    "int4-experts": ("int4", PLAIN),
+    "int8-channel": ("int8-channel", "int8-channel"),
+}
+# What may be quantized. Not MLA's w_uk, which is contracted over its outputs, too, nor what is small.
+MATRICES = frozenset(
+    "embeddings.word_embeddings embeddings.lm_head kda.qkvfg_proj kda.o_proj mla.q_proj mla.q_a_proj mla.q_b_proj "
+    "mla.kv_a_proj_with_mqa mla.dense dense.gate_up_proj dense.down_proj moe.experts_gate_up_proj "
+    "moe.experts_down_proj moe.shared_gate_up_proj moe.shared_down_proj".split()
+)
+GROUP = 32  # values along the input that share a scale, in the forms int8 and int4
+SMALLEST_GROUP = 8  # where an input is no multiple of GROUP: below, the scales would take what q saves
+
+
+class Tensor(NamedTuple):
+    """A tensor of the store."""
+
+    name: str
+    part: str  # ``q`` or ``scale`` of a quantized parameter, or empty
+    shape: Shape
+    dtype: str  # as numpy calls it
 
 
 @dataclass(frozen=True)
@@ -62,6 +95,7 @@ class Parameter:
     # For each row of the stack axis, the layer it belongs to; empty when the parameter is not stacked.
     layers: tuple[int, ...]
     source: Source  # where it comes from. What may be fp32 there is an fp32 island of docs/model.md
+    form: str = PLAIN  # or ``int8``, ``int4``, ``int8-channel``: a matrix ``[..., out, in]`` of q and scale
 
     @property
     def stack(self) -> str:
@@ -76,6 +110,44 @@ class Parameter:
     def stored_dtype(self, dtype: str) -> str:
         """``bfloat16`` or ``float32``: what the store of an artifact of ``dtype`` holds."""
         return "float32" if "F32" in self.source.dtypes else dtype
+
+    @property
+    def group(self) -> int:
+        """How many values share a scale: GROUP, or what divides an input that is no multiple of it."""
+        return math.gcd(self.source.shape[-1], GROUP)
+
+    def tensors(self, dtype: str) -> tuple[Tensor, ...]:
+        """What the store of an artifact of ``dtype`` holds: the parameter itself, or ``q`` and ``scale``.
+
+        A TP shard whose input cuts through groups has a scale for each part of one, the same for all parts.
+        """
+        if self.form == PLAIN:
+            return (Tensor(self.name, "", self.shape, self.stored_dtype(dtype)),)
+        *out, width = self.shape
+        groups = width // math.gcd(width, self.group)
+        q = ((*out, width // 2), "uint8") if self.form == "int4" else ((*out, width), "int8")
+        scale = (tuple(out), "float32") if self.form == "int8-channel" else ((*out, groups), "bfloat16")
+        return Tensor(f"{self.name}.q", "q", *q), Tensor(f"{self.name}.scale", "scale", *scale)
+
+    def nbytes(self, dtype: str) -> int:
+        """Bytes of all of it in the store of an artifact of ``dtype``."""
+        return sum(math.prod(each.shape) * BY_NAME[each.dtype].nbytes for each in self.tensors(dtype))
+
+    def quantized(self, form: str) -> "Parameter":
+        """This matrix in another form.
+
+        Raises:
+            PlanError: Its input does not divide into groups.
+        """
+        inputs = self.source.shape[-1]
+        if form != "int8-channel" and self.group < SMALLEST_GROUP:
+            raise PlanError(
+                f"--weights: expected inputs of {self.name} that divide into groups of {GROUP}, found {inputs} = "
+                f"{inputs // GROUP} * {GROUP} + {inputs % GROUP}, whose common divisor with {GROUP} is {self.group}",
+                f"less than {SMALLEST_GROUP} values a scale save nothing: build it with --weights bf16 or int8-channel",
+            )
+        *outer, first, last = self.shape
+        return replace(self, form=form, shape=(*outer, last, first) if self.source.columns else self.shape)
 
 
 def _kda(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
@@ -215,9 +287,18 @@ def _forward(config: Config) -> list[Parameter]:
     ]
 
 
-def parameters(config: Config) -> list[Parameter]:
-    """Every parameter of the model, in a fixed order (sorted by name)."""
-    return sorted(_forward(config), key=lambda row: row.name)
+def parameters(config: Config, weights: str = PLAIN) -> list[Parameter]:
+    """Every parameter of the model in the forms of ``weights``, a key of WEIGHTS, in a fixed order (sorted by name).
+
+    Raises:
+        PlanError: A matrix cannot have its form.
+    """
+    routed, other = WEIGHTS[weights]
+    rows = []
+    for row in sorted(_forward(config), key=lambda row: row.name):
+        form = routed if row.split == "experts" else other
+        rows.append(row if form == PLAIN or row.name not in MATRICES else row.quantized(form))
+    return rows
 
 
 class TensorInfo(NamedTuple):
@@ -284,22 +365,29 @@ LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj"
 
 @dataclass(frozen=True)
 class Argument:
-    """One weight argument of a program: a parameter, or one layer of it."""
+    """One weight argument of a program: a tensor of a parameter, or one layer of it."""
 
     parameter: Parameter  # the row of the table
+    tensor: Tensor  # of the store
     layer: int | None = None  # index along the stack axis; None for the whole stack
 
     @property
     def path(self) -> tuple[str, ...]:
-        """Keys in the parameter tree; layers are written so that they sort."""
+        """Keys in the parameter tree: stack, attribute, layer (written so that they sort), ``q`` or ``scale``."""
         stack, _, attribute = self.parameter.name.partition(".")
-        return (stack, attribute) if self.layer is None else (stack, attribute, f"{self.layer:03}")
+        layer = () if self.layer is None else (f"{self.layer:03}",)
+        return (stack, attribute, *layer, *filter(None, (self.tensor.part,)))
 
     @property
     def shape(self) -> Shape:
-        """The parameter's shape, without the stack axis where the argument is one layer."""
-        shape, axis = self.parameter.shape, self.parameter.stack_axis
+        """The tensor's shape, without the stack axis where the argument is one layer."""
+        shape, axis = self.tensor.shape, self.parameter.stack_axis
         return shape if self.layer is None else (*shape[:axis], *shape[axis + 1 :])
+
+    @property
+    def dtype(self) -> str:
+        """As numpy calls it."""
+        return self.tensor.dtype
 
     @property
     def spec(self) -> tuple[str | None, ...]:
@@ -310,7 +398,8 @@ class Argument:
 def arguments(config: Config, geometry: Geometry) -> list[Argument]:
     """The weight arguments of a target's programs, in flattening order."""
     rows = []
-    for row in parameters(config):
+    for row in parameters(config, geometry.weights):
         layered = geometry.tiled and row.name in LAYERED
-        rows += [Argument(row, index) for index in (range(len(row.layers)) if layered else (None,))]
+        for layer in range(len(row.layers)) if layered else (None,):
+            rows += [Argument(row, tensor, layer) for tensor in row.tensors(geometry.dtype)]
     return rows

@@ -6,7 +6,8 @@ large layers are therefore multiplied one TP shard after the other, so that each
 24 against 12 GB/s of weights for one row, 11.5 against 8.3 for 16 rows, equal for 512 (docs/log/kernels-cpu.md). On
 accelerators one large product is the better form.
 
-Executables for cpu may call native kernels instead (``native/``), which read a layer where it lies.
+Executables for cpu may call native kernels instead (``native/``), which read a layer where it lies. A quantized weight
+is widened as ``quantized.py`` says: in the form ``loops`` a TP shard of a layer at a time, so that little is held.
 
 Axis letters as in ``model/parameters.py``: s TP shards, n stacked layers, h heads of one TP shard. ``layer`` is always
 an index into the stack, and ``geometry`` says which form the products have.
@@ -16,13 +17,23 @@ import math
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ling3export.model.geometry import Geometry
-from ling3export.model.layers import Index, of_heads, of_layer, swiglu, take
+from ling3export.model.layers import Index, Weight, of_heads, swiglu
 from ling3export.model.native import calls
+from ling3export.model.quantized import (
+    Matrix,
+    Quantized,
+    activations,
+    at,
+    is_quantized,
+    leading,
+    of_layer,
+    value_of,
+    widened,
+)
 
 CACHED = 4 * 2**20  # bytes of one layer's weight that stay in the caches between a copy and the product
 PIECE = 1024  # rows of the vocabulary at a time: 2 to 4 MB, as fast as the TP shards of the layers
@@ -39,28 +50,53 @@ def product(x: Float[Array, "T X"], weight: Float[Array, "_ _"], axis: int) -> F
     return lax.dot_general(x, weight, dims, precision=precision(x.dtype), preferred_element_type=jnp.float32)
 
 
+def times(x: Float[Array, "T X"], weight: Matrix, geometry: Geometry) -> Float32[Array, "T Y"]:
+    """``x`` times a matrix over the last axis, whose others are merged."""
+    values, scale = widened(weight, geometry)
+    y = product(_operand(x, weight, values, geometry), values.reshape(-1, values.shape[-1]), 1)
+    return y if scale is None else y * scale.reshape(-1)
+
+
+def _operand(x: Float[Array, "T X"], weight: Matrix, values: jax.Array, geometry: Geometry) -> Float[Array, "T X"]:
+    """``x`` as it is multiplied by a weight that was widened to ``values``."""
+    return activations(x, weight, geometry).astype(values.dtype) if isinstance(weight, Quantized) else x
+
+
 def einsum(equation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
     """``jnp.einsum`` of operands of one dtype."""
     return jnp.einsum(equation, x, y, precision=precision(x.dtype), preferred_element_type=jnp.float32)
 
 
-def dot(x: Float[Array, "T D"], weight: Float[Array, "*out D"], geometry: Geometry) -> Float32[Array, "T *out"]:
+def dot(x: Float[Array, "T D"], weight: Matrix, geometry: Geometry) -> Float32[Array, "T *out"]:
     """``x`` times ``weight`` over D.
 
     For TPUs a single column is filled up to 128: XLA:TPU keeps a product of one column from its matrix units (5.8
     against 2.7 µs at 512 rows).
     """
-    rows, shape = x.shape[0], weight.shape[:-1]
-    x = _more_than_one_row(x, geometry)
-    weight = weight.reshape(-1, weight.shape[-1])  # a dot over more axes transposes the weight on CPU
-    columns = weight.shape[0]
+    rows, shape = x.shape[0], leading(weight)
+    values, scale = widened(weight, geometry)
+    x = _more_than_one_row(_operand(x, weight, values, geometry), geometry)
+    values = values.reshape(-1, values.shape[-1])  # a dot over more axes transposes the weight on CPU
+    columns = values.shape[0]
     if geometry.sum_by_matmul and columns == 1:
-        weight = jnp.pad(weight, ((0, 127), (0, 0)))
-    return product(x, weight, 1)[:rows, :columns].reshape(rows, *shape)
+        values = jnp.pad(values, ((0, 127), (0, 0)))
+    y = product(x, values, 1)[:rows, :columns].reshape(rows, *shape)
+    return y if scale is None else y * scale
 
 
-def dot_merged(x: Float[Array, "T F"], weight: Float[Array, "s each D"], geometry: Geometry) -> Float32[Array, "T D"]:
-    """``x`` times one layer of a row-parallel weight, whose TP shards are merged first: this device's partial sum."""
+def dot_merged(x: Float[Array, "T F"], weight: Matrix, geometry: Geometry) -> Float32[Array, "T D"]:
+    """``x`` times one layer of a row-parallel weight, whose TP shards are merged first: this device's partial sum.
+
+    ``weight`` is ``[s, each, D]``, or quantized ``[s, D, each]``, where every TP shard has the same scales of outputs.
+    """
+    if isinstance(weight, Quantized):
+        shards = weight.q.shape[0]
+        if shards == 1:
+            return dot(x, at(weight, (0,)), geometry)
+        values, scale = widened(weight, geometry)
+        x = _operand(x, weight, values, geometry)
+        y = einsum("tsf,sdf->td", x.reshape(x.shape[0], shards, -1), values)
+        return y if scale is None else y * scale[0]
     if geometry.unrolled and x.shape[0] == 1:
         parts = einsum("sf,sfd->sd", x.reshape(weight.shape[:2]), weight)
         return jnp.sum(lax.optimization_barrier(parts), axis=0, keepdims=True)
@@ -86,76 +122,79 @@ def dot_heads(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]
 
 
 def column_parallel(
-    x: Float[Array, "T D"], weights: nnx.Param | nnx.Dict, layer: Index, geometry: Geometry
+    x: Float[Array, "T D"], weights: Weight, layer: Index, geometry: Geometry
 ) -> Float32[Array, "T s *out"]:
     """A column-parallel matmul: the output axis is split over devices, and nothing needs to be summed.
 
-    ``x`` is the same on every device; ``weights`` are ``[s, n, ..., D]``, or one argument ``[s, ..., D]`` a layer.
+    ``x`` is the same on every device; ``weights`` are ``[s, n, ..., D]``, or arguments ``[s, ..., D]`` a layer.
     """
     if calls.do_columns(weights, x.shape[0], geometry):
         return calls.columns(x, weights[...], layer, geometry)
-    if isinstance(weights, nnx.Dict) or not _one_by_one(weights[...], geometry):
+    if not _one_by_one(weights, geometry):
         return dot(x, of_layer(weights, layer, split=True), geometry)
-    stacked = weights[...]
-    shape, rows = stacked.shape, x.shape[0]
+    stacked = value_of(weights)
+    (shards, _, *out), rows = leading(stacked), x.shape[0]
 
-    def shard(s: jax.Array, out: jax.Array) -> jax.Array:
-        y = product(x, _shard(stacked, s, layer).reshape(-1, shape[-1]), 1)
-        return lax.dynamic_update_slice(out, y[:, None], (0, s, 0))
+    def shard(s: jax.Array, y: jax.Array) -> jax.Array:
+        own = times(x, _shard(stacked, s, layer), geometry)
+        return lax.dynamic_update_slice(y, own[:, None], (0, s, 0))
 
-    out = jnp.zeros((rows, shape[0], math.prod(shape[2:-1])), jnp.float32)
-    return lax.fori_loop(0, shape[0], shard, out).reshape(rows, shape[0], *shape[2:-1])
+    y = jnp.zeros((rows, shards, math.prod(out)), jnp.float32)
+    return lax.fori_loop(0, shards, shard, y).reshape(rows, shards, *out)
 
 
-def replicated(x: Float[Array, "T D"], weights: nnx.Param, layer: Index, geometry: Geometry) -> Float32[Array, "T out"]:
+def replicated(x: Float[Array, "T D"], weights: Weight, layer: Index, geometry: Geometry) -> Float32[Array, "T out"]:
     """A matmul with ``weights [n, out, D]``, which every device has whole."""
     if calls.do_columns(weights, x.shape[0], geometry):
         return calls.columns(x, weights[...][None], layer, geometry)[:, 0]
-    return dot(x, take(weights[...], layer, split=False), geometry)
+    return dot(x, of_layer(weights, layer, split=False), geometry)
 
 
-def row_parallel(x: Float[Array, "T F"], weights: nnx.Param, layer: Index, geometry: Geometry) -> Float32[Array, "T D"]:
-    """A row-parallel matmul with ``weights [s, n, F/s, D]``: the input axis is split over devices.
+def row_parallel(x: Float[Array, "T F"], weights: Weight, layer: Index, geometry: Geometry) -> Float32[Array, "T D"]:
+    """A row-parallel matmul with ``weights [s, n, F/s, D]``, or quantized ``[s, n, D, F/s]``: the input axis is split.
 
     Returns:
         This device's partial sum, to be added up over devices in fp32: rounded first it would depend on TP.
     """
-    stacked = weights[...]
     if calls.are_there(weights, calls.are_few(x.shape[0], geometry), geometry):
-        return calls.rows(x, stacked, layer, geometry)
-    if not _one_by_one(stacked, geometry):
-        return dot_merged(x, take(stacked, layer, split=True), geometry)
-    shards, _, width, dim = stacked.shape
+        return calls.rows(x, weights[...], layer, geometry)
+    if not _one_by_one(weights, geometry):
+        return dot_merged(x, of_layer(weights, layer, split=True), geometry)
+    stacked = value_of(weights)
+    shards, dim = leading(stacked)[0], leading(stacked)[2] if isinstance(stacked, Quantized) else stacked.shape[3]
+    width = x.shape[1] // shards
 
     def shard(s: jax.Array, total: jax.Array) -> jax.Array:
-        own = lax.dynamic_slice_in_dim(x, s * width, width, axis=1)
-        return total + product(own, _shard(stacked, s, layer), 0)
+        own, weight = lax.dynamic_slice_in_dim(x, s * width, width, axis=1), _shard(stacked, s, layer)
+        return total + (times(own, weight, geometry) if isinstance(weight, Quantized) else product(own, weight, 0))
 
     return lax.fori_loop(0, shards, shard, jnp.zeros((x.shape[0], dim), jnp.float32))
 
 
-def vocab_parallel(x: Float[Array, "T D"], weights: nnx.Param, geometry: Geometry) -> Float32[Array, "T rows"]:
+def vocab_parallel(x: Float[Array, "T D"], weights: Weight, geometry: Geometry) -> Float32[Array, "T rows"]:
     """``x`` times this device's part of the output head ``[s, each, D]``, ``s * each`` rows of the vocabulary.
 
-    One row of ``x`` goes through pieces of the table: for the whole, XLA:CPU would widen all of it to fp32 first.
+    One row of ``x`` goes through pieces of the table, and any rows through pieces of a quantized one: for the whole,
+    XLA:CPU would widen all of it to fp32 first.
     """
-    table = weights[...]
-    rows, dim = math.prod(table.shape[:-1]), table.shape[-1]
+    table = value_of(weights)
+    rows = math.prod(leading(table))
     if calls.do_columns(weights, x.shape[0], geometry):
-        return calls.columns(x, table[:, None], 0, geometry).reshape(x.shape[0], rows)
-    if x.shape[0] > 1 or geometry.tiled or table.nbytes <= CACHED:
+        return calls.columns(x, weights[...][:, None], 0, geometry).reshape(x.shape[0], rows)
+    few = x.shape[0] == 1 or is_quantized(weights)
+    if not few or geometry.tiled or rows * x.shape[1] * x.dtype.itemsize <= CACHED:
         return dot(x, table, geometry).reshape(x.shape[0], rows)
     size = max(size for size in range(1, PIECE + 1) if rows % size == 0)
-    pieces = table.reshape(-1, size, dim)
+    pieces = jax.tree.map(lambda each: each.reshape(-1, size, *each.shape[2:]), table)
 
     def piece(i: jax.Array, out: jax.Array) -> jax.Array:
-        return lax.dynamic_update_slice_in_dim(out, product(x, pieces[i], 1), i * size, axis=1)
+        return lax.dynamic_update_slice_in_dim(out, times(x, at(pieces, (i,)), geometry), i * size, axis=1)
 
-    return lax.fori_loop(0, rows // size, piece, jnp.zeros((1, rows), jnp.float32))
+    return lax.fori_loop(0, rows // size, piece, jnp.zeros((x.shape[0], rows), jnp.float32))
 
 
 def per_head(
-    x: Float[Array, "T H X"], weights: nnx.Param, layer: Index, axis: int, geometry: Geometry
+    x: Float[Array, "T H X"], weights: Weight, layer: Index, axis: int, geometry: Geometry
 ) -> Float32[Array, "T H Y"]:
     """Each head's rows times a matrix of its own, over the ``axis`` 0 or 1 of the matrix.
 
@@ -181,8 +220,8 @@ def per_head(
 
 def gated_mlp(
     x: Float[Array, "T D"],
-    gate_up: nnx.Param,
-    down: nnx.Param,
+    gate_up: Weight,
+    down: Weight,
     layer: Index,
     geometry: Geometry,
     limit: Float32[Array, ""] | None = None,
@@ -196,12 +235,19 @@ def gated_mlp(
     return row_parallel(hidden.reshape(x.shape[0], -1).astype(x.dtype), down, layer, geometry)
 
 
-def _one_by_one(stacked: jax.Array, geometry: Geometry) -> bool:
+def _one_by_one(weights: Weight, geometry: Geometry) -> bool:
     """Whether the TP shards of a layer are multiplied one after the other."""
-    layer = stacked.nbytes // stacked.shape[1]
-    return not geometry.tiled and stacked.shape[0] > 1 and layer > CACHED
+    if geometry.tiled:
+        return False
+    if is_quantized(weights):
+        return leading(value_of(weights))[0] > 1
+    stacked = weights[...]
+    return stacked.shape[0] > 1 and stacked.nbytes // stacked.shape[1] > CACHED
 
 
-def _shard(stacked: jax.Array, s: jax.Array, layer: Index) -> jax.Array:
-    sizes = (1, 1, *stacked.shape[2:])
-    return lax.dynamic_slice(stacked, (s, layer, *[0] * (stacked.ndim - 2)), sizes).reshape(sizes[2:])
+def _shard(stacked: Matrix, s: jax.Array, layer: Index) -> Matrix:
+    def own(each: jax.Array) -> jax.Array:
+        sizes = (1, 1, *each.shape[2:])
+        return lax.dynamic_slice(each, (s, layer, *[0] * (each.ndim - 2)), sizes).reshape(sizes[2:])
+
+    return jax.tree.map(own, stacked)

@@ -63,8 +63,7 @@ def parameter_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
     values: Tree = {}
     specs: Tree = {}
     for argument in arguments(config, geometry):
-        dtype = argument.parameter.stored_dtype(geometry.dtype)
-        put(values, argument.path, jax.ShapeDtypeStruct(argument.shape, jnp.dtype(dtype)))
+        put(values, argument.path, jax.ShapeDtypeStruct(argument.shape, jnp.dtype(argument.dtype)))
         put(specs, argument.path, P(*argument.spec))
     return values, specs
 

@@ -91,7 +91,7 @@ def element_numbers(config: Config) -> tuple[dict[str, TensorInfo], dict[str, in
     for row in parameters(config):
         flat: dict[int | None, list[np.ndarray]] = {}
         for layer in row.layers or (None,):
-            for slab, piece in pieces(row, layer, config, lambda name: _numbers(first[name], tensors[name].shape)):
+            for slab, (piece,) in pieces(row, layer, config, lambda name: _numbers(first[name], tensors[name].shape)):
                 flat.setdefault(slab, []).append(piece.reshape(-1))
         stack, _, name = row.name.partition(".")
         keys = [None] if row.split is None else list(range(config.tp_shards))

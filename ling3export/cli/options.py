@@ -6,7 +6,8 @@ from typing import Any
 
 import click
 
-from ling3export.plan.options import Options, parse_bytes, parse_paddings
+from ling3export.model.parameters import WEIGHTS
+from ling3export.plan.options import AS_STORED, Options, parse_bytes, parse_paddings
 from ling3export.runners.cli.command import section
 from ling3export.runners.cli.options import field_option
 
@@ -59,6 +60,12 @@ PROGRAMS = section(
         "With --afd: how tokens travel to ffn-workers, in the model's dtype or in int8, half the bytes.",
     ),
     _option("kernels", click.Choice(["auto", "on", "off"]), "Native kernels in executables for cpu."),
+    _option(
+        "weights",
+        click.Choice([AS_STORED, *WEIGHTS]),
+        "Store matrices in 8 bits, or routed experts in 4 and all else in 8; int4-experts leaves all else as it is. "
+        "int8-channel, with a scale an output, is for tpu.",
+    ),
     _option("dtype", click.Choice(["bfloat16", "float32"]), "float32 means highest matmul precision throughout."),
 )
 MACHINES = section(

@@ -70,9 +70,10 @@ def attach(
             write_new(folder / record.path, read_checked(artifact, record))
         tokenizer = copy_tokenizer(folder, source)
         pools = [target.state.pages * target.state.page_size for target in manifest.targets.values()]
-        weights = write_weights(folder, source, manifest.plan.dtype, report)
+        form = manifest.plan.forms
+        weights = write_weights(folder, source, manifest.plan.dtype, report, form)
         context = min(manifest.plan.context, *pools)
-        vectors = write_vectors(source, folder, context, manifest.plan.dtype, report)
+        vectors = write_vectors(source, folder, context, manifest.plan.dtype, report, form)
         here = [name for name in manifest.targets if run and plan_of(manifest, name).target.runs_here]
         vectors = still_measured(manifest, weights, vectors, here, report)
         manifest = replace(

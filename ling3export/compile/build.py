@@ -37,6 +37,7 @@ from ling3export.compile.target_record import target_record
 from ling3export.foundation.errors import ArtifactError, CheckpointError, PlanError
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.model.config import Config, read_config
+from ling3export.model.parameters import PLAIN
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 from ling3export.plan.targets import check_toolchain
@@ -110,8 +111,9 @@ def build(
         with compiling(config, options, plans, folder, cells, report) as compiled:
             if weights is not None:
                 context = min(min(plan.context, plan.geometry.pages * plan.geometry.page_size) for plan in plans)
-                stored = write_weights(folder, weights, options.dtype, report)
-                vectors = write_vectors(weights, folder, context, options.dtype, report)
+                form = plans[0].geometry.weights
+                stored = write_weights(folder, weights, options.dtype, report, form)
+                vectors = write_vectors(weights, folder, context, options.dtype, report, form)
                 body = replace(body, weights=stored, vectors=vectors)
             outcomes = compiled()
         manifest = complete(folder, body, outcomes, report, cells, prove=prove)
@@ -148,6 +150,7 @@ def described(config: Config, source: schema.SourceRecord, options: Options, pla
             geometry.dtype,
             options.memory_fraction,
             options.state_memory,
+            None if geometry.weights == PLAIN else geometry.weights,
         ),
         targets={},
         weights=schema.WeightsRecord({}, {}),

@@ -30,9 +30,9 @@ from ling3export.compile.pool import BuildOutcome
 from ling3export.compile.replay import changes_since
 from ling3export.foundation.errors import PlanError, listed
 from ling3export.model.geometry import CHUNK
-from ling3export.plan.options import SHARED, Options, check_paddings
+from ling3export.plan.options import AS_STORED, Options, check_paddings
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.plan.recorded import config_of, options_of, plan_of
+from ling3export.plan.recorded import config_of, options_of, plan_of, shared
 from ling3export.verify.verify import check_digests
 
 SIZING = ("memory_fraction", "state_memory")  # what sized the pools, so that a target that is added is sized alike
@@ -115,9 +115,9 @@ def _plans(artifact: Path, manifest: Manifest, options: Options, given: set[str]
 
 
 def _check_shared(options: Options, given: set[str], manifest: Manifest, artifact: Path) -> None:
-    for name in SHARED:
-        value, wanted = getattr(options, name), getattr(manifest.plan, name)
-        if name in given and value != wanted:
+    for name, wanted in shared(manifest).items():
+        value = getattr(options, name)
+        if name in given and value not in (wanted, AS_STORED):
             shown = [",".join(map(str, each)) if isinstance(each, tuple) else each for each in (wanted, value)]
             raise PlanError(
                 f"--{name.replace('_', '-')}: expected {shown[0]}, which the targets of `{artifact.name}` share, "

@@ -34,15 +34,14 @@ def target_record(
     parameters = tuple(
         schema.ParameterRecord(
             ".".join(argument.path),
-            row.name,
-            row.shape,
-            row.stored_dtype(geometry.dtype),
+            argument.tensor.name,
+            argument.tensor.shape,
+            argument.dtype,
             tuple(argument.spec),
             argument.layer,
             None if argument.layer is None else argument.parameter.stack_axis,
         )
         for argument in arguments(config, geometry)
-        for row in (argument.parameter,)
     )
     arrays = tuple(
         schema.StateArrayRecord(row.name, row.shape, row.dtype, tuple(row.spec), row.axes)

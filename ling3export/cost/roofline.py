@@ -103,13 +103,14 @@ def roofline_bound(
     weights = flops = 0.0
     chosen = config.num_experts_per_tok / config.num_experts
     read = touched(padding, config)
-    for row in parameters(config):
+    for row in parameters(config, geometry.weights):
         if row.name == TABLE or not _used(row.name, phase):
             continue
-        share = math.prod(row.shape) / (geometry.tp if row.split else 1)
+        split = geometry.tp if row.split else 1
+        share = math.prod(row.shape) / split
         routed = row.split == "experts"
         rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase in ("prefill", "unembed") else padding
-        weights += share * (read if routed else 1.0) * BY_NAME[row.stored_dtype(geometry.dtype)].nbytes
+        weights += row.nbytes(geometry.dtype) / split * (read if routed else 1.0)
         flops += 2 * rows * share * (chosen if routed else 1.0)
     sequences = padding if phase == "decode" else 1
     moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, tokens if phase == "decode" else 0)
@@ -148,13 +149,13 @@ def _split_bound(
         "attend": {name: each // layers for name, each in _state_moved(config, geometry, padding, tokens).items()},
     }.get(phase, {})
     weights = flops = 0.0
-    for row in parameters(config):
+    for row in parameters(config, geometry.weights):
         kind = "experts" if row.split == "experts" else "head" if row.name in HEAD else "attend"
         if kind == phase and row.name != TABLE:
-            share = math.prod(row.shape) / (geometry.tp if row.split else 1)
-            share /= 1 if kind == "head" else layers if kind == "attend" else len(row.layers)
-            touched = 1 - (1 - 1 / config.num_experts) ** padding if kind == "experts" else 1.0
-            weights += share * touched * BY_NAME[row.stored_dtype(geometry.dtype)].nbytes
+            parts = (geometry.tp if row.split else 1) * {"head": 1, "attend": layers}.get(kind, len(row.layers))
+            share = math.prod(row.shape) / parts
+            read = 1 - (1 - 1 / config.num_experts) ** padding if kind == "experts" else 1.0
+            weights += row.nbytes(geometry.dtype) / parts * read
             flops += 2 * padding * share / (config.num_experts if kind == "experts" else 1)
     collectives = {"attend": 2, "experts": 1}.get(phase, 0) if geometry.tp > 1 else 0
     return _bound(moved | ({"weights": round(weights)} if weights else {}), flops, collectives, chip)
@@ -165,11 +166,12 @@ def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -
 
     Their comparison says whether computing local experts that a row did not choose takes longer than reading them.
     """
-    weights = sum(math.prod(row.shape) for row in parameters(config) if row.split == "experts") / geometry.tp
+    routed = [row for row in parameters(config, geometry.weights) if row.split == "experts"]
+    weights = sum(math.prod(row.shape) for row in routed) / geometry.tp
     form = form_of(padding, config, geometry)
     shares = {"all": 1.0, "some": touched(padding, config)}
     rows = padding * shares.get(form, config.num_experts_per_tok / config.num_experts)
-    read = BY_NAME[geometry.dtype].nbytes * weights
+    read = sum(row.nbytes(geometry.dtype) for row in routed) / geometry.tp
     return Experts(form == "all", 2 * rows * weights / chip.flops, read / chip.bandwidth)
 
 

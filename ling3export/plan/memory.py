@@ -25,7 +25,7 @@ def weight_bytes(config: Config, geometry: Geometry) -> int:
     """Bytes of parameters on one device."""
     total = 0
     for argument in arguments(config, geometry):
-        width = BY_NAME[argument.parameter.stored_dtype(geometry.dtype)].nbytes
+        width = BY_NAME[argument.dtype].nbytes
         total += width * math.prod(argument.shape) // (geometry.tp if argument.spec else 1)
     return total
 

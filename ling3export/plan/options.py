@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from ling3export.cost.chips import GIB
 from ling3export.foundation.errors import PlanError
 
+AS_STORED = "as-stored"  # the forms that the checkpoint has
 LARGEST_PADDING = 2**20  # int32 offsets hold every field of a step up to here
 
 
@@ -34,6 +35,7 @@ class Options:
         snapshots: Slots that hold copies of sequences' states, beside those of ``max_running``; with programs that move
             states.
         dtype: ``bfloat16`` or ``float32`` (highest matmul precision throughout).
+        weights: In which forms the weights are stored: ``as-stored``, or a key of ``model/parameters.py``'s WEIGHTS.
         jobs: Cells compiled at a time; None is one a core.
         kernels: Native kernels in executables for cpu: ``auto`` (where they pay), ``on`` or ``off``.
     """
@@ -54,12 +56,13 @@ class Options:
     pages: int | None = None
     snapshots: int = 0
     dtype: str = "bfloat16"
+    weights: str = AS_STORED
     jobs: int | None = None
     kernels: str = "auto"
 
 
 # What an artifact's targets have in common: a target that is added takes them as they are.
-SHARED = ("paddings", "decode_paddings", "max_running", "page_size", "context", "dtype")
+SHARED = ("paddings", "decode_paddings", "max_running", "page_size", "context", "dtype", "weights")
 
 
 def parse_bytes(text: str, name: str = "--state-memory") -> int:

@@ -8,9 +8,10 @@ from ling3export.artifacts.schema import SEGMENTS
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
+from ling3export.model.parameters import PLAIN, WEIGHTS
 from ling3export.plan.kernels import choose
 from ling3export.plan.memory import size_pages
-from ling3export.plan.options import Options, check_paddings
+from ling3export.plan.options import AS_STORED, Options, check_paddings
 from ling3export.plan.targets import DEFAULT_CPU_TP, TargetSpec, parse_target
 
 DEFAULT_CONTEXT = 8192
@@ -146,6 +147,19 @@ def forms(config: Config, target: TargetSpec) -> dict[str, Any]:
     return {"latent_row": -(-config.latent_dim // lanes) * lanes, "form": form}
 
 
+def weight_forms(options: Options) -> str:
+    """In which forms an artifact's weights are, a key of WEIGHTS.
+
+    Raises:
+        PlanError: There is no such form.
+    """
+    if options.weights == AS_STORED:
+        return PLAIN
+    if options.weights not in WEIGHTS:
+        raise PlanError(f"--weights: expected {', '.join(WEIGHTS)} or {AS_STORED}, found {options.weights}")
+    return options.weights
+
+
 def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     """Checks every option against the model and sizes the pools.
 
@@ -204,6 +218,7 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
         snapshots=options.snapshots,
         kernels=kernels,
         token_dtype=options.afd_dtype,
+        weights=weight_forms(options),
         **forms(config, target),
     )
     geometry, note = size_pages(config, geometry, options, target)

@@ -29,7 +29,13 @@ def config_of(manifest: Manifest) -> Config:
 
 def options_of(manifest: Manifest, options: Options) -> Options:
     """``options`` with what all targets of an artifact share taken from its plan."""
-    return replace(options, **{name: getattr(manifest.plan, name) for name in SHARED})
+    return replace(options, **shared(manifest))
+
+
+def shared(manifest: Manifest) -> dict[str, Any]:
+    """What all targets of an artifact share, by the options' names."""
+    plan = manifest.plan
+    return {name: plan.forms if name == "weights" else getattr(plan, name) for name in SHARED}
 
 
 def plan_of(manifest: Manifest, name: str) -> Plan:

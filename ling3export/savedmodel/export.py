@@ -114,7 +114,7 @@ def build_savedmodel(
     for note in plan.notes:
         report.note(note)
     with staged(destination, force=force, mark=RECORD) as folder:
-        weights = write_weights(folder, source, options.dtype, report)
+        weights = write_weights(folder, source, options.dtype, report, plan.geometry.weights)
         cells = tuple(
             cell for cell in plan.cells if cell.phase != "logits_processor"
         )  # clients have the logits themselves

@@ -85,7 +85,7 @@ def parameters(config: Config, geometry: Geometry, store: Store) -> Tree:
     """All parameters, mapped where jax can."""
     tree: Tree = {}
     for argument in arguments(config, geometry):
-        value = store.view(argument.parameter.name)
+        value = store.view(argument.tensor.name)
         if argument.layer is not None:
             value = np.take(value, argument.layer, argument.parameter.stack_axis)
         put(tree, argument.path, jnp.asarray(value))

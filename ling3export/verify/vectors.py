@@ -16,6 +16,8 @@ from ling3export.checkpoint.convert import Progress, WeightSource
 from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
+from ling3export.model.parameters import PLAIN
+from ling3export.verify.dequantized import Dequantized
 from ling3export.verify.reference import Reference
 
 SMALLEST_MARGIN = 5e-6  # a routing decision closer than this flips under any rounding
@@ -40,7 +42,9 @@ def sequences(config: Config, context: int, seed: int) -> tuple[SequenceRecord, 
     return tuple(chosen)
 
 
-def write_vectors(source: WeightSource, folder: Path, context: int, dtype: str, report: Progress) -> Vectors:
+def write_vectors(
+    source: WeightSource, folder: Path, context: int, dtype: str, report: Progress, weights: str = PLAIN
+) -> Vectors:
     """Computes and writes the vectors; returns what the manifest says of them.
 
     An fp32 artifact is compared to 1e-5, so its sequences are chosen by seed until no routing decision is closer than
@@ -52,13 +56,16 @@ def write_vectors(source: WeightSource, folder: Path, context: int, dtype: str, 
         context: Tokens of the longest sequence.
         dtype: The artifact's dtype.
         report: Told of the stage.
+        weights: The forms of the artifact's weights: the plain model computes with what quantized ones stand for.
 
     Raises:
         CheckpointError: The plain model's logits are not finite.
         ArtifactError: The disk is full.
     """
     report.start("vectors", 1)
-    reference = Reference(source.config, source.tensor, np.float64 if dtype == "float32" else np.float32)
+    quantized = weights != PLAIN
+    read = Dequantized(source, weights).tensor if quantized else source.tensor
+    reference = Reference(source.config, read, np.float64 if quantized or dtype == "float32" else np.float32)
     for seed in range(TRIES):
         chosen = sequences(source.config, context, seed)
         logits = reference.logits_many([s.ids for s in chosen], [s.positions for s in chosen])
@@ -76,7 +83,8 @@ def write_vectors(source: WeightSource, folder: Path, context: int, dtype: str, 
     write_new(path, data)
     report.advance("vectors", 1)
     return Vectors(
-        source=f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device",
+        source=f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device"
+        + f", on dequantized {weights} weights" * quantized,
         seed=seed,
         margins=MarginsRecord(_finite(margins.expert), _finite(margins.group)),
         sequences=chosen,

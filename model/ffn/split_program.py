@@ -31,7 +31,8 @@ from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.inputs import decode_rows
 from ling3export.model.layers import State, fill_rows, rms_norm, swiglu, take
 from ling3export.model.moe import MixtureOfExperts, route, tile_layout, tile_rows
-from ling3export.model.products import product
+from ling3export.model.products import times
+from ling3export.model.quantized import at, leading, of_layer, value_of
 
 P = PartitionSpec
 Tree = dict[str, Any]
@@ -228,8 +229,10 @@ def experts(
     if dynamic_scale is not None:
         y = (y.astype(jnp.float32) * dynamic_scale[:, None]).astype(moe.geometry.dtype)
     layered, total = moe.geometry.tiled, moe.config.num_experts
-    stacks = [stack[f"{0:03}"] if layered else stack for stack in (moe.experts_gate_up_proj, moe.experts_down_proj)]
-    shards, each = stacks[0].shape[0], stacks[0].shape[1 if layered else 2]
+    stacks = moe.experts_gate_up_proj, moe.experts_down_proj
+    first: Any = stacks[0][f"{0:03}"] if layered else stacks[0]
+    outer = leading(value_of(first))
+    shards, each = outer[0], outer[1 if layered else 2]
     count, dim = y.shape
     local, layers = shards * each, group_list.shape[0] // total
     groups = group_list[:count]  # a group has a row at least, so there are no more
@@ -246,17 +249,15 @@ def experts(
     source = jnp.zeros((capacity + 1,), jnp.int32).at[place].set(row)
 
     def multiply(layer: int | jax.Array, expert: jax.Array, inputs: jax.Array) -> Float32[Array, "rows D"]:
-        shard, at = expert // each, expert % each
+        shard, number = expert // each, expert % each
         if layered:
-            gate_up, down = (
-                stack[f"{layer:03}"][...][shard, at] for stack in (moe.experts_gate_up_proj, moe.experts_down_proj)
-            )
+            gate_up, down = (at(of_layer(stack, layer, split=True), (shard, number)) for stack in stacks)
         else:
-            gate_up, down = (stack[...][shard, layer, at] for stack in stacks)
-        wide = product(inputs, gate_up.reshape(-1, dim), 1)
+            gate_up, down = (at(value_of(stack), (shard, layer, number)) for stack in stacks)
+        wide = times(inputs, gate_up, moe.geometry)
         middle = wide.shape[1] // 2
         hidden = swiglu(wide[:, :middle], wide[:, middle:], moe.routed_limit(layer))
-        return product(hidden.astype(inputs.dtype), down, 1)
+        return times(hidden.astype(inputs.dtype), down, moe.geometry)
 
     def tile(i: jax.Array, out: jax.Array) -> jax.Array:
         layer, expert = tile_expert[i] // local, tile_expert[i] % local

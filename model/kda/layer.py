@@ -19,7 +19,7 @@ from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.kda.conv import causal_conv, convolve_tiles, step_conv
 from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, is_factored, recurrent_step
 from ling3export.model.kda.tiled import Rows, island_precision, tile_scan
-from ling3export.model.layers import IN_BOUNDS, Index, State, l2_norm, of_heads, rms_norm, take
+from ling3export.model.layers import IN_BOUNDS, Index, State, Weight, l2_norm, of_heads, rms_norm, take
 from ling3export.model.native import calls
 from ling3export.model.products import column_parallel, row_parallel
 
@@ -43,7 +43,7 @@ def log_decay(
 class KimiDeltaAttention(nnx.Module):
     """All KDA layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``kda``."""
 
-    def __init__(self, config: Config, geometry: Geometry, weights: dict[str, nnx.Param]) -> None:
+    def __init__(self, config: Config, geometry: Geometry, weights: dict[str, Weight]) -> None:
         self.config, self.geometry = config, geometry
         self.qkvfg_proj, self.b_proj = weights["qkvfg_proj"], weights["b_proj"]
         self.conv1d, self.A_log, self.dt_bias = weights["conv1d"], weights["A_log"], weights["dt_bias"]

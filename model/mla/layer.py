@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows
-from ling3export.model.layers import COLUMNS, IN_BOUNDS, Index, State, of_heads, rms_norm, rope, take
+from ling3export.model.layers import COLUMNS, IN_BOUNDS, Index, State, Weight, of_heads, rms_norm, rope, take
 from ling3export.model.mla.paged import (
     MASKED,
     OnlineSoftmax,
@@ -56,7 +56,7 @@ class Projected(NamedTuple):
 class GatedMLA(nnx.Module):
     """All MLA layers of one device, stacked; parameters as ``model/parameters.py`` lists them under ``mla``."""
 
-    def __init__(self, config: Config, geometry: Geometry, weights: dict[str, nnx.Param]) -> None:
+    def __init__(self, config: Config, geometry: Geometry, weights: dict[str, Weight]) -> None:
         self.config, self.geometry = config, geometry
         self.kv_a_proj_with_mqa, self.kv_a_layernorm = weights["kv_a_proj_with_mqa"], weights["kv_a_layernorm"]
         self.w_uk, self.w_uv = weights["w_uk"], weights["w_uv"]

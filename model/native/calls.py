@@ -17,7 +17,7 @@ from jaxtyping import Array, BFloat16, Float32, Int32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.model.layers import NORM_L2_EPS, Index
+from ling3export.model.layers import NORM_L2_EPS, Index, Weight
 
 # Rows up to which a kernel is called: reading the weights takes longer than multiplying. Beyond, XLA's own products are
 # faster, which use a processor's matrix unit (docs/log/kernels-cpu.md, 2026-11-22).
@@ -41,7 +41,7 @@ class KdaWeights(NamedTuple):
     o_norm: BFloat16[Array, "n K"]
 
 
-def are_there(weights: nnx.Param | nnx.Dict, few: bool, geometry: Geometry) -> bool:
+def are_there(weights: Weight, few: bool, geometry: Geometry) -> bool:
     """Whether the program that is being traced calls a kernel for products of ``few`` rows with a parameter."""
     if not geometry.kernels or not few or isinstance(weights, nnx.Dict):
         return False
@@ -53,12 +53,12 @@ def are_few(rows: int, geometry: Geometry) -> bool:
     return rows <= (FEW_WIDENED if geometry.kernels.startswith(WIDENED) else FEW)
 
 
-def do_columns(weights: nnx.Param | nnx.Dict, rows: int, geometry: Geometry) -> bool:
+def do_columns(weights: Weight, rows: int, geometry: Geometry) -> bool:
     """Whether the program calls a kernel for products of ``rows`` rows over the last axis of a parameter."""
     return are_there(weights, geometry.kernels.startswith(WIDENED) or are_few(rows, geometry), geometry)
 
 
-def do_experts(weights: nnx.Param | nnx.Dict, pairs: int, experts: int, geometry: Geometry) -> bool:
+def do_experts(weights: Weight, pairs: int, experts: int, geometry: Geometry) -> bool:
     """Whether the program calls a kernel for ``pairs`` of a token and one of a layer's ``experts``."""
     few = geometry.kernels.startswith(ANY_EXPERTS) or pairs <= FEW_EACH * experts
     return are_there(weights, few, geometry)

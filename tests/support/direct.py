@@ -25,19 +25,22 @@ def assemble(
 ) -> dict[str, dict[str, np.ndarray]]:
     """All parameters in memory, by the same pieces that the store is written from."""
     whole: dict[str, np.ndarray] = {}
-    for row in parameters(config):
-        kind = BY_NAME[row.stored_dtype(dtype)].numpy
-        flat: dict[int | None, list[np.ndarray]] = {}
+    table = parameters(config) if geometry is None else parameters(config, geometry.weights)
+    for row in table:
+        flat: dict[tuple[str, int | None], list[np.ndarray]] = {}
         for layer in row.layers or (None,):
-            for slab, piece in pieces(row, layer, config, read):
-                flat.setdefault(slab, []).append(np.ascontiguousarray(piece).astype(kind).reshape(-1))
+            for slab, parts in pieces(row, layer, config, read):
+                for tensor, part in zip(row.tensors(dtype), parts, strict=True):
+                    values = np.ascontiguousarray(part).astype(BY_NAME[tensor.dtype].numpy)
+                    flat.setdefault((tensor.name, slab), []).append(values.reshape(-1))
         keys = [None] if row.split is None else list(range(config.tp_shards))
-        value = np.concatenate([part for key in keys for part in flat[key]]).reshape(row.shape)
-        whole[row.name] = value
+        for tensor in row.tensors(dtype):
+            values = np.concatenate([part for key in keys for part in flat[tensor.name, key]])
+            whole[tensor.name] = values.reshape(tensor.shape)
     tree: dict[str, dict[str, np.ndarray]] = {}
-    rows = [Argument(row) for row in parameters(config)] if geometry is None else arguments(config, geometry)
-    for argument in rows:
-        value = whole[argument.parameter.name]
+    plain = (Argument(row, tensor) for row in table for tensor in row.tensors(dtype))
+    for argument in plain if geometry is None else arguments(config, geometry):
+        value = whole[argument.tensor.name]
         put(
             tree,
             argument.path,
@@ -70,6 +73,8 @@ class Direct:
         page_size: int = 32,
         max_pages: int = 32,
         form: Form = "loops",
+        weights: str = "bf16",
+        activations: str = "bf16",
     ) -> None:
         self.config = config
         self.geometry = Geometry(
@@ -81,6 +86,8 @@ class Direct:
             max_pages=max_pages,
             latent_row=config.latent_dim,
             form=form,
+            weights=weights,
+            activations=activations,
         )
         self.mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
         self.steps: dict[tuple[str, int], tuple[StepProgram, Any]] = {}

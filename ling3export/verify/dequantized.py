@@ -1,0 +1,59 @@
+"""A checkpoint as the plain model reads it where weights are quantized: the values that they stand for."""
+
+import re
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from ling3export.checkpoint.convert import WeightSource
+from ling3export.checkpoint.quantize import dequantized, quantize
+from ling3export.model.parameters import EXPERT, PLAIN, Parameter, parameters
+
+_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
+
+
+class Dequantized:
+    """A checkpoint of which quantized tensors are read as ``q * scale``, in fp32.
+
+    They are quantized as a whole, in torch's order, not as the store's pieces are: what this gives does not depend on
+    how the store is laid out.
+
+    Args:
+        source: The checkpoint.
+        weights: In which forms, a key of ``model/parameters.py``'s WEIGHTS.
+    """
+
+    def __init__(self, source: WeightSource, weights: str) -> None:
+        self.config = source.config
+        self._source = source
+        self._rows = {
+            ("" if layer is None else f"model.layers.{layer}.") + name: row
+            for row in parameters(source.config, weights)
+            for layer in (row.layers or (None,))
+            for name in row.source.names
+            if row.form != PLAIN
+        }
+
+    def tensor(self, name: str) -> Any:
+        """A tensor by its published name, or an object of which rows can be taken as of an array."""
+        row = self._rows.get(_EXPERT.sub(f".experts.{EXPERT}.", name))
+        value = self._source.tensor(name)
+        return value if row is None else _Rows(value, row)
+
+
+class _Rows:
+    """A matrix of which as many rows are dequantized as are asked for: the vocabulary's is large."""
+
+    def __init__(self, value: np.ndarray, row: Parameter) -> None:
+        self._value, self._row = value, row
+
+    def __len__(self) -> int:
+        return len(self._value)
+
+    def __getitem__(self, index: Any) -> np.ndarray:
+        return dequantized(quantize(self._value[index], self._row.form, self._row.group))
+
+    def astype(self, dtype: DTypeLike) -> np.ndarray:
+        """All rows."""
+        return self[:].astype(dtype)

@@ -1,0 +1,121 @@
+"""Quantized matrices: what they are in a program, and products with them in plain XLA.
+
+A matrix ``[..., out, in]`` is a pair: ``q``, and ``scale`` for each group of values along the input, or for each output
+alone; a weight is ``q * scale``. XLA multiplies no groups, so weights are widened before a product, a TP shard, an
+expert or a piece of the vocabulary at a time, so that no more of them is ever in memory. The form ``loops`` widens to
+fp32, which holds ``q * scale`` exactly; accelerators multiply bf16, so there it is rounded once. A scale of one output
+is applied to the product: what is widened is q alone, exactly.
+
+Axis letters as in ``model/products.py``.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float, Float32, Int, Shaped
+
+from ling3export.model.geometry import Geometry
+from ling3export.model.layers import Index, Weight, take
+
+
+class Quantized(NamedTuple):
+    """The two arrays of a matrix, or of a stack of them."""
+
+    # int8; or uint8 of half the input: of each group the values of its first half in the low nibbles, those of the
+    # second in the high ones, each 8 more than it is.
+    q: Int[Array, "*any out _"]
+    scale: Float[Array, "..."]  # bf16 of each group, in the place of the input; or fp32, without that axis
+
+
+Matrix = jax.Array | Quantized
+
+
+def is_quantized(weights: Weight) -> bool:
+    """Whether a parameter, or its arguments by layer, are quantized."""
+    if not isinstance(weights, nnx.Dict):
+        return False
+    return "q" in weights or is_quantized(next(iter(weights.values())))
+
+
+def value_of(weights: Weight) -> Matrix:
+    """A parameter's array, or its two."""
+    return Quantized(weights["q"][...], weights["scale"][...]) if isinstance(weights, nnx.Dict) else weights[...]
+
+
+def of_layer(weights: Weight, layer: Index, *, split: bool) -> Matrix:
+    """One layer's weight, from a stack, or from arguments by layer, whose ``layer`` has to be known when tracing."""
+    if isinstance(weights, nnx.Dict) and "q" not in weights:
+        return value_of(weights[f"{layer:03}"])
+    return jax.tree.map(lambda each: take(each, layer, split=split), value_of(weights))
+
+
+def at(weights: Matrix, index: tuple[Index, ...]) -> Matrix:
+    """What a stack has at an index of its leading axes."""
+    return jax.tree.map(lambda each: each[index], weights)
+
+
+def flattened(weights: Matrix, count: int) -> Matrix:
+    """A stack of ``count`` matrices in all, as ``[count, out, in]``."""
+    if isinstance(weights, Quantized) and _by_channel(weights):
+        q, scale = weights
+        return Quantized(q.reshape(count, -1, q.shape[-1]), scale.reshape(count, -1))
+    return jax.tree.map(lambda each: each.reshape(count, -1, each.shape[-1]), weights)
+
+
+def leading(weights: Matrix) -> tuple[int, ...]:
+    """The shape of a stack but for its last axis, the input."""
+    return (weights.q if isinstance(weights, Quantized) else weights).shape[:-1]
+
+
+def _values(weights: Quantized) -> Shaped[Array, "*any out in"]:
+    """q as int8, one value an element."""
+    q = weights.q
+    if q.dtype != jnp.uint8:
+        return q
+    pairs = q.reshape(*q.shape[:-1], weights.scale.shape[-1], -1)
+    both = jnp.concatenate([pairs & 15, pairs >> 4], axis=-1).astype(jnp.int8) - jnp.int8(8)
+    return both.reshape(*q.shape[:-1], -1)
+
+
+def _by_channel(weights: Quantized) -> bool:
+    return weights.scale.ndim < weights.q.ndim
+
+
+def exact(weights: Matrix) -> Float32[Array, "*any out in"]:
+    """The weights in fp32, which holds them exactly: q has 8 bits at most, a scale of a group 8."""
+    if not isinstance(weights, Quantized):
+        return weights.astype(jnp.float32)
+    values, scale = _values(weights).astype(jnp.float32), weights.scale.astype(jnp.float32)
+    if _by_channel(weights):
+        return values * scale[..., None]
+    groups = values.reshape(*scale.shape, -1) * scale[..., None]
+    return groups.reshape(values.shape)
+
+
+def widened(weights: Matrix, geometry: Geometry) -> tuple[Float[Array, "*any out in"], Float32[Array, "..."] | None]:
+    """What is multiplied, and the scale of each output that the product is multiplied by; None for none."""
+    if not isinstance(weights, Quantized):
+        return weights, None
+    if _by_channel(weights):
+        return _values(weights).astype(geometry.dtype), weights.scale
+    return exact(weights).astype(geometry.dtype if geometry.tiled else jnp.float32), None
+
+
+def activations(x: Float[Array, "T X"], weights: Quantized, geometry: Geometry) -> Float[Array, "T X"]:
+    """``x`` as it is multiplied: as it is, or with ``geometry.activations`` int8 rounded to 8 bits by group.
+
+    A group's scale is the largest magnitude over 127, in fp32; zeros stay zeros.
+    """
+    if geometry.activations != "int8" or _by_channel(weights):
+        return x
+    groups = x.astype(jnp.float32).reshape(x.shape[0], -1, _group(weights))
+    scale = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) / 127
+    rounded = jnp.round(groups / jnp.where(scale == 0, 1.0, scale)) * scale
+    return rounded.reshape(x.shape)
+
+
+def _group(weights: Quantized) -> int:
+    packed = 2 if weights.q.dtype == jnp.uint8 else 1
+    return packed * weights.q.shape[-1] // weights.scale.shape[-1]
