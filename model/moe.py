@@ -186,9 +186,9 @@ def lowest(words: list[UInt32[Array, ""]]) -> tuple[Int32[Array, ""], list[UInt3
     Scalars cost XLA:TPU nothing; to take a number from an array is an operation of 1.2 µs.
     """
     number, found, left = jnp.int32(0), jnp.bool_(False), []
-    for at, word in enumerate(words):
+    for place, word in enumerate(words):
         bit = jnp.where(found, jnp.uint32(0), word & (~word + 1))
-        number = jnp.where(bit != 0, 32 * at + 31 - lax.clz(bit).astype(jnp.int32), number)
+        number = jnp.where(bit != 0, 32 * place + 31 - lax.clz(bit).astype(jnp.int32), number)
         found |= bit != 0
         left.append(word ^ bit)
     return number, left
