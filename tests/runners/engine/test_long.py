@@ -1,0 +1,81 @@
+"""The engine behind long prompts: whatever happens on the way, the logits are the plain model's."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+
+from ling3export.checkpoint.synth import synthesize
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Completion, Request
+from ling3export.runners.transfer.options import Transfer
+from tests.support.artifacts_fixture import Artifacts
+from tests.support.direct import relative
+from tests.support.kept_reference import KeptReference
+from tests.support.long_prompts import FIELDS, logits_at, prompt
+from tests.support.tolerances import FLOAT32
+from tests.support.transfers import moved
+
+pytestmark = pytest.mark.extras
+
+LONG, ANSWER, PAGE = 100_000, 4, 256
+PAGES = -(-(LONG + ANSWER) // PAGE) + 1
+OPTIONS = f"""--tp 1 --dtype float32 --paddings 512 --decode-paddings 1 --max-running 2 --snapshots 4 --context 131072
+    --page-size {PAGE} --pages {PAGES}""".split()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(artifact: Artifacts):
+    return artifact.kept("long", FIELDS, lambda path: synthesize(path, "micro", 0, overrides=FIELDS))
+
+
+@pytest.fixture(scope="module")
+def engine(artifact: Artifacts, checkpoint) -> Iterator[Engine]:
+    built, told = artifact.built("long.ling3", checkpoint, *OPTIONS), {"check": "programs", "report": lambda text: None}
+    with Engine(built, transfer=Transfer("shm", deadline=60.0, limit=1 << 30), **told) as engine:
+        yield engine
+
+
+def asked(ids: Sequence[int], count: int = ANSWER) -> Request:
+    return Request(tuple(ids), count, ignore_eos=True, logits=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def right(checkpoint):
+    """Whether the logits of a request's answer, its last ones, are the plain model's."""
+    reference = KeptReference(checkpoint)
+
+    def right(ids: Sequence[int], done: Completion) -> bool:
+        first = len(ids) + len(done.token_ids) - ANSWER
+        whole = [*ids, *done.token_ids]
+        expected = logits_at(reference, whole[:-1], range(first - 1, len(whole) - 1))
+        return relative(done.logits[-ANSWER:], expected) < FLOAT32
+
+    return right
+
+
+def test_a_prompt_of_100_000_tokens_computed_cached_and_moved(engine, right):
+    """Alone, behind what the prefix cache has of it with another end, and decoded from a state that travelled."""
+    ids = prompt(LONG)
+    (alone,) = engine.complete([asked(ids)])
+    assert alone.cached_tokens == 0 and right(ids, alone)
+    other = [*ids[: LONG - 300], *prompt(300, seed=1)]
+    (hit,) = engine.complete([asked(other)])
+    (again,) = engine.complete([asked(ids)])
+    assert again.cached_tokens > LONG - 2 * PAGE and right(other, hit)
+    assert relative(again.logits, alone.logits) < FLOAT32
+    _, taking = moved(engine, replace(asked(ids), logits=False))
+    (done,) = engine.complete([taking])
+    assert done.token_ids == alone.token_ids and done.cached_tokens == LONG
+    assert [each.top for each in done.likely] == [each.top for each in again.likely]
+
+
+def test_a_prompt_of_67_000_tokens_that_gives_its_pages_back_in_the_middle(engine, right):
+    """The older sequence, behind 32k tokens, grows into a page that is not there while the younger one is prefilled."""
+    before, first = engine.stats(), prompt(128 * PAGE - 60, seed=2)
+    second = prompt((PAGES - 128) * PAGE - 10, seed=3)
+    older, younger = engine.complete([asked(first, 70), asked(second)])
+    after = engine.stats()
+    assert after["preempted"] == before["preempted"] + 1
+    assert after["tokens_in"] - before["tokens_in"] == len(first) + len(second), "no token was computed twice"
+    assert right(first, older) and right(second, younger)
