@@ -22,6 +22,7 @@ RELEASED = {
 }
 YEARS, MONTHS = 5, 6
 OLDER = timedelta(days=60)  # than a release its StableHLO is at most
+SOON = timedelta(days=90)  # before the last day, every start says it
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,10 @@ class Promise:
     until: date
     form: str
     readers: str
+
+    def ends_soon(self, day: date) -> bool:
+        """Whether it ends within SOON, or has ended."""
+        return day > self.until - SOON
 
     def told(self, day: date) -> str:
         """One line, with the day on which it is read."""

@@ -42,6 +42,7 @@ RESPONSES = "/v1/responses"
 CHARACTERS_A_TOKEN = 4  # of a text, about
 HEARD = ("received", "gaps", "replays", "restarts", "malformed", "failed")
 EVENTS = "text/event-stream"
+HELD = 256 << 20  # bytes of whole answers that are held until their end, of all calls together
 GONE = (OSError, TimeoutError, h11.ProtocolError)
 
 
@@ -91,6 +92,7 @@ class Router:
             "ling3_route_prompts", "Prompts, by what decided where they go.", ["by"], registry=registry
         )
         self._prompts = Prompts([*self.prefill, *self.decode])
+        self._held = 0  # bytes
 
     def responded(self, path: str, status: int) -> None:
         """Counts a response that was begun."""
@@ -212,16 +214,27 @@ class Router:
         return None
 
     async def _ask(self, worker: Worker, path: str, body: dict[str, Any]) -> AsyncGenerator[Reply, None]:
-        """The pieces of a stream as they come; any other answer in one piece, once it is whole."""
+        """The pieces of a stream as they come; any other answer in one piece, once it is whole.
+
+        One that would make more than HELD bytes of such answers goes on as it comes: no other server can give it then.
+        """
         with worker.asked():
             async with aclosing(worker.endpoint.replies("POST", path, json.dumps(body).encode())) as replies:
-                first = await anext(replies)
-                if first.kind.startswith(EVENTS):
-                    yield first
-                    async for reply in replies:
-                        yield reply
-                else:
-                    yield replace(first, data=b"".join([reply.data async for reply in replies]))
+                first, parts, size = await anext(replies), list[bytes](), 0
+                try:
+                    while not first.kind.startswith(EVENTS):
+                        reply = await anext(replies, None)
+                        if reply is not None:
+                            parts.append(reply.data)
+                            size, self._held = size + len(reply.data), self._held + len(reply.data)
+                        if reply is None or self._held > HELD:
+                            first = replace(first, data=b"".join(parts))
+                            break
+                finally:
+                    self._held -= size
+                yield first
+                async for reply in replies:
+                    yield reply
 
     async def _tokens(self, path: str, body: dict[str, Any]) -> Tokens | None:
         several = len(self.decode) > 1 or len(self.prefill) > 1

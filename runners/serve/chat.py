@@ -44,6 +44,8 @@ class ChatMessage(ListedObject):
         value = dict(value)
         if (thought := value.pop("reasoning", None)) is not None and value.get("reasoning_content") is None:
             value["reasoning_content"] = thought
+        if isinstance(value.get("annotations"), list):  # clients send answers back as they got them
+            del value["annotations"]
         if value.get("content") is None and (value.get("tool_calls") or value.get("reasoning_content")):
             value["content"] = ""
         return value

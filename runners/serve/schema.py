@@ -24,6 +24,7 @@ from starlette.responses import Response
 
 from ling3export.foundation.strict_json import DoubledKeyError, parse_json
 from ling3export.runners.engine.validation import BIAS, BIASES, BOUNDS, PRIORITY, TOP_LOGPROBS
+from ling3export.runners.text.chat import RESERVED
 
 STOPS, STOP_LENGTH = 16, 1000
 SHOWN = 60  # characters of a wrong value that a message repeats
@@ -288,6 +289,13 @@ class TemplateBody(ModelBody):
     reasoning_effort: Effort = None
     add_generation_prompt: Flag = True
     continue_final_message: Flag = False
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _of_the_template(cls, variables: dict[str, Any]) -> dict[str, Any]:
+        if reserved := sorted({*variables} & {*RESERVED}):
+            raise refusal("chat_template_kwargs", "variables of the chat template's own", f"`{reserved[0]}`")
+        return variables
 
     @property
     def effort(self) -> str | None:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, NoReturn
 CALL, CALLED = "<tool_call>", "</tool_call>"
 KEY, KEYED, VALUE, VALUED = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
 STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
+QUOTES = re.compile(r"\\.", re.DOTALL)  # what stands for itself in one, quotes too
 NAME = re.compile(r"\s*([\w.:/-]{0,64})")  # of a function, where it is written bare
 BLANKS = re.compile(r"\s*")
 MARK = re.compile("</?(?:tool_call|arg_key|arg_value)>")
@@ -86,6 +87,7 @@ class KeyedCall:
 
     Between the parts stands any white space. A value ends at the first closing mark behind which a key or the end of
     the call follows; any other mark in it is text. A string is written bare: what a value is follows from its schema.
+    One that is JSON and no string does not end within a string of its own, where that comes to an end.
 
     Args:
         functions: Those that may be called.
@@ -125,17 +127,24 @@ class KeyedCall:
             mark, at = yield from self._mark(key.end(), (VALUE,))
             if not mark:
                 return at, None
-            start = place = at
-            mark = ""
+            kinds = kinds_of_property(schema, written)
+            start = place = counted = at
+            mark, quotes, first = "", 0, ("", 0, 0)
             while not mark:
                 while (place := self._text.find(VALUED, at)) < 0 and not self._last:
                     at = max(at, len(self._text) - len(VALUED) + 1)
                     yield
-                if place < 0:
+                if place < 0 and not first[0]:
                     return len(self._text), None
+                if place < 0:
+                    mark, end, place = first  # no string comes to an end behind it
+                    break
                 at = place + len(VALUED)
                 mark, end = yield from self._mark(at)
-            at, found[written] = end, argument(self._text[start:place], kinds_of_property(schema, written))
+                quotes, counted = quotes + QUOTES.sub("", self._text[counted:place]).count('"'), place
+                if mark and quotes % 2 and "string" not in kinds:
+                    first, mark = first if first[0] else (mark, end, place), ""
+            at, found[written] = end, argument(self._text[start:place], kinds)
         pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items())
         return at, Call(name[1], f"{{{', '.join(pairs)}}}") if mark else None
 

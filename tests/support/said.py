@@ -1,4 +1,4 @@
-"""What a command says on stderr at each start."""
+"""What a command says on stderr at a start."""
 
 import re
 

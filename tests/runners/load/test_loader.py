@@ -3,6 +3,7 @@
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from importlib import metadata
 
 import pytest
@@ -11,13 +12,14 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.program_records import CallRecord
 from ling3export.artifacts.schema import Executable, Mesh, Requirements
 from ling3export.foundation.errors import ArtifactError
-from ling3export.machine import pjrt
+from ling3export.machine import pjrt, promise
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.load import recompile
+from ling3export.runners.load import loader, recompile
 from ling3export.runners.load.loader import load, unsearched
 from ling3export.runners.load.recompile import cache_folder
 from tests.support import toy_artifact
 from tests.support.manifests import changed_targets, crafted
+from tests.support.said import unpromised
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +86,7 @@ def test_a_moved_artifact_runs_without_compiling(artifact, overlap):
     assert stats["compile_events"] == 0
     assert stats["tokens_in"] == sum(len(prompt) for prompt in toy_artifact.PROMPTS)
     assert {verdict.status.value for verdict in engine.verdicts.values()} == {"OPTIMAL"}
-    assert said[0].startswith("portable programs: ") and said[1:] == ["moved.ling3: unsigned"]
+    assert unpromised("\n".join(said)) == "moved.ling3: unsigned"
     assert {"manifest", "imports", "backend", "programs", "weights", "state", "check", "first_step"} == set(
         stats["seconds"]
     )
@@ -96,7 +98,17 @@ def test_a_flipped_byte_in_the_weights_is_found_unless_told_not_to_look(artifact
         load(artifact)
     said = []
     load(artifact, check="programs", report=said.append)
-    assert [*said[:1], *said[2:]] == ["weights are not checked (--check programs)", "moved.ling3: unsigned"]
+    assert unpromised("\n".join(said)) == "weights are not checked (--check programs)\nmoved.ling3: unsigned"
+
+
+def test_a_start_says_when_portable_programs_end_where_that_is_near_or_they_are_compiled(artifact, monkeypatch):
+    """Each start said it, years before it mattered to anybody."""
+    until = promise.promise(read_manifest(artifact).targets["cpu-tp2"]).until
+    for days, says in ((-91, False), (-90, False), (-89, True), (1, True)):
+        monkeypatch.setattr(loader, "today", lambda days=days: until + timedelta(days))
+        said = []
+        load(artifact, report=said.append)
+        assert any(line.startswith("portable programs: ") for line in said) == says, days
 
 
 def test_a_copy_of_the_weights_is_checked_and_does_not_change_with_the_file(artifact):

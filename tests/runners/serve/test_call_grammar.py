@@ -161,11 +161,15 @@ def test_what_a_template_does_not_write_cannot_be_continued():
     [
         (
             {"chat_template_kwargs": {"messages": []}},
-            "messages",
+            "chat_template_kwargs",
             "variables of the chat template's own, found `messages`",
         ),
-        ({"chat_template_kwargs": {"tools": 1}}, "messages", "found `tools`"),
-        ({"chat_template_kwargs": {"add_generation_prompt": 1}}, "messages", "found `add_generation_prompt`"),
+        ({"chat_template_kwargs": {"tools": 1}}, "chat_template_kwargs", "found `tools`"),
+        (
+            {"chat_template_kwargs": {"add_generation_prompt": 1}},
+            "chat_template_kwargs",
+            "found `add_generation_prompt`",
+        ),
         ({"chat_template_kwargs": [1]}, "chat_template_kwargs", "expected an object, found a list"),
         ({"reasoning_effort": "huge"}, "reasoning_effort", 'expected "none", "minimal", "low", "medium", "high",'),
         ({"reasoning_effort": 1}, "reasoning_effort", "found 1"),

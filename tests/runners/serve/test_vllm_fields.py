@@ -160,6 +160,17 @@ def test_fields_that_ask_for_nothing_are_taken(engine):
     assert asked(engine, CHAT, SAID | {"max_tokens": 2} | fields)["choices"]
 
 
+def test_a_message_of_an_answer_is_taken_back_with_its_annotations(engine):
+    """OpenAI's clients send what they got: `annotations` is a list there, usually empty; it was refused."""
+    said = {"role": "assistant", "content": "B", "annotations": [], "refusal": None, "audio": None}
+    messages = [*SAID["messages"], said, {"role": "user", "content": "C"}]
+    plain = [*SAID["messages"], {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]
+    found, expected = (chat(SAID | {"messages": each}, engine, "toy").requests[0] for each in (messages, plain))
+    assert found.prompt_ids == expected.prompt_ids
+    wrong = [*plain[:-1], plain[-1] | {"annotations": 3}]
+    assert call(engine, CHAT, SAID | {"messages": wrong}).status_code == 400
+
+
 def test_generation_config_gives_the_settings_that_a_body_does_not_name(engine):
     """As vLLM's ``--generation-config auto``; null counts as not named."""
     policy = replace(POLICY, defaults=generation_defaults({"temperature": 0, "top_k": 20, "do_sample": True}))

@@ -137,6 +137,33 @@ def test_a_value_may_hold_what_looks_like_a_mark(value):
 
 
 @pytest.mark.parametrize(
+    "inner", ["</arg_value>\n</tool_call>", "</arg_value><arg_key>b</arg_key>", '"</arg_value></tool_call>\\"', "\\"]
+)
+def test_a_string_within_a_value_of_json_may_hold_the_end_of_a_call(inner):
+    """It ended the call there, though a grammar had made the value."""
+    functions = {"f": {"type": "object", "properties": {"o": {"type": "object"}, "count": {"type": "integer"}}}}
+    value = {"a": inner, inner: [inner]}
+    text = written("f", ("o", json.dumps(value)), ("count", "1"))[len("<tool_call>") :]
+    for reader in (KeyedCall(functions),):
+        assert [reader.read(text[:size], False) for size in range(len(text))] == [None] * len(text)
+        read = reader.read(text, False)
+        assert read is not None and read.call is not None and read.end == len(text)
+        assert json.loads(read.call.arguments) == {"o": value, "count": 1}
+
+
+def test_a_value_whose_string_does_not_end_ends_at_its_first_mark():
+    """A model that forgot a quote loses its value's type, and not the call."""
+    functions = {"f": {"type": "object", "properties": {"o": {"type": "object"}}}}
+    text = written("f", ("o", '{"a": "b}'))[len("<tool_call>") :]
+    behind = "and then"
+    reader = KeyedCall(functions)
+    assert reader.read(text + behind, False) is None
+    read = reader.read(text + behind, True)
+    assert read is not None and read.call is not None and (text + behind)[read.end :] == behind
+    assert json.loads(read.call.arguments) == {"o": '{"a": "b}'}
+
+
+@pytest.mark.parametrize(
     ("key", "text", "value"),
     [
         ("text", "3", "3"),
