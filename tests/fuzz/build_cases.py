@@ -17,6 +17,7 @@ from ling3export.cache.cleanup import clean_up, status
 from ling3export.cache.store import known_folder
 from ling3export.cache.use import CacheUse
 from ling3export.checkpoint.reader import INDEX, Checkpoint
+from ling3export.checkpoint.synth import synthesize
 from ling3export.machine.environment import prepare_cpu
 from ling3export.model.config import Config
 from ling3export.model.parameters import expected_tensors
@@ -67,6 +68,39 @@ def shards(folder: Path) -> Iterator[Case]:
         read_checkpoint(folder)
 
     read_checkpoint(folder)
+    yield case
+
+
+@contextmanager
+def forms(folder: Path) -> Iterator[Case]:
+    """An FP8 or INT4 checkpoint: its quantization_config, names, shapes, dtypes and bytes of its tensors."""
+    made = {form: folder / form for form in ("fp8", "int4")}
+    for form, each in made.items():
+        synthesize(each, "micro", 0, form=form, overrides=SMALL | {"num_nextn_predict_layers": 0})
+        read_checkpoint(each)
+    files = {path: path.read_bytes() for each in made.values() for path in each.glob("*") if path.is_file()}
+
+    def case(rng: Random) -> None:
+        checkpoint = made[rng.choice([*made])]
+        config, shard = checkpoint / "config.json", rng.choice(sorted(checkpoint.glob("*.safetensors")))
+        size = 8 + int.from_bytes(files[shard][:8], "little")
+        header, data = files[shard][8:size], files[shard][size:]
+        which = rng.random()
+        if which < 0.4:
+            fields = json.loads(files[config])
+            fields["quantization_config"] = mutated(rng, fields["quantization_config"])
+            config.write_bytes(json_text(fields))
+        else:
+            header = json_text(mutated(rng, json.loads(header), 1)) if which < 0.7 else header
+            start = rng.randrange(len(data))
+            data = data if which < 0.7 else data[:start] + rng.randbytes(64) + data[start + 64 :]
+            shard.write_bytes(len(header).to_bytes(8, "little") + header + data[: len(files[shard]) - size])
+        try:
+            read_checkpoint(checkpoint)
+        finally:
+            for path in (config, shard):
+                path.write_bytes(files[path])
+
     yield case
 
 
@@ -171,6 +205,9 @@ def read_checkpoint(folder: Path) -> float:
     """Opens a checkpoint and reads every tensor; their sum."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.digests()
+    for name, form in checkpoint.forms.items():
+        if form == "int4":
+            checkpoint.quantized(name)
     with np.errstate(all="ignore"):
         return sum(
             float(np.sum(checkpoint.tensor(name), dtype=np.float64)) for name in expected_tensors(checkpoint.config)

@@ -20,6 +20,7 @@ TARGETS = {
     "signatures": (catalog_cases.signatures, 100),
     "config": (build_cases.configs, 150),
     "shard": (build_cases.shards, 200),
+    "forms": (build_cases.forms, 150),
     "index": (build_cases.indexes, 150),
     "lengths": (build_cases.lengths, 150),
     "answers": (answer_cases.answers, 1000),
