@@ -354,9 +354,9 @@ class MixtureOfExperts(nnx.Module):
         """The chosen experts of this device, one tile of rows of one expert after the other."""
         layered, stacks = self.geometry.tiled, (self.experts_gate_up_proj, self.experts_down_proj)
         limit = self.routed_limit(layer)
-        if calls.do_experts(stacks[0], chosen.size, self.config.num_experts, self.geometry):
-            up, out = (stack[...] for stack in stacks)
-            own = chosen - lax.axis_index(AXIS) * up.shape[0] * up.shape[2]
+        if calls.do_experts(stacks, chosen.size, self.config.num_experts, self.geometry):
+            up, out = (value_of(stack) for stack in stacks)
+            own = chosen - lax.axis_index(AXIS) * leading(up)[0] * leading(up)[2]
             return calls.experts(x, up, out, layer, jnp.where(valid[:, None], own, -1), weights, limit, self.geometry)
         gate_up, down = (of_layer(stack, layer, split=True) if layered else value_of(stack) for stack in stacks)
         shards, each = leading(gate_up)[0], leading(gate_up)[1 if layered else 2]

@@ -129,7 +129,7 @@ def column_parallel(
     ``x`` is the same on every device; ``weights`` are ``[s, n, ..., D]``, or arguments ``[s, ..., D]`` a layer.
     """
     if calls.do_columns(weights, x.shape[0], geometry):
-        return calls.columns(x, weights[...], layer, geometry)
+        return calls.columns(x, value_of(weights), layer, geometry)
     if not _one_by_one(weights, geometry):
         return dot(x, of_layer(weights, layer, split=True), geometry)
     stacked = value_of(weights)
@@ -146,7 +146,8 @@ def column_parallel(
 def replicated(x: Float[Array, "T D"], weights: Weight, layer: Index, geometry: Geometry) -> Float32[Array, "T out"]:
     """A matmul with ``weights [n, out, D]``, which every device has whole."""
     if calls.do_columns(weights, x.shape[0], geometry):
-        return calls.columns(x, weights[...][None], layer, geometry)[:, 0]
+        whole = jax.tree.map(lambda each: each[None], value_of(weights))
+        return calls.columns(x, whole, layer, geometry)[:, 0]
     return dot(x, of_layer(weights, layer, split=False), geometry)
 
 
@@ -157,7 +158,7 @@ def row_parallel(x: Float[Array, "T F"], weights: Weight, layer: Index, geometry
         This device's partial sum, to be added up over devices in fp32: rounded first it would depend on TP.
     """
     if calls.are_there(weights, calls.are_few(x.shape[0], geometry), geometry):
-        return calls.rows(x, weights[...], layer, geometry)
+        return calls.rows(x, value_of(weights), layer, geometry)
     if not _one_by_one(weights, geometry):
         return dot_merged(x, of_layer(weights, layer, split=True), geometry)
     stacked = value_of(weights)
@@ -180,7 +181,8 @@ def vocab_parallel(x: Float[Array, "T D"], weights: Weight, geometry: Geometry) 
     table = value_of(weights)
     rows = math.prod(leading(table))
     if calls.do_columns(weights, x.shape[0], geometry):
-        return calls.columns(x, weights[...][:, None], 0, geometry).reshape(x.shape[0], rows)
+        stack = jax.tree.map(lambda each: each[:, None], table)
+        return calls.columns(x, stack, 0, geometry).reshape(x.shape[0], rows)
     few = x.shape[0] == 1 or is_quantized(weights)
     if not few or geometry.tiled or rows * x.shape[1] * x.dtype.itemsize <= CACHED:
         return dot(x, table, geometry).reshape(x.shape[0], rows)

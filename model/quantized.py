@@ -110,12 +110,13 @@ def activations(x: Float[Array, "T X"], weights: Quantized, geometry: Geometry) 
     """
     if geometry.activations != "int8" or _by_channel(weights):
         return x
-    groups = x.astype(jnp.float32).reshape(x.shape[0], -1, _group(weights))
+    groups = x.astype(jnp.float32).reshape(x.shape[0], -1, group_of(weights))
     scale = jnp.max(jnp.abs(groups), axis=-1, keepdims=True) / 127
     rounded = jnp.round(groups / jnp.where(scale == 0, 1.0, scale)) * scale
     return rounded.reshape(x.shape)
 
 
-def _group(weights: Quantized) -> int:
+def group_of(weights: Quantized) -> int:
+    """How many values along the input share a scale."""
     packed = 2 if weights.q.dtype == jnp.uint8 else 1
     return packed * weights.q.shape[-1] // weights.scale.shape[-1]

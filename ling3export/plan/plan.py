@@ -208,6 +208,9 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
         notes.append(f"tp {target.tp}: the most of up to {DEFAULT_CPU_TP} devices that this model splits over")
     kernels, said = choose(config, options, target)
     notes += [] if said is None else [said]
+    weights = weight_forms(options)
+    # Kernels multiply integers where groups of values share a scale (docs/log/kernels-cpu.md).
+    narrow = bool(kernels) and not {"int8", "int4"}.isdisjoint(WEIGHTS[weights])
     geometry = Geometry(
         tp=target.tp,
         dtype=options.dtype,
@@ -218,7 +221,8 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
         snapshots=options.snapshots,
         kernels=kernels,
         token_dtype=options.afd_dtype,
-        weights=weight_forms(options),
+        weights=weights,
+        activations="int8" if narrow else "bf16",
         **forms(config, target),
     )
     geometry, note = size_pages(config, geometry, options, target)

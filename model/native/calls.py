@@ -1,5 +1,6 @@
-"""The kernels of ``kernels.cc`` as functions of arrays: products with bf16 weights, and what a decode step does
-with its state: one token of KDA, and attention over pages; the router; and the best of many logits.
+"""The native kernels as functions of arrays: products with weights of bf16 (``kernels.cc``) and of 8 or 4 bits
+(``quantized.cc``), and what a decode step does with its state: one token of KDA, and attention over pages; the router;
+and the best of many logits.
 
 A kernel gets the whole stack and a layer's number, so that no weight is copied before it is read. The names that XLA
 looks up end in ``geometry.kernels``: processes that run programs of several artifacts keep their kernels apart. Axis
@@ -7,17 +8,18 @@ letters as in ``model/products.py``.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jaxtyping import Array, BFloat16, Float32, Int32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.layers import NORM_L2_EPS, Index, Weight
+from ling3export.model.quantized import Matrix, Quantized, group_of, leading, value_of
 
 # Rows up to which a kernel is called: reading the weights takes longer than multiplying. Beyond, XLA's own products are
 # faster, which use a processor's matrix unit (docs/log/kernels-cpu.md, 2026-11-22).
@@ -27,6 +29,7 @@ FEW_EACH = 2  # the same of one expert's rows, where all experts are chosen alik
 # rows, and over columns of a weight for any number (docs/log/kernels-cpu.md, 2026-11-24).
 WIDENED = ("avx2",)
 FEW_WIDENED = 64
+GROUP = 32  # numbers that share a scale, where kernels multiply quantized weights, by any number of rows
 # Forms whose kernel for experts beats XLA's products at any number of rows: processors without a matrix unit.
 ANY_EXPERTS = ("avx512_bf16", *WIDENED)
 
@@ -42,10 +45,16 @@ class KdaWeights(NamedTuple):
 
 
 def are_there(weights: Weight, few: bool, geometry: Geometry) -> bool:
-    """Whether the program that is being traced calls a kernel for products of ``few`` rows with a parameter."""
-    if not geometry.kernels or not few or isinstance(weights, nnx.Dict):
+    """Whether the program that is being traced calls a kernel for products of ``few`` rows with a parameter.
+
+    Kernels for quantized weights are faster for any number of rows, and round activations to 8 bits.
+    """
+    if not geometry.kernels:
         return False
-    return bool(weights[...].dtype == jnp.bfloat16)
+    value = value_of(weights)
+    if isinstance(value, Quantized):
+        return geometry.activations == "int8" and value.scale.dtype == jnp.bfloat16 and group_of(value) == GROUP
+    return few and bool(value.dtype == jnp.bfloat16)
 
 
 def are_few(rows: int, geometry: Geometry) -> bool:
@@ -58,32 +67,40 @@ def do_columns(weights: Weight, rows: int, geometry: Geometry) -> bool:
     return are_there(weights, geometry.kernels.startswith(WIDENED) or are_few(rows, geometry), geometry)
 
 
-def do_experts(weights: Weight, pairs: int, experts: int, geometry: Geometry) -> bool:
+def do_experts(stacks: Sequence[Weight], pairs: int, experts: int, geometry: Geometry) -> bool:
     """Whether the program calls a kernel for ``pairs`` of a token and one of a layer's ``experts``."""
     few = geometry.kernels.startswith(ANY_EXPERTS) or pairs <= FEW_EACH * experts
-    return are_there(weights, few, geometry)
+    return all(are_there(weights, few, geometry) for weights in stacks)
 
 
-def call(name: str, geometry: Geometry, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:
-    """The fp32 array of a shape that a kernel makes of its arguments."""
+def _call(name: str, geometry: Geometry, shape: tuple[int, ...], *arguments: jax.Array) -> jax.Array:
     out = jax.ShapeDtypeStruct(shape, jnp.float32)
     return jax.ffi.ffi_call(f"ling3_{name}.{geometry.kernels}", out)(*arguments, devices=np.int32(geometry.tp))
 
 
-def columns(
-    x: BFloat16[Array, "T D"], stacked: BFloat16[Array, "s n *out D"], layer: Index, geometry: Geometry
-) -> Float32[Array, "T s *out"]:
-    """Products over the last axis of the weights."""
-    shards, _, *out, _ = stacked.shape
-    y = call("columns", geometry, (x.shape[0], shards, math.prod(out)), x, stacked, jnp.int32(layer))
+def _named(name: str, weights: Matrix) -> str:
+    """What a kernel for such weights is called."""
+    if not isinstance(weights, Quantized):
+        return name
+    return f"{name}_q4" if weights.q.dtype == jnp.uint8 else f"{name}_q8"
+
+
+def columns(x: BFloat16[Array, "T D"], stacked: Matrix, layer: Index, geometry: Geometry) -> Float32[Array, "T s *out"]:
+    """Products over the last axis of the weights ``[s, n, *out, D]``."""
+    (shards, _, *out), parts = leading(stacked), jax.tree.leaves(stacked)
+    shape = (x.shape[0], shards, math.prod(out))
+    y = _call(_named("columns", stacked), geometry, shape, x, *parts, jnp.int32(layer))
     return y.reshape(x.shape[0], shards, *out)
 
 
-def rows(
-    x: BFloat16[Array, "T F"], stacked: BFloat16[Array, "s n each D"], layer: Index, geometry: Geometry
-) -> Float32[Array, "T D"]:
-    """The sum over all TP shards of products over the last but one axis of the weights."""
-    return call("rows", geometry, (x.shape[0], stacked.shape[-1]), x, stacked, jnp.int32(layer))
+def rows(x: BFloat16[Array, "T F"], stacked: Matrix, layer: Index, geometry: Geometry) -> Float32[Array, "T D"]:
+    """The sum over all TP shards of products with their own parts of ``x``.
+
+    Over the last but one axis of weights ``[s, n, each, D]``, over the last one of quantized ``[s, n, D, each]``.
+    """
+    width = leading(stacked)[2] if isinstance(stacked, Quantized) else stacked.shape[-1]
+    arguments = x, *jax.tree.leaves(stacked), jnp.int32(layer)
+    return _call(_named("rows", stacked), geometry, (x.shape[0], width), *arguments)
 
 
 def heads(
@@ -91,13 +108,13 @@ def heads(
 ) -> Float32[Array, "T H Y"]:
     """Each head's rows times its own matrix ``[X, Y]``, or ``[Y, X]`` where ``axis`` is 1."""
     shape = (*x.shape[:2], stacked.shape[4 - axis])
-    return call(("rows", "columns")[axis], geometry, shape, x, stacked, jnp.int32(layer))
+    return _call(("rows", "columns")[axis], geometry, shape, x, stacked, jnp.int32(layer))
 
 
 def experts(
     x: BFloat16[Array, "T D"],
-    gate_up: BFloat16[Array, "s n e 2 F D"],
-    down: BFloat16[Array, "s n e D F"],
+    gate_up: Matrix,
+    down: Matrix,
     layer: Index,
     chosen: Int32[Array, "T A"],
     share: Float32[Array, "T A"],
@@ -106,10 +123,11 @@ def experts(
 ) -> Float32[Array, "T D"]:
     """``sum over a of share down(swiglu(gate x, up x, limit))`` for the ``chosen`` of this device's ``s e`` experts.
 
-    A number outside of 0 to ``s e - 1`` chooses none.
+    ``gate_up`` is ``[s, n, e, 2, F, D]``, ``down [s, n, e, D, F]``. A number outside of 0 to ``s e - 1`` chooses none.
     """
     limit = jnp.full(1, jnp.inf, jnp.float32) if limit is None else limit.reshape(1)
-    return call("experts", geometry, x.shape, x, gate_up, down, jnp.int32(layer), chosen, share, limit)
+    parts = jax.tree.leaves((gate_up, down))
+    return _call(_named("experts", gate_up), geometry, x.shape, x, *parts, jnp.int32(layer), chosen, share, limit)
 
 
 def route(
@@ -188,7 +206,7 @@ def token(
 
 def best(logits: Float32[Array, "R v"], offset: Int32[Array, ""], geometry: Geometry) -> Float32[Array, "3 R"]:
     """What ``sample.best_of_own`` finds; ``offset`` is the token of the first column."""
-    return call("best", geometry, (3, logits.shape[0]), logits, offset)
+    return _call("best", geometry, (3, logits.shape[0]), logits, offset)
 
 
 def attention(
@@ -211,4 +229,4 @@ def attention(
         rank: R, the width of the latent, the part that is also the value.
         geometry: Whose kernels are called.
     """
-    return call("attention", geometry, (*query.shape[:2], rank), query, pool, jnp.int32(layer), table, length)
+    return _call("attention", geometry, (*query.shape[:2], rank), query, pool, jnp.int32(layer), table, length)

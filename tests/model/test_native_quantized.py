@@ -1,14 +1,17 @@
 """The kernels for weights of 8 and 4 bits, in every form that runs here, against the same sums in float64."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from ling3export.model.geometry import Geometry
-from ling3export.model.native import quantized
+from ling3export.model.native import calls
+from ling3export.model.quantized import Quantized
 from ling3export.verify import formulas
 from tests.model.test_native import HERE, HIDDEN, geometry, sizes  # noqa: F401 (a fixture)
 from tests.support.direct import relative
@@ -20,7 +23,7 @@ CASES = 4
 BITS = pytest.mark.parametrize("bits", [8, 4])
 
 
-def weights(rng: np.random.Generator, bits: int, *shape: int) -> tuple[tuple[Any, Any], np.ndarray]:
+def weights(rng: np.random.Generator, bits: int, *shape: int) -> tuple[Quantized, np.ndarray]:
     """Any q, its extremes often, and scales, as kernels take them; and the weights in float64."""
     most = 1 << bits - 1
     q = rng.integers(-most, most, shape)
@@ -30,7 +33,9 @@ def weights(rng: np.random.Generator, bits: int, *shape: int) -> tuple[tuple[Any
     if bits == 4:
         halves = (q + 8).astype(np.uint8).reshape(*shape[:-1], -1, 2, 16)
         stored = (halves[..., 0, :] | halves[..., 1, :] << 4).reshape(*shape[:-1], -1)
-    return (jnp.asarray(stored), scale), q * np.repeat(np.asarray(scale.astype(jnp.float32), np.float64), 32, axis=-1)
+    return Quantized(jnp.asarray(stored), scale), q * np.repeat(
+        np.asarray(scale.astype(jnp.float32), np.float64), 32, axis=-1
+    )
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
@@ -68,10 +73,10 @@ def test_products_of_any_shape(geometry: Geometry, bits: int, rows: int) -> None
         x, x64 = rows_of(rng, rows, groups * 32)
         own = weights64[:, layer]
         terms = np.einsum("td,sod->tso", np.abs(x64), np.abs(own))
-        check(quantized.columns(x, *stored, layer, geometry), np.einsum("td,sod->tso", x64, own), terms)
+        check(calls.columns(x, stored, layer, geometry), np.einsum("td,sod->tso", x64, own), terms)
         x, x64 = rows_of(rng, rows, shards * groups * 32)
         wide = np.concatenate(own, axis=1)
-        check(quantized.rows(x, *stored, layer, geometry), x64 @ wide.T, np.abs(x64) @ np.abs(wide).T)
+        check(calls.rows(x, stored, layer, geometry), x64 @ wide.T, np.abs(x64) @ np.abs(wide).T)
 
 
 @BITS
@@ -82,7 +87,7 @@ def test_products_at_the_edges_of_tiles(geometry: Geometry, bits: int, out: int)
         stored, weights64 = weights(rng, bits, 1, 1, out, groups * 32)
         for rows in (1, 4, 11):
             x, x64 = rows_of(rng, rows, groups * 32)
-            found = quantized.columns(x, *stored, 0, geometry)[:, 0]
+            found = calls.columns(x, stored, 0, geometry)[:, 0]
             check(found, x64 @ weights64[0, 0].T, np.abs(x64) @ np.abs(weights64[0, 0]).T)
 
 
@@ -97,11 +102,11 @@ def test_experts_of_any_choice(geometry: Geometry, bits: int, tokens: int, limit
     x64 = rounded(np.asarray(x.astype(jnp.float32)))
     up, up64 = weights(rng, bits, shards, layers, each, 2, width, dim)
     down, down64 = weights(rng, bits, shards, layers, each, dim, width)
-    up, up64 = (up[0], up[1] / 16), up64 / 16
+    up, up64 = Quantized(up.q, up.scale / 16), up64 / 16
     chosen = rng.integers(-1, shards * each + 1, (tokens, top)).astype(np.int32)
     share = rng.random((tokens, top)).astype(np.float32)
     of_layer = None if limit is None else jnp.float32(limit)
-    found = np.asarray(quantized.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), of_layer, geometry))
+    found = np.asarray(calls.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), of_layer, geometry))
     expected = np.zeros((tokens, dim))
     for expert in range(shards * each):
         gate, y = np.einsum("td,gfd->gtf", x64, up64[:, 0].reshape(-1, 2, width, dim)[expert])
@@ -125,12 +130,12 @@ def test_what_is_not_finite_shows_in_its_own_sums_alone(geometry: Geometry, bits
     for bad in (np.nan, np.inf, -np.inf):
         x = jnp.asarray(rng.normal(size=(rows, 288)), jnp.bfloat16)
         damaged = x.at[0, 100].set(bad)
-        good = np.asarray(quantized.columns(x, *stored, 0, geometry))
-        found = np.asarray(quantized.columns(damaged, *stored, 0, geometry))
+        good = np.asarray(calls.columns(x, stored, 0, geometry))
+        found = np.asarray(calls.columns(damaged, stored, 0, geometry))
         assert np.isnan(found[0]).all()
         np.testing.assert_array_equal(found[1:], good[1:])
-        scale = stored[1].at[0, 0, 7, 3].set(bad)
-        found = np.asarray(quantized.columns(x, stored[0], scale, 0, geometry))[:, 0]
+        damaged = Quantized(stored.q, stored.scale.at[0, 0, 7, 3].set(bad))
+        found = np.asarray(calls.columns(x, damaged, 0, geometry))[:, 0]
         assert not np.isfinite(found[:, 7]).any()
         np.testing.assert_array_equal(np.delete(found, 7, axis=1), np.delete(good[:, 0], 7, axis=1))
 
@@ -141,7 +146,7 @@ def test_a_group_of_zeros_and_the_smallest_numbers(geometry: Geometry, bits: int
     stored, weights64 = weights(rng, bits, 1, 1, 20, 96)
     for rows in (1, 4):
         x = jnp.ones((rows, 96), jnp.bfloat16).at[:, :32].set(0).at[:, 32:64].set(1e-40)
-        found = quantized.columns(x, *stored, 0, geometry)[:, 0]
+        found = calls.columns(x, stored, 0, geometry)[:, 0]
         expected = np.broadcast_to(weights64[0, 0, :, 64:].sum(axis=1), (rows, 20))
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -150,12 +155,25 @@ def test_what_does_not_fit_is_refused(geometry: Geometry) -> None:  # noqa: F811
     rng = np.random.default_rng(0)
     (q, scale), _ = weights(rng, 8, 1, 2, 4, 64)
     x = jnp.ones((1, 64), jnp.bfloat16)
-    for arguments, why in (
-        ((x, q, scale, 2), "layer: expected one of the stack"),
-        ((x, q, scale[..., :1], 1), "q, scale: expected a scale for 32 numbers of x"),
-        ((x[:, :32], q, scale, 1), "q, scale: expected a scale for 32 numbers of x"),
+    for each, own, layer, why in (
+        (x, scale, 2, "layer: expected one of the stack"),
+        (x, scale[..., :1], 1, "q, scale: expected a scale for 32 numbers of x"),
+        (x[:, :32], scale, 1, "q, scale: expected a scale for 32 numbers of x"),
     ):
         with pytest.raises(jax.errors.JaxRuntimeError, match=why):
-            jax.block_until_ready(quantized.columns(*arguments, geometry))
-    assert quantized.fits(q, scale, geometry)
-    assert not quantized.fits(q, scale[..., :1], geometry)
+            jax.block_until_ready(calls.columns(each, Quantized(q, own), layer, geometry))
+
+
+def test_kernels_are_called_for_groups_of_32_and_activations_of_8_bits() -> None:
+    own = Geometry(1, "bfloat16", 1, 1, 16, 1, 16, kernels="avx2-0", weights="int8", activations="int8")
+
+    def parameter(groups: int, dtype: Any = jnp.bfloat16) -> nnx.Dict:
+        q, scale = jnp.zeros((1, 1, 8, 64), jnp.int8), jnp.zeros((1, 1, 8, groups), dtype)
+        return nnx.Dict(q=nnx.Param(q), scale=nnx.Param(scale))
+
+    assert calls.do_columns(parameter(2), 1000, own)
+    assert calls.do_experts([parameter(2)] * 2, 100_000, 1, own)
+    assert not calls.do_experts([parameter(2), parameter(4)], 1, 1, own)
+    assert not calls.do_columns(parameter(2, jnp.float32), 1, own)
+    assert not calls.do_columns(parameter(2), 1, replace(own, activations="bf16"))
+    assert not calls.do_columns(parameter(2), 1, replace(own, kernels=""))
