@@ -67,6 +67,7 @@ class Recipe:
     snapshots: int = 0
     segments: str = "none"
     kernels: str = "off"
+    weights: str = "bf16"
 
     @property
     def checkpoint(self) -> str:
@@ -87,6 +88,8 @@ class Recipe:
         }
         if self.kernels != "off":
             numbers["--kernels"] = self.kernels
+        if self.weights != "bf16":
+            numbers["--weights"] = self.weights
         if self.score:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
         if self.afd:
@@ -115,6 +118,9 @@ RECIPES = {
     "micro-tp2": Recipe(2, "micro"),
     "micro-tp1": Recipe(1, "micro"),
     "micro-tp1-kernels": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on"),
+    "micro-tp1-kernels-int4": Recipe(
+        1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on", weights="int4"
+    ),
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
     # Decode cut at the experts: micro batches of two tokens, of up to three attention processes.
     "micro-tp1-afd": Recipe(1, "micro", paddings=(16,), decode=2, afd=3),

@@ -51,6 +51,28 @@ def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
         assert b"ling3_" not in (whole / cell.stablehlo.path).read_bytes()
 
 
+def test_programs_with_quantized_weights_pass_them_with_activations_of_8_bits(artifact, whole):
+    """The plain model rounds no activations. Matrices that have no groups of 32 in a shard are XLA's."""
+    quantized = artifact("micro-tp1-kernels-int4")
+    manifest = read_manifest(quantized)
+    target = manifest.targets["cpu-tp1"]
+    assert manifest.vectors.receipts["cpu-tp1"].passed
+    assert target.geometry["activations"] == "int8"
+    assert read_manifest(whole).targets["cpu-tp1"].geometry["activations"] == "bf16"
+    for cell in target.cells.values():
+        if cell.phase in ("prefill", "decode"):
+            assert {f"ling3_{name}.{target.kernel_names}" for name in ("columns_q8", "experts_q4")} <= {
+                *cell.call.custom_calls
+            }
+
+
+def test_only_kernels_round_activations():
+    rounded = {"int8": "int8", "int4": "int8", "int4-experts": "int8", "int8-channel": "bf16", "bf16": "bf16"}
+    for weights, activations in rounded.items():
+        assert make_plan(FULL, Options(tp=1, weights=weights), "cpu").geometry.activations == activations
+        assert make_plan(FULL, Options(tp=1, weights=weights, kernels="off"), "cpu").geometry.activations == "bf16"
+
+
 def test_damaged_kernels_are_refused_before_they_are_loaded(whole, tmp_path):
     copy = shutil.copytree(whole, tmp_path / "copy.ling3")
     library = copy / "programs" / "cpu-tp1" / "kernels.so"
