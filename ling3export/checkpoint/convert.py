@@ -24,6 +24,7 @@ from ling3export.model.parameters import EXPERT, PLAIN, Parameter, parameters
 WORKERS = 2  # hashing and copying both release the interpreter lock
 
 Read = Callable[[str], np.ndarray]
+Stored = Callable[[str], Pair | None]
 Piece = tuple[int | None, tuple[np.ndarray, ...]]
 
 
@@ -34,6 +35,10 @@ class WeightSource(Protocol):
 
     def tensor(self, name: str) -> np.ndarray:
         """A tensor by its published name."""
+        ...
+
+    def stored(self, name: str) -> Pair | None:
+        """q and scale of a tensor that the checkpoint has in int4; None of any other."""
         ...
 
 
@@ -53,20 +58,25 @@ class Progress(Protocol):
         ...
 
 
-def _parts(row: Parameter, at: str, read: Read) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
+def no_pair(_: str) -> Pair | None:
+    """What ``stored`` gives of a checkpoint that has nothing in int4."""
+    return None
+
+
+def _parts(row: Parameter, at: str, read: Read, stored: Stored) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
     """(group, part) of one layer, as :class:`parameters.Source` describes them; parts are views, or q and scale."""
     source = row.source
     if source.by_expert:
         for group in range(source.groups):
             for name in source.names:
-                value = read(at + name.replace(EXPERT, str(group)))
-                yield group, (value,) if row.form == PLAIN else _cut(row, _pair(row, value))
+                tensor = at + name.replace(EXPERT, str(group))
+                yield group, (read(tensor),) if row.form == PLAIN else _cut(row, pair_of(row, tensor, read, stored))
         return
     values = [read(at + name) for name in source.names]
     each = values[0].shape[1 if source.columns else 0] // source.groups
     start, stop = source.rows or (0, each)
     if source.columns and row.form != PLAIN:  # whole, since a TP shard may end within a group of inputs
-        pair = _pair(row, values[0])
+        pair = quantize(values[0], row.form, row.group)
         for group in range(source.groups):
             yield group, _cut(row, pair, group * each, (group + 1) * each)
         return
@@ -76,11 +86,13 @@ def _parts(row: Parameter, at: str, read: Read) -> Iterator[tuple[int, tuple[np.
                 yield group, (value[:, group * each : (group + 1) * each].T,)
             else:
                 part = value[group * each + start : group * each + stop]
-                yield group, (part,) if row.form == PLAIN else _cut(row, _pair(row, part))
+                yield group, (part,) if row.form == PLAIN else _cut(row, quantize(part, row.form, row.group))
 
 
-def _pair(row: Parameter, value: np.ndarray) -> Pair:
-    return quantize(value, row.form, row.group)
+def pair_of(row: Parameter, tensor: str, read: Read, stored: Stored) -> Pair:
+    """A checkpoint tensor of a quantized parameter: as the checkpoint has it where that is int4, too, else rounded."""
+    found = stored(tensor) if row.form == "int4" else None
+    return quantize(read(tensor), row.form, row.group) if found is None else found
 
 
 def _cut(row: Parameter, pair: Pair, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, ...]:
@@ -95,7 +107,9 @@ def _cut(row: Parameter, pair: Pair, start: int = 0, stop: int | None = None) ->
     return (packed(q, group) if row.form == "int4" else q), scale
 
 
-def pieces(parameter: Parameter, layer: int | None, config: Config, read: Read) -> Iterator[Piece]:
+def pieces(
+    parameter: Parameter, layer: int | None, config: Config, read: Read, stored: Stored = no_pair
+) -> Iterator[Piece]:
     """The parts of one layer of a parameter in the order in which they lie in each TP shard.
 
     Args:
@@ -103,13 +117,14 @@ def pieces(parameter: Parameter, layer: int | None, config: Config, read: Read) 
         layer: The layer, None for a parameter that is not stacked.
         config: The checkpoint's configuration.
         read: Gives a checkpoint tensor by name.
+        stored: Gives q and scale of one that the checkpoint has in int4.
 
     Yields:
         (TP shard, or None for an unsplit parameter; a part of each of its tensors, views where they can be).
     """
     groups = parameter.source.groups
     at = "" if layer is None else f"model.layers.{layer}."
-    for group, parts in _parts(parameter, at, read):
+    for group, parts in _parts(parameter, at, read, stored):
         yield None if parameter.split is None else group * config.tp_shards // groups, parts
 
 
@@ -136,7 +151,8 @@ def convert_parameter(
     tensors = parameter.tensors(dtype)
     offsets: dict[tuple[str, int | None], int] = {}
     for layer in parameter.layers or (None,):
-        for shard, parts in pieces(parameter, layer, source.config, source.tensor):
+        stored = source.stored if parameter.form == "int4" else no_pair
+        for shard, parts in pieces(parameter, layer, source.config, source.tensor, stored):
             for tensor, part in zip(tensors, parts, strict=True):
                 target, at = BY_NAME[tensor.dtype].numpy, (tensor.name, shard)
                 value = part if part.dtype == target else part.astype(target)

@@ -21,7 +21,7 @@ from ling3export.foundation.errors import CheckpointError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
 from ling3export.model.config import Config, parsed, read_config, refuse_gguf
-from ling3export.model.parameters import TensorInfo, expected_tensors, is_mtp
+from ling3export.model.parameters import PLAIN, WEIGHTS, TensorInfo, expected_tensors, is_mtp
 from ling3export.model.quantization import quantization
 
 __all__ = ["Checkpoint", "TensorInfo", "expected_tensors", "is_mtp"]
@@ -151,6 +151,10 @@ class Checkpoint:
             raise CheckpointError(f"tensor `{name + INT4.scales}`: expected finite scales, found another, at {at}")
         return codes.view(np.int8) - np.int8(8), scales.view(BY_NAME["bfloat16"].numpy)
 
+    def stored(self, name: str) -> tuple[NDArray[np.int8], NDArray[Any]] | None:
+        """:meth:`quantized` of a weight in INT4; None of any other."""
+        return self.quantized(name) if self._forms.get(name) is INT4 else None
+
     def _packed(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
         """An INT4 weight's codes, and the bits of its scales."""
         codes = unpacked(self._read(name + INT4.codes))
@@ -163,18 +167,28 @@ class Checkpoint:
             raise CheckpointError(f"tensor `{name}`: expected one of the model's, found none, in {self.path}")
         return self._homes[name].tensor(name)
 
-    def check_rounding(self, dtype: str, allow: bool) -> None:
-        """Passes where weights of ``dtype`` are the checkpoint's own numbers, or rounding them is allowed.
+    def check_rounding(self, dtype: str, allow: bool, weights: str = PLAIN) -> None:
+        """Passes where what is stored in ``dtype`` are the checkpoint's own numbers, or rounding them is allowed.
+
+        Args:
+            dtype: Of an artifact.
+            allow: Whether any numbers may be rounded.
+            weights: The forms of its weights, a key of WEIGHTS: what is quantized there is rounded as that says.
 
         Raises:
             CheckpointError: INT4 weights would be rounded: their numbers have up to 11 significant bits.
         """
-        rounded = [name for name, form in self._forms.items() if form is INT4]
+        routed, other = (form == PLAIN for form in WEIGHTS[weights])
+        rounded = [
+            name
+            for name, form in self._forms.items()
+            if form is INT4 and (routed if ".mlp.experts." in name else other)
+        ]
         if rounded and dtype != "float32" and not allow:
             raise CheckpointError(
                 f"checkpoint `{self.path.name}`: expected numbers that {dtype} holds, found {len(rounded)} weights in "
                 f"int4 ({listed([f'`{name}`' for name in rounded], 1)}), in {self.path}",
-                f"--dtype float32 keeps their numbers, --allow-rounding rounds them to {dtype}",
+                f"--weights as-stored or --dtype float32 keep their numbers, --allow-rounding rounds them to {dtype}",
             )
 
     @property

@@ -169,6 +169,9 @@ class DummyWeights:
         self._seed = seed
         self._tensors = expected_tensors(config)
 
+    def stored(self, name: str) -> None:
+        """None: nothing is quantized."""
+
     def tensor(self, name: str) -> NDArray[np.generic]:
         """A tensor by its published name, in torch's order and shape."""
         info = self._tensors[name]

@@ -146,6 +146,7 @@ def build(
     """
     require("build", "build", "flax", "rich")
     from ling3export.artifacts.manifest import MANIFEST
+    from ling3export.checkpoint.forms import as_stored
     from ling3export.cli.progress import Console
     from ling3export.compile import build as building
     from ling3export.model.config import Config
@@ -162,7 +163,7 @@ def build(
     whole: dict[str, Any] = how | {"force": force, "prove": prove, "allow_rounding": allow_rounding}
     with _unwinding(), Console() as console:
         if fits:
-            what = _fitted(Config.from_path(source, ignore), what, chosen, console.note)
+            what = _fitted(Config.from_path(source, ignore), as_stored(what, source), chosen, console.note)
         if kind == "savedmodel":
             from ling3export.savedmodel.export import build_savedmodel
 
@@ -266,12 +267,14 @@ def plan(
     if (fleet is None) != (chips is None):
         raise click.UsageError("--fleet and --chips belong together")
     from ling3export.artifacts.records import to_json
+    from ling3export.checkpoint.forms import as_stored
     from ling3export.compile.build import DEMO
     from ling3export.model.config import Config
     from ling3export.plan.paddings import read_lengths
     from ling3export.plan.pricing import described, priced
 
-    config, what = Config.from_path(checkpoint or DEMO, ignore), Options(**options)
+    config = Config.from_path(checkpoint or DEMO, ignore)
+    what = as_stored(Options(**options), checkpoint or DEMO)
     if checkpoint is not None:
         chosen = given(click.get_current_context())
         what = _fitted(config, what, chosen, lambda text: None if as_json else click.echo(text))
@@ -369,7 +372,8 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
         from ling3export.checkpoint.load_plan import load_plan as planned
         from ling3export.plan.recorded import config_of
 
-        click.echo(json.dumps(planned(config_of(manifest), manifest.plan.dtype), indent=2))
+        plan = manifest.plan
+        click.echo(json.dumps(planned(config_of(manifest), plan.dtype, plan.forms), indent=2))
         return
     if as_json:
         click.echo(json.dumps(to_json(manifest), indent=2, ensure_ascii=False))

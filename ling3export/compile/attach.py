@@ -63,7 +63,7 @@ def attach(
                 "name a folder for the new artifact, or replace the weights with --force",
             )
         check_config(source, manifest, artifact)
-        source.check_rounding(manifest.plan.dtype, allow_rounding)
+        source.check_rounding(manifest.plan.dtype, allow_rounding, manifest.plan.forms)
         report.note(signed[0])
         for record in (record for target in manifest.targets.values() for record in target.files):
             (folder / record.path).parent.mkdir(parents=True, exist_ok=True)

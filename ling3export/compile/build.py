@@ -30,6 +30,7 @@ from ling3export.cache.cells import Built, Cells, opened, summary
 from ling3export.cache.keys import toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import Progress, WeightSource, write_weights
+from ling3export.checkpoint.forms import as_stored
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth_weights import DummyWeights
 from ling3export.compile.pool import BuildOutcome, Compilers, check, put_state_program
@@ -39,7 +40,7 @@ from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.model.config import Config, read_config
 from ling3export.model.parameters import PLAIN
 from ling3export.plan.options import Options
-from ling3export.plan.plan import Plan, make_plans
+from ling3export.plan.plan import Plan, make_plans, weight_forms
 from ling3export.plan.targets import check_toolchain
 from ling3export.verify.measure import check_tokenizer, measure_apart, too_large
 from ling3export.verify.vectors import write_vectors
@@ -92,6 +93,7 @@ def build(
         Ling3Error: The checkpoint, the plan or the disk do not allow it; nothing is left behind.
     """
     weights: WeightSource | None
+    options = as_stored(options, checkpoint)
     if no_weights:
         source, file = None, checkpoint / "config.json" if checkpoint.is_dir() else checkpoint
         data = read_config(file)
@@ -100,7 +102,7 @@ def build(
         weights = None if dummy is None else DummyWeights(config, dummy)
     else:
         weights = source = Checkpoint.open(checkpoint, ignore=ignore)
-        source.check_rounding(options.dtype, allow_rounding)
+        source.check_rounding(options.dtype, allow_rounding, weight_forms(options))
         config, origin = source.config, named(source.path, source.digests(), source.form)
     plans = announced(make_plans(config, options), report)
     cells = opened(cache, report.note)
@@ -352,7 +354,7 @@ def build_share(
         PlanError: A cell failed, or the cache cannot be written.
     """
     config = Config.from_path(checkpoint, ignore)
-    plans = announced(make_plans(config, options), report)
+    plans = announced(make_plans(config, as_stored(options, checkpoint)), report)
     cells = opened(cache, report.note)
     written(cells, "--shard")
     with tempfile.TemporaryDirectory(prefix="ling3-share-") as folder:

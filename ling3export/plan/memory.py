@@ -4,6 +4,7 @@ The latent pool gets as many pages as are asked for, or as memory holds beside w
 at once, and one runs at a time: programs add up, of temporaries the largest counts.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ling3export.foundation.errors import PlanError
 from ling3export.foundation.tables import readable
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.model.parameters import arguments
+from ling3export.model.parameters import WEIGHTS, arguments
 from ling3export.model.state import snapshot_bytes, state_bytes
 from ling3export.plan.options import Options
 from ling3export.plan.targets import TargetSpec
@@ -28,6 +29,15 @@ def weight_bytes(config: Config, geometry: Geometry) -> int:
         width = BY_NAME[argument.dtype].nbytes
         total += width * math.prod(argument.shape) // (geometry.tp if argument.spec else 1)
     return total
+
+
+def by_form(config: Config, geometry: Geometry) -> dict[str, int]:
+    """:func:`weight_bytes` in each form that the model's weights can have."""
+    found = {}
+    for weights in WEIGHTS:
+        with contextlib.suppress(PlanError):
+            found[weights] = weight_bytes(config, replace(geometry, weights=weights))
+    return found
 
 
 def state_of_device(config: Config, geometry: Geometry) -> int:

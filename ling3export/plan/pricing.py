@@ -19,7 +19,7 @@ from ling3export.foundation.tables import aligned, readable, selected
 from ling3export.machine.environment import usable_memory
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.plan.memory import Held, OnMachine, held, in_words, on_machine
+from ling3export.plan.memory import Held, OnMachine, by_form, held, in_words, on_machine
 from ling3export.plan.options import Options, spelled
 from ling3export.plan.paddings import (
     DecodeWaste,
@@ -99,6 +99,7 @@ class PricedTarget:
     measured: str | None = None  # on which machine, or why a calibration that is there is not used
     prefill: TokenCosts | None = None  # None with one padding, or where nothing gives the times of all of them
     machine: OnMachine | None = None  # what one machine holds, and this one has; None for accelerators
+    forms: dict[str, int] | None = None  # bytes of weights on a device, by what --weights calls their forms
 
 
 @dataclass(frozen=True)
@@ -213,6 +214,7 @@ def _target(
         note,
         token_costs(cells, plan.paddings),
         on_machine(config, target, geometry, usable_memory()) if target.platform == "cpu" else None,
+        by_form(config, geometry),
     )
 
 
@@ -283,6 +285,8 @@ def _target_lines(name: str, target: PricedTarget, wide: bool) -> list[str]:
     ]
     if target.machine is not None:
         lines.append(f"  one machine: {in_words(target.machine)}")
+    if target.forms is not None:
+        lines.append(f"  weights a device, by --weights: {_forms(target, target.forms)}")
     if target.unknown is not None:
         lines.append(f"  temporaries and programs: {target.unknown}")
     bounded = any(cell.bound is not None for cell in target.cells.values())
@@ -300,6 +304,17 @@ def _target_lines(name: str, target: PricedTarget, wide: bool) -> list[str]:
     rows = [_columns(name, cell) for name, cell in target.cells.items()]
     table = selected(rows, ("cell", *wanted)) if wanted else []
     return lines + table + ([] if target.prefill is None else token_lines(target.prefill))
+
+
+def _forms(target: PricedTarget, forms: Mapping[str, int]) -> str:
+    """The bytes of each form, and which forms are too much for a device, or for this machine."""
+    device, machine = target.device, target.machine
+    if machine is None:
+        most, fixed, devices = device.memory, device.total - device.weights, 1
+    else:
+        most, fixed, devices = machine.available or machine.memory, machine.state, target.tp // target.hosts
+    too_much = {name for name, size in forms.items() if most and fixed + size * devices > most}
+    return ", ".join(f"{name} {readable(size)}{' (too much)' * (name in too_much)}" for name, size in forms.items())
 
 
 def token_lines(costs: TokenCosts) -> list[str]:

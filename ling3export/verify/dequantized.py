@@ -38,6 +38,9 @@ class Dequantized:
     def tensor(self, name: str) -> Any:
         """A tensor by its published name, or an object of which rows can be taken as of an array."""
         row = self._rows.get(_EXPERT.sub(f".experts.{EXPERT}.", name))
+        stored = self._source.stored(name) if row is not None and row.form == "int4" else None
+        if stored is not None:
+            return dequantized(stored)
         value = self._source.tensor(name)
         return value if row is None else _Rows(value, row)
 

@@ -1,0 +1,201 @@
+"""Artifacts with quantized weights, from the checkpoint to a text; and INT4 checkpoints, stored as they are."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from ling3export.artifacts.records import to_json
+from ling3export.artifacts.store import Store
+from ling3export.checkpoint.convert import convert, store_bytes, store_files
+from ling3export.checkpoint.forms import as_stored
+from ling3export.checkpoint.load_plan import load_plan
+from ling3export.checkpoint.quantize import dequantized
+from ling3export.checkpoint.reader import Checkpoint
+from ling3export.checkpoint.synth import config_fields, synthesize
+from ling3export.cli.main import main
+from ling3export.foundation.errors import CheckpointError, PlanError
+from ling3export.model.config import Config
+from ling3export.model.geometry import Geometry
+from ling3export.model.parameters import MATRICES, WEIGHTS, arguments, parameters
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+from ling3export.verify.dequantized import Dequantized
+from ling3export.verify.verify import verify_artifact
+from tests.support.artifacts_fixture import Artifacts
+
+NAME = "micro-tp2-int4"
+Q = ("int8", "uint8")
+
+
+def of_rows(index: dict[str, np.ndarray], row, layer: int, shard: int) -> np.ndarray:
+    """What a TP shard's layer of a quantized parameter stands for, ``[..., out, in]``, as FORMAT.md says it lies."""
+    q, scale = index[f"{row.name}.q"][shard, layer], index[f"{row.name}.scale"][shard, layer].astype(np.float32)
+    if q.dtype == np.uint8:
+        groups = q.reshape(*scale.shape, -1)
+        q = np.concatenate([groups & 15, groups >> 4], -1).astype(np.int8).reshape(*q.shape[:-1], -1) - 8
+    if scale.ndim < q.ndim:
+        return q * scale[..., None]
+    return (q.reshape(*scale.shape, -1) * scale[..., None]).reshape(q.shape)
+
+
+@pytest.fixture(scope="module")
+def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint whose experts are in INT4, as published."""
+    folder = tmp_path_factory.mktemp("int4") / "checkpoint"
+    synthesize(folder, "micro", 0, layers=2, form="int4", overrides={"layer_group_size": 2})
+    return folder
+
+
+@pytest.mark.parametrize("weights", [name for name in WEIGHTS if name != "bf16"])
+def test_the_store_holds_what_whole_tensors_are_rounded_to(tmp_path: Path, weights: str):
+    """Row-parallel ones too, whose TP shards of 8, 16 and 40 inputs cut through groups of 32."""
+    synthesize(tmp_path / "checkpoint", "micro", 3, layers=2, overrides={"layer_group_size": 2})
+    source = Checkpoint.open(tmp_path / "checkpoint")
+    index = convert(source, tmp_path / "store", "bfloat16", weights=weights)
+    store, plain = Store(tmp_path / "store", index), Dequantized(source, weights)
+    found = {name: store.view(name) for name in index}
+    rows = {row.name: row for row in parameters(source.config, weights)}
+    expected = lambda name: np.asarray(plain.tensor(name).astype(np.float32))  # noqa: E731
+    shards = source.config.tp_shards
+    if rows["kda.o_proj"].form != "bf16":
+        for name, tensor in (
+            ("kda.o_proj", "model.layers.0.attention.o_proj.weight"),
+            ("dense.down_proj", "model.layers.0.mlp.down_proj.weight"),
+            ("moe.shared_down_proj", "model.layers.1.mlp.shared_experts.down_proj.weight"),
+        ):
+            parts = [of_rows(found, rows[name], 0, shard) for shard in range(shards)]
+            assert np.array_equal(np.concatenate(parts, axis=-1), expected(tensor)), name
+    expert = of_rows(found, rows["moe.experts_gate_up_proj"], 0, 1)[2]  # of shard 1's four
+    for at, name in enumerate(("gate", "up")):
+        assert np.array_equal(expert[at], expected(f"model.layers.1.mlp.experts.6.{name}_proj.weight"))
+    assert {tensor.name for specs in store_files(source.config, "bfloat16", weights).values() for tensor in specs} == {
+        *index
+    }
+    router = "model.layers.1.mlp.gate.weight"
+    assert np.array_equal(found["moe.gate"][0], source.tensor(router)) and "moe.gate.q" not in index
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 16])
+@pytest.mark.parametrize("weights", list(WEIGHTS))
+def test_arguments_are_q_and_scale_of_each_matrix_in_flattening_order(weights: str, tp: int):
+    config = Config.from_dict(config_fields("small", {}))
+    for form in ("loops", "tiles"):
+        geometry = Geometry(tp, "bfloat16", 1, 1, 16, 1, config.latent_dim, form=form, weights=weights)
+        rows = arguments(config, geometry)
+        assert [row.path for row in rows] == sorted(row.path for row in rows)
+        assert all(row.shape[0] % tp == 0 for row in rows if row.spec)
+        quantized = {row.parameter.name for row in rows if row.tensor.part}
+        experts = {name for name in MATRICES if ".experts" in name}
+        there = {row.parameter.name for row in rows} & MATRICES
+        assert quantized == {"bf16": set(), "int4-experts": experts}.get(weights, there)
+        assert {row.dtype for row in rows if row.tensor.part == "q"} <= {*Q}
+
+
+def test_int4_checkpoints_are_stored_bit_by_bit(int4: Path, tmp_path: Path):
+    source = Checkpoint.open(int4)
+    options = as_stored(Options(), int4)
+    assert options.weights == "int4-experts"
+    source.check_rounding("bfloat16", allow=False, weights=options.weights)
+    found = Store(tmp_path, convert(source, tmp_path, "bfloat16", weights=options.weights))
+    q, scale = found.view("moe.experts_down_proj.q"), found.view("moe.experts_down_proj.scale")
+    for expert in range(16):
+        values, scales = source.quantized(f"model.layers.1.mlp.experts.{expert}.down_proj.weight")
+        mine, its = q[expert // 4, 0, expert % 4], scale[expert // 4, 0, expert % 4]
+        assert its.tobytes() == scales.tobytes()
+        assert np.array_equal(np.concatenate([mine & 15, mine >> 4], -1), values + 8)
+    name = "model.layers.1.mlp.experts.5.down_proj.weight"
+    assert np.array_equal(Dequantized(source, "int4").tensor(name), source.tensor(name))
+    assert np.array_equal(dequantized(source.quantized(name)), source.tensor(name))
+
+
+def test_forms_that_would_round_an_int4_checkpoint_are_refused_and_others_are_not(int4: Path):
+    source = Checkpoint.open(int4)
+    with pytest.raises(CheckpointError, match=r"--weights as-stored or --dtype float32 keep"):
+        source.check_rounding("bfloat16", allow=False, weights="bf16")
+    for weights in ("int8", "int4", "int8-channel"):
+        source.check_rounding("bfloat16", allow=False, weights=weights)
+    source.check_rounding("float32", allow=False)
+
+
+def test_bf16_and_fp8_checkpoints_are_stored_in_bf16(tmp_path: Path):
+    for form in ("bf16", "fp8"):
+        synthesize(tmp_path / form, "micro", 0, layers=2, form=form, overrides={"layer_group_size": 2})
+        assert as_stored(Options(), tmp_path / form).weights == "bf16"
+        assert as_stored(Options(weights="int8"), tmp_path / form).weights == "int8"
+
+
+def test_an_unknown_form_is_refused_by_name():
+    config = Config.from_dict(config_fields("micro", {}))
+    with pytest.raises(PlanError, match=r"--weights: expected bf16, int8, .* or as-stored, found int2"):
+        make_plan(config, Options(weights="int2"), "cpu")
+
+
+def test_plan_says_how_much_each_form_takes(tmp_path: Path):
+    (tmp_path / "config.json").write_text(json.dumps(config_fields("full", {})))
+    said = CliRunner().invoke(main, ["plan", str(tmp_path / "config.json"), "--target", "tpu:v5e:2x2", "--json"])
+    assert said.exit_code == 0, said.output
+    forms = json.loads(said.output)["targets"]["tpu-v5e-2x2-tp4"]["forms"]
+    assert forms["int4"] < forms["int4-experts"] < forms["int8-channel"] < forms["int8"] < 0.55 * forms["bf16"]
+    config = Config.from_dict(config_fields("full", {}))
+    assert store_bytes(config, "bfloat16", "int8") < 8.6e9 and store_bytes(config, "bfloat16", "int4") < 5.0e9
+
+
+def test_a_quantized_artifact_verifies_in_fp32_and_says_what_it_is(artifact: Artifacts):
+    """Its receipts are those of fp32, 1e-5 from the plain model in float64 on the dequantized weights."""
+    folder, manifest = artifact(NAME), artifact.manifest(NAME)
+    (receipts,) = verify_artifact(folder, None).targets.values()
+    assert receipts.passed and receipts.tolerance.bound == 1e-5
+    assert (manifest.plan.weights, manifest.plan.forms) == ("int4", "int4")
+    assert manifest.vectors.source.endswith("on dequantized int4 weights")
+    assert manifest.targets["cpu-tp2"].geometry["weights"] == "int4"
+    config = Checkpoint.open(artifact.checkpoint(NAME)).config
+    planned = {row["tensor"]: row for row in load_plan(config, "float32", "int4")["stored"]}
+    assert {name: (row["shape"], row["dtype"]) for name, row in planned.items()} == {
+        name: (list(each.shape), {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}[each.dtype])
+        for name, each in manifest.weights.index.items()
+    }
+    steps = planned["moe.experts_down_proj.q"]["from"]["steps"]
+    assert steps[0] == "round to int4, a scale for each group of 32 inputs: take q"
+
+
+def test_portable_programs_of_a_quantized_artifact_compute_the_same(artifact: Artifacts):
+    (receipts,) = verify_artifact(artifact(NAME), None, portable=True).targets.values()
+    assert receipts.passed
+
+
+def test_a_quantized_artifact_generates(artifact: Artifacts):
+    from ling3export.runners.cli.main import main as runner
+
+    said = CliRunner().invoke(runner, ["generate", str(artifact(NAME)), "--prompt", "hello", "--max-tokens", "3"])
+    assert said.exit_code == 0, said.output
+
+
+def test_other_weights_are_attached_in_the_form_of_the_programs(artifact: Artifacts, tmp_path: Path):
+    other = artifact.checkpoint("micro-tp1-seed2")
+    said = CliRunner().invoke(main, ["attach", str(artifact(NAME)), str(other), str(tmp_path / "other.ling3")])
+    assert said.exit_code == 0, said.output
+    index = {name: each.dtype for name, each in artifact.manifest(NAME).weights.index.items()}
+    from ling3export.artifacts.manifest import read_manifest
+
+    found = read_manifest(tmp_path / "other.ling3")
+    assert {name: each.dtype for name, each in found.weights.index.items()} == index
+    assert found.vectors.receipts["cpu-tp2"].passed
+
+
+def test_into_takes_the_form_and_refuses_another(artifact: Artifacts):
+    said = CliRunner().invoke(
+        main, ["build", "--into", str(artifact(NAME)), "--weights", "int8", "--target", "cpu", "--tp", "1"]
+    )
+    assert said.exit_code == 1
+    assert "--weights: expected int4, which the targets of" in said.output + str(said.exception or "")
+
+
+def test_earlier_readers_find_a_field_that_they_do_not_know(artifact: Artifacts):
+    """So they refuse the artifact by name: a plan had no field `weights`, and a store no tensor of U8."""
+    raw = to_json(artifact.manifest(NAME))
+    assert raw["plan"]["weights"] == "int4"
+    assert "weights" not in to_json(artifact.manifest("micro-tp1"))["plan"]
+    assert {each["dtype"] for each in raw["weights"]["index"].values()} == {"U8", "I8", "BF16", "F32"}
