@@ -11,17 +11,14 @@ Source of the layouts: the public FP8 and INT4 checkpoints of Ling-3.0-tiny; OCP
 
 import functools
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ling3export.foundation.errors import CheckpointError
-from ling3export.model.config import parsed, read_config
-from ling3export.model.parameters import BF16, PLAIN, TensorInfo
-from ling3export.model.quantization import Quantization, quantization
-from ling3export.plan.options import AS_STORED, Options
+from ling3export.model.parameters import BF16, TensorInfo
+from ling3export.model.quantization import Quantization
 
 STRIPE = 128  # rows that are decoded at a time
 EMBEDDINGS, HEAD = "model.word_embeddings.weight", "lm_head.weight"
@@ -164,20 +161,3 @@ def check_quantization(
         if found != wanted and not (found == "bf16" and name == HEAD):  # which is left out of "linear" by custom
             says = "there is no quantization_config" if said is None else "quantization_config says"
             raise CheckpointError(f"tensor `{name}`: expected {wanted}, as {says}, found {found}, in {where}")
-
-
-def as_stored(options: Options, checkpoint: Path) -> Options:
-    """``options`` that say in which forms weights are stored: where they leave it to the checkpoint, what it has.
-
-    Args:
-        options: Of a build.
-        checkpoint: A folder, or a config.json itself, whose ``quantization_config`` says it.
-
-    Raises:
-        ConfigError: There is no config.json, or it names another quantization than the published ones.
-    """
-    if options.weights != AS_STORED:
-        return options
-    file = checkpoint / "config.json" if checkpoint.is_dir() else checkpoint
-    said = quantization(parsed(read_config(file), str(file)), str(file))
-    return replace(options, weights="int4-experts" if said is not None and said.form == "int4" else PLAIN)

@@ -146,10 +146,10 @@ def build(
     """
     require("build", "build", "flax", "rich")
     from ling3export.artifacts.manifest import MANIFEST
-    from ling3export.checkpoint.forms import as_stored
     from ling3export.cli.progress import Console
     from ling3export.compile import build as building
     from ling3export.model.config import Config
+    from ling3export.plan.plan import as_stored
 
     chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir, explain)
     _check_alone(chosen if kind != "artifact" else chosen - {"kind"})
@@ -267,10 +267,10 @@ def plan(
     if (fleet is None) != (chips is None):
         raise click.UsageError("--fleet and --chips belong together")
     from ling3export.artifacts.records import to_json
-    from ling3export.checkpoint.forms import as_stored
     from ling3export.compile.build import DEMO
     from ling3export.model.config import Config
     from ling3export.plan.paddings import read_lengths
+    from ling3export.plan.plan import as_stored
     from ling3export.plan.pricing import described, priced
 
     config = Config.from_path(checkpoint or DEMO, ignore)

@@ -30,7 +30,6 @@ from ling3export.cache.cells import Built, Cells, opened, summary
 from ling3export.cache.keys import toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import Progress, WeightSource, write_weights
-from ling3export.checkpoint.forms import as_stored
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth_weights import DummyWeights
 from ling3export.compile.pool import BuildOutcome, Compilers, check, put_state_program
@@ -40,7 +39,7 @@ from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.model.config import Config, read_config
 from ling3export.model.parameters import PLAIN
 from ling3export.plan.options import Options
-from ling3export.plan.plan import Plan, make_plans, weight_forms
+from ling3export.plan.plan import Plan, as_stored, make_plans, weight_forms
 from ling3export.plan.targets import check_toolchain
 from ling3export.verify.measure import check_tokenizer, measure_apart, too_large
 from ling3export.verify.vectors import write_vectors

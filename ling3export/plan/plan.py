@@ -1,14 +1,16 @@
 """What is to be built: paddings, parallelism, targets and pool sizes, checked before any work is done."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.schema import SEGMENTS
 from ling3export.foundation.errors import PlanError
-from ling3export.model.config import Config
+from ling3export.model.config import Config, parsed, read_config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.parameters import PLAIN, WEIGHTS
+from ling3export.model.quantization import quantization
 from ling3export.plan.kernels import choose
 from ling3export.plan.memory import size_pages
 from ling3export.plan.options import AS_STORED, Options, check_paddings
@@ -145,6 +147,23 @@ def forms(config: Config, target: TargetSpec) -> dict[str, Any]:
     lanes = target.chip.lanes
     form = "tiles" if target.platform == "tpu" else "card"
     return {"latent_row": -(-config.latent_dim // lanes) * lanes, "form": form}
+
+
+def as_stored(options: Options, checkpoint: Path) -> Options:
+    """``options`` that say in which forms weights are stored: where they leave it to the checkpoint, what it has.
+
+    Args:
+        options: Of a build.
+        checkpoint: A folder, or a config.json itself, whose ``quantization_config`` says it.
+
+    Raises:
+        ConfigError: There is no config.json, or it names another quantization than the published ones.
+    """
+    if options.weights != AS_STORED:
+        return options
+    file = checkpoint / "config.json" if checkpoint.is_dir() else checkpoint
+    said = quantization(parsed(read_config(file), str(file)), str(file))
+    return replace(options, weights="int4-experts" if said is not None and said.form == "int4" else PLAIN)
 
 
 def weight_forms(options: Options) -> str:

@@ -17,7 +17,6 @@ from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import WeightsRecord
 from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import Progress, write_weights
-from ling3export.checkpoint.forms import as_stored
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError
 from ling3export.foundation.extras import install
@@ -25,7 +24,7 @@ from ling3export.foundation.processes import Child
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.options import Options
-from ling3export.plan.plan import PlannedCell, make_plan, weight_forms
+from ling3export.plan.plan import PlannedCell, as_stored, make_plan, weight_forms
 
 RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give
 WORKER = "ling3export.savedmodel.worker"

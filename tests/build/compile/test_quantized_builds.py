@@ -10,7 +10,6 @@ from click.testing import CliRunner
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.store import Store
 from ling3export.checkpoint.convert import convert, store_bytes, store_files
-from ling3export.checkpoint.forms import as_stored
 from ling3export.checkpoint.load_plan import load_plan
 from ling3export.checkpoint.quantize import dequantized
 from ling3export.checkpoint.reader import Checkpoint
@@ -21,7 +20,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import MATRICES, WEIGHTS, arguments, parameters
 from ling3export.plan.options import Options
-from ling3export.plan.plan import make_plan
+from ling3export.plan.plan import as_stored, make_plan
 from ling3export.verify.dequantized import Dequantized
 from ling3export.verify.verify import verify_artifact
 from tests.support.artifacts_fixture import Artifacts
