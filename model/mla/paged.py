@@ -18,11 +18,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.layers import IN_BOUNDS, Index
+from ling3export.model.layers import COLUMNS, IN_BOUNDS, Index
 from ling3export.model.products import dot_heads, einsum, product
 
 MASKED = -1e30  # finite, so that a row which sees nothing yet gives weights of zero and not NaN
@@ -31,6 +32,7 @@ TILE_EACH = 4  # and as many at most for each sequence: tiles are read whole
 AT_ONCE = 512  # pages of all page tables of a step for a card that are attended without a loop: 150 MB copied a layer
 
 BLOCK = 4  # pages whose keys and values :func:`attend_expanded` computes at once: 7.6 ms a page, one by one 9
+BLOCK_TILED = 8  # the same in the forms for accelerators, where every operation takes a microsecond, however small
 
 SEEN = 1e-30  # in the place of a sum of no weights
 
@@ -195,32 +197,37 @@ def attend_expanded(
     """
     heads, tokens, width = query.shape
     nope, rank = to_key.shape[1:]
-    page, dtype = pool.shape[2], pool.dtype
-    table = jnp.pad(table, (0, -table.shape[0] % BLOCK))
+    page, dtype, values = pool.shape[2], pool.dtype, to_value.shape[1]
+    pages = BLOCK_TILED if geometry.tiled else BLOCK
+    table = jnp.pad(table, (0, -table.shape[0] % pages))
+    if geometry.tiled:  # and columns of ones, whose weighted sum is l: a sum of its own would take as long
+        to_value = jnp.pad(to_value, ((0, 0), (0, COLUMNS), (0, 0)))
 
-    def expanded(cached: jax.Array, weight: jax.Array) -> jax.Array:  # [S, R] to [H, S, each]
-        y = product(cached, weight.reshape(-1, rank), 1).astype(dtype)
-        return jnp.moveaxis(y.reshape(cached.shape[0], heads, -1), 1, 0)
+    ones = (np.arange(to_value.shape[1]) >= values).astype(np.float32)
+
+    def expanded(latent: jax.Array, weight: jax.Array) -> jax.Array:  # [S, R] to [S, H, each]
+        return product(latent, weight.reshape(-1, rank), 1).reshape(latent.shape[0], heads, -1)
 
     def block(j: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
-        here, number = local_pages(lax.dynamic_slice_in_dim(table, j * BLOCK, BLOCK), geometry)
-        counts = j * BLOCK * page + jnp.arange(BLOCK * page, dtype=jnp.int32) < length
-        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
-        used = counts.reshape(BLOCK, page) & here[:, None]
-        cached = jnp.where(used[..., None], pool.at[layer, number].get(mode=IN_BOUNDS), jnp.zeros((), dtype))
+        here, number = local_pages(lax.dynamic_slice_in_dim(table, j * pages, pages), geometry)
+        cached = pool.at[layer, number].get(mode=IN_BOUNDS)
         if geometry.striped:
-            cached = lax.psum(cached, AXIS)
-        cached = cached.reshape(BLOCK * page, -1)
-        roped = jnp.broadcast_to(cached[None, :, rank : rank + width - nope], (heads, BLOCK * page, width - nope))
-        key = jnp.concatenate([expanded(cached[:, :rank], to_key), roped], axis=-1)
-        value = expanded(cached[:, :rank], to_value)
+            cached = lax.psum(jnp.where(here[:, None, None], cached, jnp.zeros((), dtype)), AXIS)
+        cached = cached.reshape(pages * page, -1)
+        counts = jnp.arange(pages * page, dtype=jnp.int32) < length - j * pages * page
+        roped = jnp.broadcast_to(cached[None, :, rank : rank + width - nope], (heads, pages * page, width - nope))
+        nopes = jnp.moveaxis(expanded(cached[:, :rank], to_key).astype(dtype), 1, 0)
+        key = jnp.concatenate([nopes, roped], axis=-1)
+        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+        value = jnp.where(counts[:, None, None], expanded(cached[:, :rank], to_value) + ones, 0.0)
+        value = jnp.moveaxis(value.astype(dtype), 1, 0)
 
         def merged(before: OnlineSoftmax, score: jax.Array, times: Callable[[jax.Array], jax.Array]) -> OnlineSoftmax:
             score = jnp.where(counts, score, MASKED)
             m = jnp.maximum(before.m, jnp.max(score, axis=-1))
             weights, kept = jnp.exp(score - m[..., None]), jnp.exp(before.m - m)
             acc = before.acc * kept[..., None] + times(weights.astype(dtype))
-            return OnlineSoftmax(m, before.l * kept + jnp.sum(weights, axis=-1), acc)
+            return OnlineSoftmax(m, before.l if geometry.tiled else before.l * kept + jnp.sum(weights, axis=-1), acc)
 
         if geometry.tiled:
             return merged(part, dot_heads("htq,hsq->hts", query, key), lambda x: dot_heads("hts,hsv->htv", x, value))
@@ -235,7 +242,9 @@ def attend_expanded(
     rows = (heads, tokens)
     empty = OnlineSoftmax(jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, to_value.shape[1])))
     with jax.named_scope("blocks"):
-        part = lax.fori_loop(0, (length + BLOCK * page - 1) // (BLOCK * page), block, empty)
+        part = lax.fori_loop(0, (length + pages * page - 1) // (pages * page), block, empty)
+    if geometry.tiled:
+        part = OnlineSoftmax(part.m, part.acc[..., values], part.acc[..., :values])
     return jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), part)
 
 
