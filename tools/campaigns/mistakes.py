@@ -27,6 +27,7 @@ from ling3export.model.kda import recurrence as delta
 from ling3export.model.layers import rms_norm, take
 from ling3export.model.mla import layer as mla
 from ling3export.model.products import dot_merged
+from ling3export.model.yarn import Yarn
 from tests.support.direct import Direct, relative
 from tests.support.numerics import Case, Quick
 from tests.support.tolerances import FLOAT32, MISTAKE
@@ -195,6 +196,41 @@ MISTAKES: dict[str, Plant] = {
     "shared expert missing": scaled_shared(0),  # 0.74
     "shared expert scaled": scaled_shared(2.5),  # 0.85
 }
+
+
+def constant(owner: Any, name: str, value: float) -> Plant:
+    """A property that is ``value``."""
+    return lambda monkeypatch: monkeypatch.setattr(owner, name, property(lambda _: value))
+
+
+def limited_gate(_: Any, gate: jax.Array, up: jax.Array, limit: jax.Array) -> jax.Array:
+    return jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+
+
+def limited_above(_: Any, gate: jax.Array, up: jax.Array, limit: jax.Array) -> jax.Array:
+    return jnp.minimum(jax.nn.silu(gate), limit) * jnp.minimum(up, limit)
+
+
+def limit_of_stack(_: Any, self: moe.MixtureOfExperts, limits: tuple[float, ...] | None, layer: Any) -> Any:
+    """Counts layers from the first one that has experts."""
+    return None if limits is None else jnp.array([limit or jnp.inf for limit in limits])[layer]
+
+
+# Of a model with YaRN and limits, in prefill.
+FLASH_MISTAKES: dict[str, Plant] = {
+    "limits missing": replace(moe, "swiglu", lambda right, gate, up, _: right(gate, up)),  # 0.38
+    "limit before SiLU": replace(moe, "swiglu", limited_gate),  # 0.11
+    "up limited from above alone": replace(moe, "swiglu", limited_above),  # 0.21
+    "limits of the wrong layers": replace(moe.MixtureOfExperts, "limit", limit_of_stack),  # 0.36
+    "YaRN without interpolated frequencies": replace(Yarn, "frequencies", lambda _, self, plain, theta: plain),  # 0.61
+    "YaRN without the scale of the softmax": constant(Yarn, "softmax_factor", 1.0),  # 0.46
+    "YaRN without the factor of the rotation": constant(Yarn, "rope_factor", 1.0),  # 0.47
+}
+FLASH = {
+    "first_k_dense_replace": 2,
+    "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "mscale_all_dim": 4},
+    "expert_swiglu_limit_list": [0, 0, 1, 1, 1, 1, 1, 0],
+}
 LENGTHS = (16, 29, 40)  # prefilled in calls of 16 token slots, so that state and history are handed over
 DECODED = range(29, 40)
 PHASES = ("prefill", "decode")
@@ -222,10 +258,10 @@ def planted(case: Case, right: Direct, phase: str, plant: Plant) -> float:
         return error(case, direct, phase)
 
 
-def models(folder: Path) -> tuple[Case, Direct]:
+def models(folder: Path, **fields: Any) -> tuple[Case, Direct]:
     """What a step is compared with, and a model without a mistake, in which the comparison holds."""
     # Six KDA and two MLA layers; v is tiny in every second KDA layer. The loop over them compiles each kind once.
-    case = Case(folder, (LENGTHS[-1],), num_hidden_layers=8, layer_group_size=4).expect()
+    case = Case(folder, (LENGTHS[-1],), num_hidden_layers=8, layer_group_size=4, **fields).expect()
     right = Quick(case.config, case.read)
     for phase in PHASES:
         assert error(case, right, phase) < FLOAT32
@@ -245,9 +281,12 @@ def main(names: Sequence[str]) -> None:
         for phase in PHASES:
             # So it is the mistake that shows, not the way in which it is planted.
             assert planted(case, right, phase, recurrence(right_token)) < FLOAT32
-        for name, phase in PLANTED:
-            if name in (names or MISTAKES):
-                found = planted(case, right, phase, MISTAKES[name])
+        flash = models(Path(folder, "flash"), **FLASH)
+        every = [(name, phase, MISTAKES[name], (case, right)) for name, phase in PLANTED]
+        every += [(name, "prefill", plant, flash) for name, plant in FLASH_MISTAKES.items()]
+        for name, phase, plant, both in every:
+            if name in (names or [each[0] for each in every]):
+                found = planted(*both, phase, plant)
                 print(f"{found:.3f}  {phase}: {name}", flush=True)
                 hidden += [name] * (found <= MISTAKE)
     if hidden:
