@@ -137,9 +137,11 @@ def _names(found: dict[str, Any], name: str, at: str, where: str) -> Names:
 
 def _is_bounded(pattern: str) -> bool:
     """Whether a regular expression is one, and matching a name is little work."""
+    if len(pattern) > LONGEST_PATTERN:
+        return False
     plain = _OPAQUE.sub(lambda part: "(" if part[0] == "(?:" else "x", pattern)
-    repeats, branches = sum(map(plain.count, "*+?{")), plain.count("|")
-    if len(pattern) > LONGEST_PATTERN or repeats > MOST_REPEATS or branches > MOST_BRANCHES:
+    plain = plain.removesuffix("$").removesuffix(".*")  # the end of a name takes no search
+    if sum(map(plain.count, "*+?{")) > MOST_REPEATS or plain.count("|") > MOST_BRANCHES:
         return False
     if _REPEATED_GROUP.search(plain):
         return False
