@@ -21,7 +21,7 @@ from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import ON_LOGITS, Executable, Receipt, Receipts, Tolerance
 from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.machine.environment import prepare_cpu
-from ling3export.machine.verdict import measuring
+from ling3export.machine.verdict import Verdict, VerdictStatus, measuring
 from ling3export.report.inspect import describe
 from ling3export.report.page import render
 from ling3export.runners.load import recompile
@@ -178,6 +178,30 @@ def recompiled(folder: Path) -> Iterator[Case]:
             if crafted:
                 raise
             raise WrongResultError(f"a damaged program was not compiled again: {error}") from error
+
+    yield case
+
+
+@contextmanager
+def portable(folder: Path) -> Iterator[Case]:
+    """Portable programs whose bytes are not those of their digest: StableHLO's reader, which may abort, sees none."""
+    toy = toy_copy(folder)
+    os.environ["LING3_CACHE"] = str(folder / "cache")  # of this process alone
+    from ling3export.machine.pjrt import recorded_mesh
+
+    (target,) = read_manifest(toy).targets.values()
+    mesh, verdict = recorded_mesh(target.mesh), Verdict("decode@2", VerdictStatus.RECOMPILE, "no executable")
+    path = toy / target.cells[verdict.cell].stablehlo.path
+    whole = path.read_bytes()
+
+    def case(rng: Random) -> None:
+        flipped = bytearray(whole)
+        flipped[rng.randrange(len(whole))] ^= 1 << rng.randrange(8)
+        data = rng.choice((whole, bytes(flipped), mutated_bytes(rng, whole)))
+        path.write_bytes(data)
+        recompile.compile_here(toy, target, [verdict], mesh, str)
+        if data != whole:
+            raise WrongResultError("a damaged program was read")
 
     yield case
 

@@ -16,6 +16,7 @@ from ling3export.runners.evals import folder as folders
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import RunConfig
+from ling3export.runners.text.grammar import Grammar
 from tests.fuzz.artifact_cases import toy_copy
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
@@ -62,6 +63,12 @@ def prompts(folder: Path) -> Iterator[Case]:
 
 
 SIZES = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 320)  # about where buffers grow and pages fill
+GRAMMARS = (
+    Grammar("regex", "[a-z ]{1,40}"),
+    Grammar("json", '{"type": "array", "items": {"type": "integer"}}'),
+    Grammar("lark", 'start: "yes" | "no" | /[0-9]+/'),
+    Grammar("regex", ".{0,8}", behind="e"),  # once a mark was there
+)
 TOGETHER = 8  # requests of a case, beside the choices of one of them
 CHOICES = (1,) * 12 + (2, 16, 128)
 
@@ -70,7 +77,8 @@ CHOICES = (1,) * 12 + (2, 16, 128)
 def together(folder: Path) -> Iterator[Case]:
     """Requests of all settings at once, of sizes up to every limit: tokens are those of each request alone.
 
-    A case has some 17 requests: ``make fuzz ARGS="--target together --cases 1200"`` runs 20,000.
+    A case has some 17 requests, so the 180 of ``make test`` compare 3,000, in 200 s of one core;
+    ``make fuzz ARGS="--target together --cases 1200"`` compares 20,000.
     """
     toy = toy_copy(folder)
     from ling3export.runners.engine.engine import Engine
@@ -83,7 +91,7 @@ def together(folder: Path) -> Iterator[Case]:
             asked += [first.sampled(replace(first.sampling, seed=choice)) for choice in range(1, count)]
             try:
                 found = engine.complete(asked)
-                for request, done in (*zip(asked, found, strict=True),)[: TOGETHER + 2]:  # of choices the first few
+                for request, done in zip(asked, found, strict=True):
                     (alone,) = engine.complete([request])
                     same = (done.token_ids, done.text, done.stop_reason) == (
                         alone.token_ids,
@@ -114,16 +122,24 @@ def request_at_random(rng: Random, context: int, vocab: int) -> Request:
         rng.choice((0.0, -2.0, 2.0)) if often else 0.0,
         rng.choice((1.0, 0.5, 1.1, 10.0)) if often else 1.0,
         tuple((token, rng.uniform(-100, 100)) for token in rng.sample(range(vocab), biased)),
+        rng.choice((0.0, 0.0, 1e-9, 0.1, 1.0)),
     )
+    most = rng.choice((1, 2, 16, context - size, 2**31 - 1))
     return Request(
         tuple(rng.randrange(vocab) for _ in range(size)),
-        rng.choice((1, 2, 16, context - size, 2**31 - 1)),
+        most,
         sampling,
         tuple("".join(rng.choices("abc \u00e9", k=rng.choice((1, 3, 1000)))) for _ in range(rng.choice((0, 0, 1, 16)))),
         ignore_eos=rng.random() < 0.5,
         name=f"of {size}",
         cache_salt=rng.choice(("", "other")),
         logprobs=rng.choice((None, None, 0, 1, 20)),
+        grammar=rng.choice((*[None] * 12, *GRAMMARS)),
+        stop_token_ids=tuple(rng.randrange(vocab) for _ in range(rng.choice((0, 0, 1, 16)))),
+        include_stop_str_in_output=rng.random() < 0.5,
+        skip_special_tokens=rng.random() < 0.5,
+        min_tokens=rng.choice((0, 0, 1, min(most, rng.randrange(context)))),
+        priority=rng.choice((0, 0, -1, 7)),
     )
 
 

@@ -15,6 +15,7 @@ TARGETS = {
     "manifest": (artifact_cases.manifests, 50),
     "calibration": (artifact_cases.calibrations, 100),
     "recompiled": (artifact_cases.recompiled, 15),
+    "portable": (artifact_cases.portable, 150),
     "tokenizer": (artifact_cases.tokenizers, 150),
     "catalog": (catalog_cases.catalogs, 80),
     "signatures": (catalog_cases.signatures, 100),

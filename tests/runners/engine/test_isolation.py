@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -106,8 +108,8 @@ PLACES: list[tuple[type, str, int, str, dict[str, Any]]] = [
 ]
 
 
-def break_for_mine(patch: pytest.MonkeyPatch, owner: type, name: str, after: int, error: BaseException) -> None:
-    """Has a function raise in the engine's thread where the request `mine` comes there; others change no logits."""
+def break_for_mine(patch: pytest.MonkeyPatch, owner: type, name: str, after: int, does: Callable[[], None]) -> None:
+    """Has a function do this in the engine's thread where the request `mine` comes there; others change no logits."""
     before, calls = vars(owner)[name], iter(range(after))
 
     def is_mine(self: Any, args: tuple[Any, ...]) -> bool:
@@ -118,7 +120,7 @@ def break_for_mine(patch: pytest.MonkeyPatch, owner: type, name: str, after: int
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
         if threading.current_thread().name == "ling3-engine" and is_mine(self, args) and next(calls, None) is None:
-            raise error
+            does()
         return before.fget(self) if isinstance(before, property) else before(self, *args, **options)
 
     patch.setattr(owner, name, property(call) if isinstance(before, property) else call)
@@ -132,7 +134,11 @@ def test_an_error_in_one_request_ends_that_one(engine, monkeypatch, owner, name,
     others = [Request((n, 2), 20, ignore_eos=True, logprobs=n % 2 or None, name=f"other {n}") for n in range(5)]
     mine = Request(tuple(PROMPT), 20, name="mine", ignore_eos=True, **asked)
     before = engine.stats()["failed"]
-    break_for_mine(monkeypatch, owner, name, after, error)
+
+    def fail() -> None:
+        raise error
+
+    break_for_mine(monkeypatch, owner, name, after, fail)
     first, handle, *rest = engine.submit(others[0], mine, *others[1:])
     with pytest.raises(RequestBroken) as raised:
         asyncio.run(read(handle)) if stream else handle.result(60)
@@ -143,6 +149,22 @@ def test_an_error_in_one_request_ends_that_one(engine, monkeypatch, owner, name,
     stats = engine.stats()
     assert (engine.stopped, stats["live"], stats["free"]) == (None, 0, stats["pools"])
     assert stats["failed"] == before + (name != "completion")
+
+
+@pytest.mark.parametrize(("owner", "name", "after", "said", "asked"), PLACES)
+def test_a_delay_in_one_request_changes_no_token_of_any(engine, monkeypatch, owner, name, after, said, asked):
+    """Whatever takes long in the engine's thread takes as long for all, and the calls behind it are the same."""
+    others = [Request((n, 2), 20, ignore_eos=True, logprobs=n % 2 or None, name=f"other {n}") for n in range(5)]
+    mine = Request(tuple(PROMPT), 20, name="mine", ignore_eos=True, **asked)
+    (alone,) = engine.complete([mine])
+    slept = Mock(side_effect=lambda: time.sleep(0.02))
+    break_for_mine(monkeypatch, owner, name, after, slept)
+    found, *rest = engine.complete([mine, *others])
+    assert (found.token_ids, found.text, found.stop_reason) == (alone.token_ids, alone.text, alone.stop_reason)
+    assert [done.token_ids for done in rest] == [greedy(logits, list(each.prompt_ids), 20) for each in others]
+    assert slept.called
+    stats = engine.stats()
+    assert (engine.stopped, stats["live"], stats["free"]) == (None, 0, stats["pools"])
 
 
 async def read(handle: RequestHandle) -> None:
