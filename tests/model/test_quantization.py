@@ -101,7 +101,7 @@ def test_other_quantizations_are_refused_by_name(said: Any, field: str, expected
 
 def test_no_regular_expression_takes_long():
     """The worst that is let through, on a name as long as they come."""
-    worst = INT4_CONFIG | {"ignore": ["re:" + ".*a" * 3 + ".*$"] * 64}
+    worst = INT4_CONFIG | {"ignore": ["re:" + ".*a" * 3 + "$"] * 64}
     said = quantization({"quantization_config": worst}, "config.json")
     assert said is not None
     start = time.process_time()
