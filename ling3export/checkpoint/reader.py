@@ -185,10 +185,13 @@ class Checkpoint:
             if form is INT4 and (routed if ".mlp.experts." in name else other)
         ]
         if rounded and dtype != "float32" and not allow:
+            keeping = (
+                "--weights as-stored or --dtype float32 keep" if routed else "--weights bf16 --dtype float32 keeps"
+            )
             raise CheckpointError(
                 f"checkpoint `{self.path.name}`: expected numbers that {dtype} holds, found {len(rounded)} weights in "
                 f"int4 ({listed([f'`{name}`' for name in rounded], 1)}), in {self.path}",
-                f"--weights as-stored or --dtype float32 keep their numbers, --allow-rounding rounds them to {dtype}",
+                f"{keeping} their numbers, --allow-rounding rounds them to {dtype}",
             )
 
     @property

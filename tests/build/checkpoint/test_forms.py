@@ -149,8 +149,9 @@ def test_int4_is_rounded_to_bfloat16_only_where_that_is_allowed(made: dict[str, 
     assert str(error.value) == (
         f"checkpoint `int4`: expected numbers that bfloat16 holds, found 48 weights in int4 (`{EXPERT}` and 47 more), "
         f"in {made['int4']}\n"
-        "hint: --dtype float32 keeps their numbers, --allow-rounding rounds them to bfloat16"
+        "hint: --weights as-stored or --dtype float32 keep their numbers, --allow-rounding rounds them to bfloat16"
     )
+    checkpoint.check_rounding("bfloat16", allow=False, weights="int4-experts")
     checkpoint.check_rounding("bfloat16", allow=True)
     checkpoint.check_rounding("float32", allow=False)
     Checkpoint.open(made["fp8"]).check_rounding("bfloat16", allow=False)
