@@ -11,7 +11,7 @@ from typing import Any
 from bench.inputs import artifact, checkpoint, last_line, run, spawn
 from bench.long_ours import ANSWER, SPAN
 from bench.peers import gguf, read_once
-from bench.report import machine, show, table
+from bench.report import machine, medians, say, show, table
 
 OPTIONS = ["--tp", 1, "--max-running", 2, "--snapshots", 2, "--paddings", "16,512", "--decode-paddings", 1]
 Flat = dict[str, float]
@@ -31,15 +31,20 @@ def llama(file: Path, sources: Path, lengths: list[int], threads: int) -> Flat:
     return found
 
 
-def main(given: Path | None, layers: int, lengths: list[int], sources: Path | None) -> dict[str, Any]:
-    """Measures and prints."""
+def main(given: Path | None, layers: int, lengths: list[int], rounds: int, sources: Path | None) -> dict[str, Any]:
+    """Measures and prints medians of ``rounds``, in each of which every arm has its turn, in a process of its own."""
     context = max(lengths) + 2 * ANSWER
     source, threads = checkpoint(given, "full", layers, context), len(os.sched_getaffinity(0))
     folder = artifact(source, f"long-{context}", [*OPTIONS, "--context", context])
-    read_once(*(file for file in folder.rglob("*") if file.is_file()))
-    speeds = {"ling3export": dict(last_line(run(["bench.long_ours", folder, ",".join(map(str, lengths))])))}
-    if sources is not None:
-        speeds["llama.cpp"] = llama(gguf(source, sources), sources, lengths, threads)
+    runs: dict[str, list[Flat]] = {}
+    for _ in range(rounds):
+        read_once(*(file for file in folder.rglob("*") if file.is_file()))
+        found: Flat = last_line(run(["bench.long_ours", folder, ",".join(map(str, lengths))]))
+        runs.setdefault("ling3export", []).append(found)
+        if sources is not None:
+            runs.setdefault("llama.cpp", []).append(llama(gguf(source, sources), sources, lengths, threads))
+        say(json.dumps({arm: found[-1] for arm, found in runs.items()}))
+    speeds = {arm: medians(found) for arm, found in runs.items()}
     steps = [f"{kind} {length}" for kind in ("prefill", "decode") for length in lengths]
     growth = {arm: {step: flat[f"{step.split()[0]} {lengths[0]}"] / flat[step] for step in steps}
               for arm, flat in speeds.items()}  # fmt: skip
@@ -48,13 +53,14 @@ def main(given: Path | None, layers: int, lengths: list[int], sources: Path | No
         "benchmark": "long",
         "machine": here,
         "checkpoint": source.name,
+        "rounds": rounds,
         "threads": threads,
         "tokens_per_second": speeds,
         "times_the_first": growth,
     }
     show(
         f"{source.name}, bf16, {threads} threads, one sequence; prefill of the {SPAN} tokens before each length, and "
-        f"decode behind it; load average {here['load_average'][0]}",
+        f"decode behind it; medians of {rounds}, load average {here['load_average'][0]}",
         [
             table(
                 ["", *(f"{arm}, tokens/s" for arm in speeds), *(f"{arm}, times the first" for arm in speeds)],
