@@ -221,8 +221,9 @@ class GatedMLA(nnx.Module):
         """
         config, tokens = self.config, p.latent.shape[0]
         rank, values = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
-        cost = tokens * (config.qk_head_dim + config.v_head_dim) + rank * values  # of a cached token and head
-        if tokens * 2 * rank < cost:
+        # Products of a cached token and head: for all tokens of the call, and absorbed for one.
+        cost, each = tokens * (config.qk_head_dim + config.v_head_dim) + rank * values, 2 * pool.shape[3]
+        if tokens * each < cost:
             return self._absorbed_before(p, layer, pool, chunks)
         behind = (chunks.slot > 0) & (chunks.run_start > 0)
         first = jnp.argmax(behind)
@@ -238,7 +239,7 @@ class GatedMLA(nnx.Module):
                 jnp.where(seen, part.m, MASKED), jnp.where(seen, part.l, 0.0), jnp.where(seen[..., None], part.acc, 0.0)
             )
 
-        less = jnp.all(own == behind) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * 2 * rank) >= cost)
+        less = jnp.all(own == behind) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * each) >= cost)
         return lax.cond(less, expanded, lambda p, pool: self._absorbed_before(p, layer, pool, chunks), p, pool)
 
     def _absorbed_before(self, p: Projected, layer: Index, pool: Pool, chunks: Chunks) -> OnlineSoftmax:
