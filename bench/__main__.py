@@ -38,7 +38,9 @@ def peers(checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path, ke
 @LAYERS
 @ROUNDS
 @LLAMA
-@click.option("--lengths", default="1024,8192,16384,32768", show_default=True, help="Tokens of prompts, ascending, from 1024 on.")
+@click.option(
+    "--lengths", default="1024,8192,16384,32768", show_default=True, help="Tokens of prompts, ascending, from 1024 on."
+)
 def long_prompts(checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path | None, lengths: str) -> None:
     """A prefill token and a decode step behind long prompts, in our engine and in llama.cpp."""
     from bench.long import main as run
