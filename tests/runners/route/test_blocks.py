@@ -94,6 +94,13 @@ def test_a_prompt_hits_up_to_its_last_state_and_leaves_a_token_to_compute():
     assert taken(stored("a", "b", "c")).hit(Tokens([*b"aabbccx"], "")) == 0, "no state, no hit"
 
 
+@pytest.mark.parametrize("count", [2, 3, 4])
+def test_blocks_are_kept_up_to_their_bound_and_hit_so_far(count):
+    blocks = taken(stored(*"abcd"[:count]), stored(*"abcd"[:count], state=True), most=3)
+    assert len(blocks) == min(3, count)
+    assert blocks.hit(Tokens([*b"aabbccddx"], "")) == 2 * min(3, count)
+
+
 def test_what_leads_nowhere_and_what_is_too_much_is_not_kept():
     assert len(taken(stored("c", parent="b"))) == 0
     assert len(taken(stored("a", "b", "c", "d"), most=3)) == 3

@@ -157,6 +157,10 @@ def test_states_beyond_the_limit_find_no_room(kind, tmp_path):
     """What is promised to somebody stays: the new one is not taken."""
     state = random_state()
     size = StateBytes(LAYOUT, state.descriptor, state.tokens).memory.nbytes
+    for more, fits in ((-1, False), (0, True), (1, True)):
+        exact = store(kind, tmp_path, limit=size + more)
+        assert put(exact, NAME, state) == fits
+        exact.close()
     end, names = store(kind, tmp_path, limit=2 * size + 200), [name_of(number) for number in range(3)]
     assert [put(end, name, state) for name in names] == [True, True, False]
     assert end.counts == {"stored": 2, "full": 1}
