@@ -150,7 +150,8 @@ def forms(config: Config, target: TargetSpec) -> dict[str, Any]:
 
 
 def as_stored(options: Options, checkpoint: Path) -> Options:
-    """``options`` that say in which forms weights are stored: where they leave it to the checkpoint, what it has.
+    """``options`` that name the forms of a checkpoint whose weights are to be stored as they are, where those are not
+    the dtype of the artifact.
 
     Args:
         options: Of a build.
@@ -163,7 +164,7 @@ def as_stored(options: Options, checkpoint: Path) -> Options:
         return options
     file = checkpoint / "config.json" if checkpoint.is_dir() else checkpoint
     said = quantization(parsed(read_config(file), str(file)), str(file))
-    return replace(options, weights="int4-experts" if said is not None and said.form == "int4" else PLAIN)
+    return replace(options, weights="int4-experts") if said is not None and said.form == "int4" else options
 
 
 def weight_forms(options: Options) -> str:

@@ -110,9 +110,10 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
         f"made by     {versions}",
         f"plan        prefill {list(plan.paddings)}, decode {list(plan.decode_paddings)}, {scored}{plan.dtype}, "
         f"context {plan.context}, {plan.max_running} running",
-        f"weights     {_megabytes(weights.nbytes)} MB in {len(weights.files)} files, {len(weights.index)} tensors"
+        f"weights     {plan.forms}: {_megabytes(weights.nbytes)} MB in {len(weights.files)} files, "
+        f"{len(weights.index)} tensors"
         if weights.index
-        else "weights     none: ling3export attach writes those of a checkpoint",
+        else f"weights     none: ling3export attach writes those of a checkpoint, as {plan.forms}",
         f"vectors     {manifest.vectors.source}",
         f"tokenizer   {'yes' if manifest.tokenizer else 'none: token ids only'}",
     ]

@@ -127,11 +127,13 @@ def test_a_step_through_the_split_equals_the_fused_one(case: Case):
     assert max(relative(found["split", at], found["fused", at]) for at in range(STEPS)) < SAME
 
 
-@pytest.mark.parametrize("layer", [0, 1], ids=["limited", "not limited"])
-def test_dispatch_experts_and_combine_equal_the_fused_experts(case: Case, layer: int):
+@pytest.mark.parametrize(
+    ("layer", "weights"), [(0, "bf16"), (1, "bf16"), (1, "int4")], ids=["limited", "not limited", "quantized"]
+)
+def test_dispatch_experts_and_combine_equal_the_fused_experts(case: Case, layer: int, weights: str):
     """One layer of many rows, so that tiles hold several; rows that are padding stay as they were."""
     config, rng = case.config, np.random.default_rng(0)
-    direct = Quick(config, case.read)
+    direct = Quick(config, case.read, weights=weights)
     tokens, top = 40, config.num_experts_per_tok
     x = jnp.asarray(rng.standard_normal((tokens, config.hidden_size)), jnp.float32)
     valid, residual = jnp.arange(tokens) < 37, jnp.asarray(rng.standard_normal(x.shape), jnp.float32)

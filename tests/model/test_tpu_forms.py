@@ -65,12 +65,14 @@ def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, fo
     assert max(errors) <= FLOAT32
 
 
-@pytest.mark.parametrize(("layer", "tp", "experts"), [(0, 4, 128), (2, 2, 128)])
-def test_reading_some_experts_gives_what_reading_all_gives(tmp_path, layer: int, tp: int, experts: int):
+@pytest.mark.parametrize(
+    ("layer", "tp", "experts", "weights"), [(0, 4, 128, "bf16"), (2, 2, 128, "bf16"), (1, 2, 128, "int8-channel")]
+)
+def test_reading_some_experts_gives_what_reading_all_gives(tmp_path, layer: int, tp: int, experts: int, weights: str):
     """With limits that bite; where nobody chose an expert of a device, too, and beside rows of padding that are NaN."""
     limits = {"expert_swiglu_limit_list": [0, 0, 0, 0.01], "share_expert_swiglu_limit_list": [0.01] * 4}
     short = Case(tmp_path / "micro", (1,), num_experts=experts, **SHORT | limits)
-    direct = Quick(short.config, short.read, tp=tp, form="tiles")
+    direct = Quick(short.config, short.read, tp=tp, form="tiles", weights=weights)
     x = np.random.default_rng(layer).normal(size=(4, short.config.hidden_size)).astype(np.float32)
     x[3] = np.nan
     valid = np.array([True, True, True, False])

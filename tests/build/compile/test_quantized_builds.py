@@ -20,7 +20,7 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import MATRICES, WEIGHTS, arguments, parameters
 from ling3export.plan.options import Options
-from ling3export.plan.plan import as_stored, make_plan
+from ling3export.plan.plan import as_stored, make_plan, weight_forms
 from ling3export.verify.dequantized import Dequantized
 from ling3export.verify.verify import verify_artifact
 from tests.support.artifacts_fixture import Artifacts
@@ -122,7 +122,7 @@ def test_forms_that_would_round_an_int4_checkpoint_are_refused_and_others_are_no
 def test_bf16_and_fp8_checkpoints_are_stored_in_bf16(tmp_path: Path):
     for form in ("bf16", "fp8"):
         synthesize(tmp_path / form, "micro", 0, layers=2, form=form, overrides={"layer_group_size": 2})
-        assert as_stored(Options(), tmp_path / form).weights == "bf16"
+        assert weight_forms(as_stored(Options(), tmp_path / form)) == "bf16"
         assert as_stored(Options(weights="int8"), tmp_path / form).weights == "int8"
 
 
