@@ -28,6 +28,7 @@ SMALLEST_TILE = 4
 # Up to so many rows, computing all local experts of every row takes no longer than reading their weights. On TPU v6e
 # the border is 560 rows: 2 FLOPs at 918 TFLOP/s against 2 bytes at 1640 GB/s; other TPUs are not far from it.
 LOCAL_ROWS = 512
+ONE_REDUCTION = 128  # experts; one reduction of more, for more than 16 rows, takes XLA:TPU minutes to compile
 SPARED = 16  # experts that a chip need not read, from which on a loop over the others is worth its operations
 LARGEST_TILE = 64  # rows; more rows a tile cost as much time a row and waste more on the last tile of an expert
 
@@ -91,6 +92,9 @@ def route_weights(
     across registers.
     """
     count, groups = scores.shape[0], config.n_group
+    if count > ONE_REDUCTION and scores.shape[1] > 16:
+        chosen, weights = route(scores.T, bias, config)
+        return jnp.sum(jnp.where(wanted[:, None, None] == chosen.T, weights.T, 0.0), axis=1)
     scores = scores.reshape(groups, count // groups, -1)
     group, place = (lax.broadcasted_iota(jnp.int32, scores.shape, axis) for axis in (0, 1))
     biased = scores + bias.reshape(groups, -1, 1)

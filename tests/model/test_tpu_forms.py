@@ -1,5 +1,7 @@
 """The forms of the steps that accelerators get, on CPU in fp32: unrolled layers, tiles, striped pages; one card."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -96,8 +98,10 @@ def test_reading_some_experts_gives_what_reading_all_gives(tmp_path, layer: int,
 
 
 @pytest.mark.parametrize("ties", [False, True])
-def test_reducing_chooses_what_sorting_chooses(case: Case, ties: bool):
-    config = case.config
+@pytest.mark.parametrize("experts", [16, 256])
+def test_reducing_chooses_what_sorting_chooses(case: Case, experts: int, ties: bool):
+    """Of more than ``ONE_REDUCTION`` experts, ``route_weights`` sorts, too."""
+    config = replace(case.config, num_experts=experts)
     rng = np.random.default_rng(0)
     scores = rng.uniform(size=(64, config.num_experts)).astype(np.float32)
     bias = rng.normal(size=config.num_experts).astype(np.float32)
