@@ -10,12 +10,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
+from click.testing import CliRunner
 
 from ling3export.checkpoint.convert import convert
 from ling3export.checkpoint.forms import FP8, INT4
 from ling3export.checkpoint.reader import Checkpoint, expected_tensors
 from ling3export.checkpoint.synth import synthesize
 from ling3export.checkpoint.synth_weights import whole
+from ling3export.cli import main as cli
 from ling3export.foundation.errors import CheckpointError, ConfigError
 from tests.support.quantized import Plain, dequantized
 from tests.support.shards import edit, put
@@ -301,3 +303,15 @@ def test_a_gguf_file_is_refused_with_what_to_take_instead(tmp_path: Path):
     for path in (file, tmp_path):
         with pytest.raises(ConfigError, match=r"found GGUF \(ling3-q4_k_m.gguf\)\nhint: take the bf16, FP8 or INT4"):
             Checkpoint.open(path)
+        for command in (["plan"], ["build"], ["build", "--no-weights"]):
+            done = CliRunner().invoke(cli.main, [*command, str(path)])
+            assert (done.exit_code, done.stdout) == (1, "")
+            assert "found GGUF (ling3-q4_k_m.gguf)" in done.stderr
+
+
+def test_a_command_refuses_to_round_int4_before_it_compiles(made: dict[str, Path], tmp_path: Path):
+    words = ["build", str(made["int4"]), str(tmp_path / "x.ling3"), "--weights", "bf16"]
+    done = CliRunner().invoke(cli.main, words)
+    assert done.exit_code == 1
+    assert "expected numbers that bfloat16 holds, found 48 weights in int4" in done.stderr
+    assert [*tmp_path.iterdir()] == []
