@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types check test extras fuzz bench peers witness budgets demo demo-pd smoke runner
+.PHONY: setup parity fmt lint types check test extras fuzz bench peers witness card budgets demo demo-pd smoke runner
 .NOTPARALLEL:
 # Tests start a thousand processes: each would compile our sources again if none may keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -62,6 +62,10 @@ WITNESS ?= $(HOME)/.cache/ling3export-witness
 witness: setup parity
 	witness=$$(.ci/witness $(WITNESS)) && peers=$$(.ci/peers $(PEERS)) && \
 		$(BIN)/python -m bench witness "$$witness" --llama-cpp "$$peers" $(ARGS)
+
+# The first minutes with a card. Steps that were done are not done again: ARGS="--minutes 9" does a part.
+card: setup
+	$(BIN)/python -m bench card $(ARGS)
 
 budgets: setup
 	$(BIN)/python -m tests.support.golden_programs

@@ -1,6 +1,7 @@
 """``python -m bench``: the measurements whose figures README and docs show."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -102,6 +103,28 @@ def catalog(first: Path, programs: Path | None, weights: Path | None, hosts: Pat
     from bench.catalog import main as run
 
     run(first, programs, weights, hosts)
+
+
+@main.command()
+@click.option("--folder", type=click.Path(path_type=Path), help="[default: .cache/card]")
+@click.option("--target", default="cuda", show_default=True, help="What is built for; cuda is tuned on the card.")
+@click.option("--preset", default="full", show_default=True, help="Of the random checkpoints.")
+@click.option("--layers", default="12,24", show_default=True)
+@click.option("--weights", default="bf16,int4,int8", show_default=True, help="The first at all depths come first.")
+@click.option("--paddings", default="16,512", show_default=True, help="Of prefill.")
+@click.option("--input-len", "prompt", default=8192, show_default=True, help="Tokens that the server is given.")
+@click.option("--output-len", "answer", default=1024, show_default=True, help="Tokens that it answers.")
+@click.option("--minutes", default=25.0, show_default=True, help="After these nothing is begun; the next call goes on.")
+@click.option("--transformers", type=PATH, help="A Python that has it.  [default: that of `make parity`, where it is]")
+def card(folder: Path | None, layers: str, weights: str, transformers: Path | None, **settings: Any) -> None:
+    """The first minutes with a card: doctor, builds, proofs, times and servers in each form of weights."""
+    from bench.card import Card
+    from bench.card import main as run
+    from bench.inputs import CACHE
+    from bench.peers import PARITY
+
+    settings |= {"layers": tuple(numbers(layers)), "weights": tuple(weights.split(","))}
+    run(Card((folder or CACHE.parent / "card").resolve(), transformers=transformers or PARITY, **settings))
 
 
 @main.command("serve-gap")

@@ -51,14 +51,15 @@ def artifact(source: Path, name: str, options: Sequence[Any]) -> Path:
     return folder
 
 
-def run(command: Sequence[Any], **environment: str) -> str:
+def run(command: Sequence[Any], timeout: float | None = None, **environment: str) -> str:
     """Runs ``python -m COMMAND`` with this interpreter; its stdout.
 
     Raises:
         subprocess.CalledProcessError: It failed; its stderr was passed on.
+        subprocess.TimeoutExpired: It took longer than ``timeout`` seconds, and was ended.
     """
     say(f"$ python -m {' '.join(_quoted(str(part)) for part in command)}")
-    return spawn([sys.executable, "-m", *command], environment)
+    return spawn([sys.executable, "-m", *command], environment, timeout)
 
 
 def _quoted(word: str) -> str:
@@ -66,12 +67,17 @@ def _quoted(word: str) -> str:
     return shlex.quote(word) if word.isprintable() else f"${word!r}"
 
 
-def spawn(command: Sequence[Any], environment: dict[str, str]) -> str:
+def spawn(command: Sequence[Any], environment: dict[str, str], timeout: float | None = None) -> str:
     """Runs a command at the checkout's root and returns its stdout; no compilation cache but one that is asked for."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     here = {SPAWNED: str(time.monotonic()), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [str(part) for part in command], cwd=ROOT, env=inherited | here | environment, stdout=subprocess.PIPE, text=True
+        [str(part) for part in command],
+        cwd=ROOT,
+        env=inherited | here | environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=timeout,
     )
     done.check_returncode()
     return done.stdout

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TARGETS = "setup parity fmt lint types check test extras fuzz bench peers witness budgets demo demo-pd runner".split()
+TARGETS = (
+    "setup parity fmt lint types check test extras fuzz bench peers witness card budgets demo demo-pd runner".split()
+)
 ENVIRONMENTS = [".venv", ".venv-parity"]
 
 

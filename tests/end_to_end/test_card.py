@@ -1,0 +1,67 @@
+"""``make card``: the order of its steps, what a second call does, and the whole of it on the processor."""
+
+import json
+import subprocess
+
+import pytest
+
+from bench import card
+from bench.card import Card
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """The commands that were given; builds make an empty artifact, and what has ``fails`` in it fails."""
+    commands, fails = [], ["calibrate", "serve"]
+
+    def run(command, timeout):
+        assert 0 < timeout <= card.LONGEST
+        words = [str(word) for word in command]
+        commands.append(words)
+        if words[1] in fails or (words[1] == "build" and "int8" in words):
+            raise subprocess.CalledProcessError(1, words)
+        if words[1] in ("build", "synth"):
+            (command[3 if words[1] == "build" else 2] / "weights").mkdir(parents=True)
+        return json.dumps({"token_ids": [1]})
+
+    def served(folder):
+        raise OSError("no server")
+
+    monkeypatch.setattr(card, "run", run)
+    monkeypatch.setattr(card, "served", served)
+    return commands
+
+
+def test_the_first_form_comes_first_and_what_is_done_is_not_done_again(asked, tmp_path, capsys):
+    plan = Card(tmp_path, transformers=tmp_path / "none")
+    card.main(plan)
+    built = [words[3].rpartition("/")[2] for words in asked if words[1] == "build"]
+    forms = ["12-bf16", "24-bf16", "24-int4", "24-int8", "12-int4", "12-int8"]
+    assert built == [f"{name}.ling3" for name in forms]
+    said = capsys.readouterr()
+    assert "left: 12 bf16 calibrate, 12 bf16 serve 1, 12 bf16 serve 16, 24 bf16 calibrate" in said.err
+    assert "24 int8 build" in said.err and "24 int8 verify" not in said.err
+    assert [line.split(" | ")[0] for line in said.out.splitlines()[4:]] == [
+        f"| {name.replace('-', ', ')}" for name in forms
+    ]
+    asked.clear()
+    card.main(plan)
+    assert {words[1] for words in asked} == {"build", "calibrate"} and len(asked) == 6
+    asked.clear()
+    card.main(Card(tmp_path, minutes=0, transformers=tmp_path / "none"))
+    assert asked == []
+
+
+@pytest.mark.extras
+@pytest.mark.build
+def test_all_steps_run_on_the_processor(tmp_path, capfd):
+    plan = {"target": "cpu", "preset": "micro", "layers": (4,), "weights": ("bf16", "int4"), "paddings": "16"}
+    card.main(Card(tmp_path, prompt=24, answer=4, transformers=tmp_path / "none", **plan))
+    said = capfd.readouterr()
+    assert "left: " not in said.err, said.err
+    done = json.loads((tmp_path / "card.json").read_text())
+    for form in plan["weights"]:
+        assert done[f"4 {form} generate"] == {"tokens": 32}
+        assert done[f"4 {form} serve 16"]["tpot"] > 0 and 0 < done[f"4 {form} calibrate"]["median error"] < 0.15
+    assert not list(tmp_path.glob("*.ling3")) and not (tmp_path / "micro-4").exists()
+    assert said.out.splitlines()[-2].startswith("| 4, bf16 | 0.001 | ")
