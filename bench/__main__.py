@@ -27,11 +27,16 @@ def main() -> None:
 @click.option("--llama-cpp", type=PATH, required=True, help="As `make peers` says.")
 @click.option("--kernels", default="auto", show_default=True, help="What --kernels builds have on our side: auto,off.")
 @TRANSFORMERS
-def peers(checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path, kernels: str, transformers: bool) -> None:
+@click.option(
+    "--weights", default="bf16", show_default=True, help="Forms of weights: bf16,int8,int4, each beside theirs."
+)
+def peers(
+    checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path, kernels: str, transformers: bool, weights: str
+) -> None:
     """Our engine against llama.cpp and transformers, which needs `make parity`."""
     from bench.peers import main as run
 
-    run(checkpoint, layers, rounds, llama_cpp.resolve(), kernels.split(","), transformers)
+    run(checkpoint, layers, rounds, llama_cpp.resolve(), kernels.split(","), transformers, weights.split(","))
 
 
 @main.command("long")

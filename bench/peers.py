@@ -22,6 +22,8 @@ PREFILLS, COUNTS = (128, 512), (1, 4, 16)
 ANSWER = 32  # tokens that llama.cpp decodes for each sequence
 STEPS = [f"prefill {length}" for length in PREFILLS] + [f"decode {count}" for count in COUNTS]
 Flat = dict[str, float]
+# The forms of llama.cpp that stand beside each of ours; bf16 is the file that its converter makes.
+THEIRS = {"bf16": ("bf16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
 
 
 def read_once(*files: Path) -> None:
@@ -43,8 +45,29 @@ def gguf(source: Path, sources: Path, *options: str) -> Path:
     return file
 
 
-def llama(file: Path, sources: Path, threads: int) -> Flat:
-    """llama-bench for one sequence, llama-batched-bench for several."""
+def quantized(file: Path, sources: Path, form: str) -> Path:
+    """A file of :func:`gguf` in another form, by llama.cpp's own quantizer, without importances."""
+    made = file if form == "bf16" else file.with_suffix(f".{form}.gguf")
+    if not made.exists():
+        part = made.with_suffix(".part")
+        spawn([sources / "build" / "bin" / "llama-quantize", file, part, form], {})
+        part.rename(made)
+    return made
+
+
+def llama(file: Path, sources: Path, threads: int) -> Flat | None:
+    """llama-bench for one sequence, llama-batched-bench for several; None where it fails.
+
+    Its build for AMX ends with an abort on quantized files of this model.
+    """
+    try:
+        return _llama(file, sources, threads)
+    except subprocess.CalledProcessError as error:
+        say(f"llama.cpp, {file.name}: exit code {error.returncode}")
+        return None
+
+
+def _llama(file: Path, sources: Path, threads: int) -> Flat:
     read_once(file)
     tools = sources / "build" / "bin"
     common = ["-m", file, "-t", threads]
@@ -84,15 +107,33 @@ def ours(folder: Path) -> Flat:
 
 
 def measure(
-    given: Path | None, layers: int, rounds: int, sources: Path, kernels: Sequence[str], hf: bool
+    given: Path | None,
+    layers: int,
+    rounds: int,
+    sources: Path,
+    kernels: Sequence[str],
+    hf: bool,
+    weights: Sequence[str] = ("bf16",),
 ) -> dict[str, Any]:
     """Medians and spread of ``rounds``, in each of which every arm has its turn."""
     source, threads = checkpoint(given, "full", layers), len(os.sched_getaffinity(0))
     arms: dict[str, Callable[[], Flat | None]] = {}
-    for each in kernels:
-        built = artifact(source, f"peers-{each}", ["--tp", 1, "--kernels", each])
-        arms[f"ling3export, kernels {each}"] = partial(ours, built)
-    arms["llama.cpp"] = partial(llama, gguf(source, sources), sources, threads)
+    sizes: dict[str, float] = {}
+    like: dict[str, list[str]] = {}  # by arm of ours, those that it is compared with
+    for form in weights:
+        whole = "" if form == "bf16" else f"-{form}"
+        theirs = [f"llama.cpp {each}" for each in THEIRS[form]] + (["transformers"] if hf and form == "bf16" else [])
+        for each in kernels:
+            how = ["--tp", 1, "--kernels", each, *(["--weights", form] if whole else [])]
+            built = artifact(source, f"peers-{each}{whole}", how)
+            arm = f"ling3export {form}, kernels {each}"
+            arms[arm], sizes[arm] = partial(ours, built), _bytes(*(built / "weights").iterdir())
+            first = f"ling3export {weights[0]}, kernels {each}"
+            like[arm] = [*theirs, *([] if arm == first else [first])]
+        for each in THEIRS[form]:
+            file = quantized(gguf(source, sources), sources, each)
+            arm = f"llama.cpp {each}"
+            arms[arm], sizes[arm] = partial(llama, file, sources, threads), _bytes(file)
     if hf:
         arms["transformers"] = partial(transformers, source, threads)
     runs: dict[str, list[Flat]] = {}
@@ -109,6 +150,8 @@ def measure(
         "checkpoint": source.name,
         "rounds": rounds,
         "threads": threads,
+        "gigabytes": sizes,
+        "like": like,
         "tokens_per_second": {arm: medians(found) for arm, found in runs.items()},
         "spread": {
             arm: {step: [min(each[step] for each in found), max(each[step] for each in found)] for step in found[0]}
@@ -117,26 +160,40 @@ def measure(
     }
 
 
+def _bytes(*files: Path) -> float:
+    """Their sizes together, in GB."""
+    return sum(file.stat().st_size for file in files) / 1e9
+
+
 def main(
-    given: Path | None, layers: int, rounds: int, sources: Path, kernels: Sequence[str], hf: bool
+    given: Path | None,
+    layers: int,
+    rounds: int,
+    sources: Path,
+    kernels: Sequence[str],
+    hf: bool,
+    weights: Sequence[str] = ("bf16",),
 ) -> dict[str, Any]:
     """Measures and prints."""
-    result = measure(given, layers, rounds, sources, kernels, hf)
+    result = measure(given, layers, rounds, sources, kernels, hf, weights)
     speeds: dict[str, Flat] = result["tokens_per_second"]
-    peers = [arm for arm in speeds if not arm.startswith("ling3export")]
-    mine = [arm for arm in speeds if arm.startswith("ling3export")]
+    pairs = [(arm, peer) for arm, peers in result["like"].items() for peer in peers if {arm, peer} <= speeds.keys()]
 
     def ratio(arm: str, peer: str, step: str) -> float | None:
         return speeds[arm][step] / speeds[peer][step] if step in speeds[peer] else None
 
+    sizes = ["GB", *(result["gigabytes"].get(arm) for arm in speeds)]
     show(
-        f"{result['checkpoint']}, bf16, {result['threads']} threads, through each product, medians of "
+        f"{result['checkpoint']}, {result['threads']} threads, through each product, medians of "
         f"{result['rounds']}, load average {result['machine']['load_average'][0]}",
         [
-            table(["tokens/s", *speeds], [[step, *(flat.get(step) for flat in speeds.values())] for step in STEPS]),
             table(
-                ["ratio", *(f"{arm} / {peer}" for arm in mine for peer in peers)],
-                [[step, *(ratio(arm, peer, step) for arm in mine for peer in peers)] for step in STEPS],
+                ["tokens/s", *speeds],
+                [[step, *(flat.get(step) for flat in speeds.values())] for step in STEPS] + [sizes],
+            ),
+            table(
+                ["ratio", *(f"{arm} / {peer}" for arm, peer in pairs)],
+                [[step, *(ratio(arm, peer, step) for arm, peer in pairs)] for step in STEPS],
             ),
         ],
         result,
