@@ -1,0 +1,52 @@
+"""llama.cpp's forms in numpy: what their definitions promise of any values."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from ling3export.checkpoint.reader import Checkpoint
+from ling3export.checkpoint.synth import synthesize
+from tests.support.gguf_forms import FORMS, q4_0, q8_0, round_checkpoint, rounded
+
+
+def values(seed, scale=1.0):
+    return np.random.default_rng(seed).normal(0, scale, (64, 512)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("form", "most"), [("Q8_0", 0.006), ("Q4_0", 0.095), ("Q4_K", 0.085)])
+def test_normal_values_lose_what_the_form_s_bits_say(form, most):
+    """Relative L2; a uniform error of a step of 1/127, 1/8 and about 1/15 of what a block spans."""
+    for scale in (1e-2, 1.0, 30.0):
+        x = values(1, scale)
+        error = np.linalg.norm(rounded(x, form) - x) / np.linalg.norm(x)
+        assert most / 2 < error < most
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_zeros_stay_and_a_second_time_changes_next_to_nothing(form):
+    assert not rounded(np.zeros((2, 512), np.float32), form).any()
+    once = rounded(values(2), form)
+    twice = rounded(once, form)
+    assert np.linalg.norm(twice - once) < 0.05 * np.linalg.norm(once - values(2)) + 1e-3 * np.linalg.norm(once)
+
+
+def test_values_that_a_block_can_have_are_kept_exactly():
+    """d is a power of two, so that fp16 holds it."""
+    q8 = np.arange(-127, 127, 8, dtype=np.float32)[None] / 64
+    q8[0, 0] = -127 / 64
+    assert np.array_equal(q8_0(q8), q8)
+    q4 = np.resize(np.arange(-8, 8, dtype=np.float32), (1, 32)) / 16
+    assert np.array_equal(q4_0(q4), q4)
+
+
+def test_a_checkpoint_goes_through_a_form_and_back(tmp_path):
+    synthesize(tmp_path / "a", "micro", 1)
+    names = round_checkpoint(tmp_path / "a", tmp_path / "b", "Q8_0")
+    a, b = (Checkpoint.open(tmp_path / each) for each in "ab")
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    assert name in names and "lm_head.weight" in names
+    assert not [each for each in names if "norm" in each or "gate.weight" in each or "conv" in each]
+    expected = rounded(a.tensor(name), "Q8_0").astype(ml_dtypes.bfloat16)
+    assert np.array_equal(b.tensor(name), expected) and not np.array_equal(a.tensor(name), expected)
+    router = "model.layers.1.mlp.gate.weight"
+    assert np.array_equal(a.tensor(router), b.tensor(router))
