@@ -217,30 +217,47 @@ class GatedMLA(nnx.Module):
     def _before(self, p: Projected, layer: Index, pool: Pool, chunks: Chunks) -> OnlineSoftmax:
         """Attention of the call's tokens over what their sequences had cached before it, shapes as `_within`.
 
-        Expanded where one sequence alone has anything cached and that takes less, as with a long prompt; else absorbed.
+        In the forms for accelerators expanded, one sequence after the other: with 16 tokens at a time every page is an
+        operation of its own, and a sum over all devices. Else expanded where one sequence alone has anything cached and
+        that takes less, as with a long prompt; or absorbed.
         """
-        config, tokens = self.config, p.latent.shape[0]
+        config, count, heads = self.config, p.latent.shape[0], p.q_nope.shape[1]
         rank, values = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
         # Products of a cached token and head: for all tokens of the call, and absorbed for one.
-        cost, each = tokens * (config.qk_head_dim + config.v_head_dim) + rank * values, 2 * pool.shape[3]
-        if tokens * each < cost:
+        cost, each = count * (config.qk_head_dim + config.v_head_dim) + rank * values, 2 * pool.shape[3]
+        if count * each < cost and not self.geometry.tiled:
             return self._absorbed_before(p, layer, pool, chunks)
         behind = (chunks.slot > 0) & (chunks.run_start > 0)
-        first = jnp.argmax(behind)
-        own = behind & (chunks.slot == chunks.slot[first])
+        empty = OnlineSoftmax(
+            jnp.full((count, heads), MASKED), jnp.zeros((count, heads)), jnp.zeros((count, heads, config.v_head_dim))
+        )
 
-        def expanded(p: Projected, pool: Pool) -> OnlineSoftmax:
+        def expanded(p: Projected, pool: Pool, n: Index, others: OnlineSoftmax) -> OnlineSoftmax:
+            """Of the sequence of chunk ``n``, beside what is there of others."""
             query = jnp.moveaxis(jnp.concatenate([p.q_nope, p.q_rope], axis=-1), 1, 0)
             weights = of_heads(self.w_uk, layer), of_heads(self.w_uv, layer)
-            table, length = chunks.page_table[first], chunks.run_start[first]
+            table, length = chunks.page_table[n], chunks.run_start[n]
             part = attend_expanded(query, pool, layer, table, length, *weights, self.geometry)
-            seen = jnp.repeat(own, CHUNK)[:, None]
-            return OnlineSoftmax(
-                jnp.where(seen, part.m, MASKED), jnp.where(seen, part.l, 0.0), jnp.where(seen[..., None], part.acc, 0.0)
-            )
+            own = jnp.repeat(behind & (chunks.slot == chunks.slot[n]), CHUNK)[:, None]
+            return jax.tree.map(lambda x, y: jnp.where(own if x.ndim == 2 else own[..., None], x, y), part, others)
 
+        if self.geometry.tiled:
+            places = jnp.arange(chunks.slot.shape[0], dtype=jnp.int32)
+            starts = behind & chunks.first
+            order = jnp.sort(jnp.where(starts, places, places.shape[0]))
+            with jax.named_scope("behind"):
+                trips = jnp.sum(starts, dtype=jnp.int32)
+                return lax.fori_loop(0, trips, lambda i, part: expanded(p, pool, order[i], part), empty)
+        first = jnp.argmax(behind)
+        own = behind & (chunks.slot == chunks.slot[first])
         less = jnp.all(own == behind) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * each) >= cost)
-        return lax.cond(less, expanded, lambda p, pool: self._absorbed_before(p, layer, pool, chunks), p, pool)
+        return lax.cond(
+            less,
+            lambda p, pool: expanded(p, pool, first, empty),
+            lambda p, pool: self._absorbed_before(p, layer, pool, chunks),
+            p,
+            pool,
+        )
 
     def _absorbed_before(self, p: Projected, layer: Index, pool: Pool, chunks: Chunks) -> OnlineSoftmax:
         """Absorbed attention of each chunk over what its sequence had cached before this call, shapes as `_within`."""
