@@ -328,10 +328,13 @@ def receipts(folder: Path, manifest: Manifest, name: str, *, portable: bool = Fa
     if not measured.passed:
         failed = {name: receipt for name, receipt in measured.cells.items() if receipt.status != "passed"}
         cell, worst = max(failed.items(), key=lambda item: item[1].relative)
+        rounds = manifest.targets[name].geometry.get("activations") == "int8"
         raise ArtifactError(
             f"receipts of `{name}`{f', {PORTABLE}' * portable}: expected a {measured.tolerance.measure} relative error "
             f"of at most {measured.tolerance.bound:g}, found {to_json(worst)}, in {cell}",
-            "the programs do not compute what the model computes: do not use them, and report this",
+            "native kernels round activations to 8 bits, which may be too much here: `--kernels off` does not"
+            if rounds
+            else "the programs do not compute what the model computes: do not use them, and report this",
         )
     return measured
 

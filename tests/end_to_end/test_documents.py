@@ -56,6 +56,7 @@ SWAPS = {
         ("CHECKPOINT ling3.ling3", f"CHECKPOINT ling3.ling3 {DEMO_OPTIONS}"),
         ("CHECKPOINT ling3-v6e.ling3 --target tpu:v6e:4x4 --paddings 16,128,512", f"micro ling3-v6e.ling3 {SLICE}"),
     ],
+    "docs/quickstart.md": [("CHECKPOINT ling3.ling3", f"CHECKPOINT ling3.ling3 {DEMO_OPTIONS}")],
     # Compiling the portable programs for the processor, too, takes half a minute.
     "docs/build.md": [("--target tpu:v6e:2x2", "--target tpu:v6e:2x2 --no-prove-portable")],
     "docs/targets.md": [("--context 512", "--context 512 --no-prove-portable")],

@@ -95,11 +95,16 @@ def test_a_cell_of_an_accelerator_whose_stablehlo_computes_something_else_is_cau
     assert found["compiler"].startswith("jaxlib ") and found["lacking"] == {}
 
 
-def test_a_build_whose_portable_programs_are_wrong_is_refused(artifact, monkeypatch):
+@pytest.mark.parametrize(("activations", "hint"), [("bf16", "report this"), ("int8", "`--kernels off` does not")])
+def test_a_build_whose_portable_programs_are_wrong_is_refused(artifact, monkeypatch, activations, hint):
     failed = PortableReceipts(Tolerance("median", 0.15), {"decode@8": FAILED}, {}, "jaxlib 0", {})
     monkeypatch.setattr(build, "measure_apart", lambda *arguments, portable: failed)
+    manifest = read_manifest(artifact("micro-tp1"))
+    target = manifest.targets["cpu-tp1"]
+    target = replace(target, geometry={**target.geometry, "activations": activations})
     with pytest.raises(ArtifactError) as caught:
-        build.receipts(Path("x.ling3"), read_manifest(artifact("micro-tp1")), "cpu-tp1", portable=True)
+        build.receipts(Path("x.ling3"), replace(manifest, targets={"cpu-tp1": target}), "cpu-tp1", portable=True)
+    assert caught.value.hint.endswith(hint)
     assert caught.value.message.startswith("receipts of `cpu-tp1`, stablehlo, on cpu: expected a median relative error")
     assert caught.value.message.endswith("in decode@8")
 
