@@ -122,7 +122,8 @@ class Group:
         return {"kind": found.machine.kind, "median error": error, "ms": ms}
 
     def _generate(self) -> Said:
-        said = self._ran([RUN, "generate", self._artifact, "--prompt-ids", "1,2,3", "--max-tokens", 32, "--json"])
+        how = ["--prompt-ids", "1,2,3", "--max-tokens", 32, "--ignore-eos", "--json"]
+        said = self._ran([RUN, "generate", self._artifact, *how])
         return {"tokens": len(last_line(said)["token_ids"])}
 
     def _serve(self, count: int) -> Said:
