@@ -187,7 +187,7 @@ def test_a_plan_with_a_doubled_name_or_a_wrong_axis_is_refused(tmp_path: Path) -
         TensorSpec("s", (2, 4), "F32", 4)
     with pytest.raises(ValueError, match="tensor `s`: expected no empty axis"):
         TensorSpec("s", (0, 4), "F32", 0)
-    with pytest.raises(ValueError, match="tensor `s`: expected dtype BF16 or F32 or I32, found F64"):
+    with pytest.raises(ValueError, match="tensor `s`: expected dtype BF16 or F32 or I32 or I8 or U8, found F64"):
         TensorSpec("s", (4,), "F64", 0)
     with pytest.raises(ArtifactError, match="expected a path below the artifact's folder"):
         StoreWriter(tmp_path, {"../x": TINY})

@@ -61,7 +61,7 @@ def test_make_demo_prints_commands_to_copy_and_keeps_the_report_that_it_names(mo
     start = json.dumps({"compiles": 0, "token": 1, "seconds": {"whole": 1.0}})
     ran: list[list[str]] = []
 
-    def spawned(command, environment):
+    def spawned(command, environment, timeout=None):
         ran.append([str(word) for word in command[1:]])
         return "正确率: 1/1\n" if "eval" in command else start
 

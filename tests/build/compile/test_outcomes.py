@@ -177,5 +177,6 @@ def test_a_refused_build_names_the_cell_that_failed(monkeypatch, tmp_path):
     failed = Receipt("failed", 0.19, 0.19, 17_400.0, 89_600)
     measured = Receipts(Tolerance("median", 0.15), {"decode@1": passed, "copy@8": failed}, {})
     monkeypatch.setattr(build, "measure_apart", lambda *_, **__: measured)
+    manifest = SimpleNamespace(targets={"cpu-tp1": SimpleNamespace(geometry={})})
     with pytest.raises(ArtifactError, match=r"'absolute': 17400\.0, 'positions': 89600}, in copy@8"):
-        build.receipts(tmp_path, None, "cpu-tp1")
+        build.receipts(tmp_path, manifest, "cpu-tp1")
