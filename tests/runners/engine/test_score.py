@@ -338,7 +338,7 @@ def test_plan_shows_score_programs():
     record = json.loads(done.stdout)
     cells = record["targets"]["tpu-v6e-2x2-tp4"]["cells"]
     assert record["score_paddings"] == [512]
-    # The head, 384 x 128, for all 512 slots instead of 32: two operations a weight, of which a device has a quarter.
+    # The head, 512 x 128, for all 512 slots instead of 32: two operations a weight, of which a device has a quarter.
     more = cells["score@512"]["bound"]["flops"] - cells["prefill@512"]["bound"]["flops"]
-    assert more == 2 * (512 - 32) * 384 * 128 // 4
+    assert more == 2 * (512 - 32) * 512 * 128 // 4
     assert cells["score@512"]["bound"]["bytes"] == cells["prefill@512"]["bound"]["bytes"]
