@@ -7,6 +7,7 @@ import asyncio
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import warnings
@@ -26,7 +27,7 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.evals.demo import demo_records
 from tests.support import toy_artifact
-from tests.support.artifacts_fixture import RECIPES, ROOT
+from tests.support.artifacts_fixture import DEMO, RECIPES, ROOT, digest_of, files_below
 from tests.support.serving import RUNNER
 
 pytestmark = pytest.mark.extras
@@ -71,7 +72,13 @@ class Own:
 
 @pytest.fixture(scope="module")
 def own(artifact) -> Own:
-    path = artifact("demo-tp1")
+    # Without its chat template: what is asked is completed, as lm-eval and the engine itself do.
+    plain = artifact.kept(
+        "demo-text",
+        digest_of(files_below(DEMO)),
+        lambda path: shutil.copytree(DEMO, path, ignore=shutil.ignore_patterns("chat_template.jinja")),
+    )
+    path = artifact.built("demo-text-tp1", plain, *RECIPES["demo-tp1"].options())
     asked = problems()
     with Engine(path, report=lambda text: None) as engine:
         texts = engine.generate([each.prompt for each in asked], max_tokens=TOKENS, stop=STOP)
