@@ -34,9 +34,10 @@ def peers(
     checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path, kernels: str, transformers: bool, weights: str
 ) -> None:
     """Our engine against llama.cpp and transformers, which needs `make parity`."""
-    from bench.peers import main as run
+    from bench.peers import measure, report
 
-    run(checkpoint, layers, rounds, llama_cpp.resolve(), kernels.split(","), transformers, weights.split(","))
+    arms = kernels.split(","), transformers, weights.split(",")
+    report(measure(checkpoint, layers, rounds, llama_cpp.resolve(), *arms))
 
 
 @main.command("long")

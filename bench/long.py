@@ -38,7 +38,7 @@ def main(given: Path | None, layers: int, lengths: list[int], rounds: int, sourc
     folder = artifact(source, f"long-{context}", [*OPTIONS, "--context", context])
     runs: dict[str, list[Flat]] = {}
     for _ in range(rounds):
-        read_once(*(file for file in folder.rglob("*") if file.is_file()))
+        read_once(folder)
         found: Flat = last_line(run(["bench.long_ours", folder, ",".join(map(str, lengths))]))
         runs.setdefault("ling3export", []).append(found)
         if sources is not None:

@@ -26,9 +26,9 @@ Flat = dict[str, float]
 THEIRS = {"bf16": ("bf16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
 
 
-def read_once(*files: Path) -> None:
-    """Brings files into memory."""
-    for file in files:
+def read_once(*paths: Path) -> None:
+    """Brings files into memory, and those of folders."""
+    for file in (each for path in paths for each in (path, *path.rglob("*")) if each.is_file()):
         with file.open("rb", buffering=0) as opened:
             while opened.read(1 << 24):
                 pass
@@ -102,7 +102,7 @@ def transformers(source: Path, threads: int) -> Flat | None:
 
 def ours(folder: Path) -> Flat:
     """Through Engine."""
-    read_once(*(file for file in folder.rglob("*") if file.is_file()))
+    read_once(folder)
     return dict(last_line(run(["bench.peers_ours", folder, ",".join(map(str, PREFILLS)), ",".join(map(str, COUNTS))])))
 
 
@@ -165,17 +165,8 @@ def _bytes(*files: Path) -> float:
     return sum(file.stat().st_size for file in files) / 1e9
 
 
-def main(
-    given: Path | None,
-    layers: int,
-    rounds: int,
-    sources: Path,
-    kernels: Sequence[str],
-    hf: bool,
-    weights: Sequence[str] = ("bf16",),
-) -> dict[str, Any]:
-    """Measures and prints."""
-    result = measure(given, layers, rounds, sources, kernels, hf, weights)
+def report(result: dict[str, Any]) -> dict[str, Any]:
+    """Prints what :func:`measure` found, and gives it back."""
     speeds: dict[str, Flat] = result["tokens_per_second"]
     pairs = [(arm, peer) for arm, peers in result["like"].items() for peer in peers if {arm, peer} <= speeds.keys()]
 

@@ -189,7 +189,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="ling3-witness-") as scratch:
         data, asks = requests(Path(scratch), tokens, read_manifest(folder).plan.context, count)
         for number in range(rounds):
-            read_once(*(file for file in folder.rglob("*") if file.is_file()))
+            read_once(folder)
             if program is not None:
                 with served(folder, apart=True) as url:
                     ours(url, data, tokens, count)

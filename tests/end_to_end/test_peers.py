@@ -26,7 +26,7 @@ def test_each_form_is_compared_with_its_peers_and_with_bf16(monkeypatch, tmp_pat
     monkeypatch.setattr(peers, "quantized", quantized)
     monkeypatch.setattr(peers, "ours", lambda folder: {step: len(folder.name) * 2.0 for step in speed})
     monkeypatch.setattr(peers, "llama", lambda file, *_: None if file.name == "Q4_0" else speed)
-    found = peers.main(None, 12, 1, tmp_path, ["auto"], False, ["bf16", "int8", "int4"])
+    found = peers.report(peers.measure(None, 12, 1, tmp_path, ["auto"], False, ["bf16", "int8", "int4"]))
     assert [options[4:] for options in made] == [[], ["--weights", "int8"], ["--weights", "int4"]]
     said = capsys.readouterr().out
     (head,) = (line for line in said.splitlines() if line.startswith("ratio"))
