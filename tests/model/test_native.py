@@ -2,6 +2,7 @@
 
 import ctypes
 import platform
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -128,16 +129,30 @@ def test_experts_of_any_choice(geometry: Geometry, seed: int, limit: float | Non
     share = rng.random((tokens, top)).astype(np.float32)
     of_layer = None if limit is None else jnp.float32(limit)
     found = np.asarray(calls.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), of_layer, geometry))
+    check_experts(found, x64, up64, down64, chosen, share, limit)
+
+
+def check_experts(
+    found: np.ndarray,
+    x64: np.ndarray,
+    up64: np.ndarray,
+    down64: np.ndarray,
+    chosen: np.ndarray,
+    share: np.ndarray,
+    limit: float | None,
+    hidden_as: Callable[[np.ndarray], np.ndarray] = lambda hidden: hidden,
+) -> None:
+    """``found`` is what the experts of layer 0 give; ``hidden_as`` says as what the kernel takes what is in between."""
+    (tokens, dim), width = x64.shape, up64.shape[-2]
+    stacks = zip(up64[:, 0].reshape(-1, 2, width, dim), down64[:, 0].reshape(-1, dim, width), strict=True)
     expected = np.zeros((tokens, dim))
-    for expert in range(shards * each):
-        gate_up = up64[:, 0].reshape(-1, 2, width, dim)[expert]
-        gate, y = np.einsum("td,gfd->gtf", x64, gate_up)
-        gated, straight = gate / (1 + np.exp(-gate)), y
+    for expert, (gate_up, down) in enumerate(stacks):
+        gate, up = np.einsum("td,gfd->gtf", x64, gate_up)
+        gated = formulas.silu(gate)
         if limit is not None:
-            gated, straight = np.minimum(gated, limit), np.clip(y, -limit, limit)
-        out = gated * straight @ down64[:, 0].reshape(-1, dim, width)[expert].T
-        expected += out * np.where(chosen == expert, share, 0).sum(axis=1, keepdims=True)
-    none = ~((chosen >= 0) & (chosen < shards * each)).any(axis=1)
+            gated, up = np.minimum(gated, limit), np.clip(up, -limit, limit)
+        expected += hidden_as(gated * up) @ down.T * np.where(chosen == expert, share, 0).sum(axis=1, keepdims=True)
+    none = ~((chosen >= 0) & (chosen <= expert)).any(axis=1)
     assert (found[none] == 0).all()
     if expected.any():
         assert relative(found.ravel(), expected.ravel()) < HIDDEN

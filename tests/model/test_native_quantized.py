@@ -12,9 +12,7 @@ from flax import nnx
 from ling3export.model.geometry import Geometry
 from ling3export.model.native import calls
 from ling3export.model.quantized import Quantized
-from ling3export.verify import formulas
-from tests.model.test_native import HERE, HIDDEN, geometry, sizes  # noqa: F401 (a fixture)
-from tests.support.direct import relative
+from tests.model.test_native import HERE, check_experts, geometry, sizes  # noqa: F401 (a fixture)
 
 pytestmark = pytest.mark.jit
 
@@ -107,19 +105,11 @@ def test_experts_of_any_choice(geometry: Geometry, bits: int, tokens: int, limit
     share = rng.random((tokens, top)).astype(np.float32)
     of_layer = None if limit is None else jnp.float32(limit)
     found = np.asarray(calls.experts(x, up, down, 0, jnp.asarray(chosen), jnp.asarray(share), of_layer, geometry))
-    expected = np.zeros((tokens, dim))
-    for expert in range(shards * each):
-        gate, y = np.einsum("td,gfd->gtf", x64, up64[:, 0].reshape(-1, 2, width, dim)[expert])
-        gated = formulas.silu(gate)
-        if limit is not None:
-            gated, y = np.minimum(gated, limit), np.clip(y, -limit, limit)
-        hidden = np.asarray(jnp.asarray(gated * y).astype(jnp.bfloat16).astype(jnp.float32))
-        out = rounded(hidden) @ down64[:, 0].reshape(-1, dim, width)[expert].T
-        expected += out * np.where(chosen == expert, share, 0).sum(axis=1, keepdims=True)
-    none = ~((chosen >= 0) & (chosen < shards * each)).any(axis=1)
-    assert (found[none] == 0).all()
-    if expected.any():
-        assert relative(found.ravel(), expected.ravel()) < HIDDEN
+
+    def hidden_as(hidden: np.ndarray) -> np.ndarray:
+        return rounded(np.asarray(jnp.asarray(hidden).astype(jnp.bfloat16).astype(jnp.float32)))
+
+    check_experts(found, x64, up64, down64, chosen, share, limit, hidden_as)
 
 
 @BITS
