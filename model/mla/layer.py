@@ -221,39 +221,30 @@ class GatedMLA(nnx.Module):
         operation of its own, and a sum over all devices. Else expanded where one sequence alone has anything cached and
         that takes less, as with a long prompt; or absorbed.
         """
-        config, count, heads = self.config, p.latent.shape[0], p.q_nope.shape[1]
+        config, count = self.config, p.latent.shape[0]
         rank, values = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
         # Products of a cached token and head: for all tokens of the call, and absorbed for one.
         cost, each = count * (config.qk_head_dim + config.v_head_dim) + rank * values, 2 * pool.shape[3]
         if count * each < cost and not self.geometry.tiled:
             return self._absorbed_before(p, layer, pool, chunks)
         behind = (chunks.slot > 0) & (chunks.run_start > 0)
-        empty = OnlineSoftmax(
-            jnp.full((count, heads), MASKED), jnp.zeros((count, heads)), jnp.zeros((count, heads, config.v_head_dim))
-        )
 
-        def expanded(p: Projected, pool: Pool, n: Index, others: OnlineSoftmax) -> OnlineSoftmax:
-            """Of the sequence of chunk ``n``, beside what is there of others."""
+        def expanded(p: Projected, pool: Pool, table: jax.Array, length: jax.Array, owner: jax.Array) -> OnlineSoftmax:
             query = jnp.moveaxis(jnp.concatenate([p.q_nope, p.q_rope], axis=-1), 1, 0)
             weights = of_heads(self.w_uk, layer), of_heads(self.w_uv, layer)
-            table, length = chunks.page_table[n], chunks.run_start[n]
-            part = attend_expanded(query, pool, layer, table, length, *weights, self.geometry)
-            own = jnp.repeat(behind & (chunks.slot == chunks.slot[n]), CHUNK)[:, None]
-            return jax.tree.map(lambda x, y: jnp.where(own if x.ndim == 2 else own[..., None], x, y), part, others)
+            return attend_expanded(query, pool, layer, table, length, jnp.repeat(owner, CHUNK), *weights, self.geometry)
 
         if self.geometry.tiled:
-            places = jnp.arange(chunks.slot.shape[0], dtype=jnp.int32)
-            starts = behind & chunks.first
-            order = jnp.sort(jnp.where(starts, places, places.shape[0]))
-            with jax.named_scope("behind"):
-                trips = jnp.sum(starts, dtype=jnp.int32)
-                return lax.fori_loop(0, trips, lambda i, part: expanded(p, pool, order[i], part), empty)
+            length = jnp.where(behind & chunks.first, chunks.run_start, 0)
+            begins = lax.cummax(jnp.where(chunks.first, jnp.arange(len(chunks.slot), dtype=jnp.int32), 0))
+            return expanded(p, pool, chunks.page_table, length, jnp.where(behind, begins, -1))
         first = jnp.argmax(behind)
         own = behind & (chunks.slot == chunks.slot[first])
         less = jnp.all(own == behind) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * each) >= cost)
+        alone = chunks.page_table[first][None], chunks.run_start[first][None], own.astype(jnp.int32) - 1
         return lax.cond(
             less,
-            lambda p, pool: expanded(p, pool, first, empty),
+            lambda p, pool: expanded(p, pool, *alone),
             lambda p, pool: self._absorbed_before(p, layer, pool, chunks),
             p,
             pool,

@@ -172,22 +172,26 @@ def attend_expanded(
     query: Float[Array, "H T Q"],
     pool: Pool,
     layer: Index,
-    table: Int32[Array, "M"],
-    length: Int32[Array, ""],
+    table: Int32[Array, "B M"],
+    length: Int32[Array, "B"],
+    owner: Int32[Array, "T"],
     to_key: Float[Array, "H N R"],
     to_value: Float[Array, "H V R"],
     geometry: Geometry,
 ) -> OnlineSoftmax:
-    """Attention of T tokens of one sequence over its first ``length`` cached ones, whose keys and values are computed.
+    """Attention of T tokens over what their sequences have cached, whose keys and values are computed.
 
-    Costs 2 R (N + V) / T + 2 (Q + V) for a query, head and cached token, where :func:`attend_pages` costs 4 R and more.
+    One loop goes over the blocks of one sequence after the other: where a loop stands within a loop, XLA:TPU brings
+    less of the layers' weights ahead (docs/log/programs-tpu.md). Costs 2 R (N + V) / T + 2 (Q + V) for a query, head
+    and cached token, where :func:`attend_pages` costs 4 R and more.
 
     Args:
         query: Scaled: nope, then rope.
         pool: The latents of all MLA layers.
         layer: The layer whose latents these are.
-        table: The sequence's pages.
-        length: Cached tokens; the loop's trip count is the number of blocks that they fill.
+        table: The sequences' pages.
+        length: Their cached tokens; the loop's trip count is the number of blocks that they fill, each its own.
+        owner: The row of ``table`` that each token attends; another number for none.
         to_key: ``w_uk`` of the layer.
         to_value: ``w_uv`` of the layer.
         geometry: Whose pages these are.
@@ -199,7 +203,11 @@ def attend_expanded(
     nope, rank = to_key.shape[1:]
     page, dtype, values = pool.shape[2], pool.dtype, to_value.shape[1]
     pages = BLOCK_TILED if geometry.tiled else BLOCK
-    table = jnp.pad(table, (0, -table.shape[0] % pages))
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % pages)))
+    span = pages * page  # tokens of a block
+    blocks = (length + span - 1) // span
+    ends = jnp.cumsum(blocks)
+    places = jnp.stack([ends - blocks, length])
     if geometry.tiled:  # and columns of ones, whose weighted sum is l: a sum of its own would take as long
         to_value = jnp.pad(to_value, ((0, 0), (0, COLUMNS), (0, 0)))
 
@@ -208,41 +216,49 @@ def attend_expanded(
     def expanded(latent: jax.Array, weight: jax.Array) -> jax.Array:  # [S, R] to [S, H, each]
         return product(latent, weight.reshape(-1, rank), 1).reshape(latent.shape[0], heads, -1)
 
-    def block(j: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
-        here, number = local_pages(lax.dynamic_slice_in_dim(table, j * pages, pages), geometry)
+    def block(i: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
+        n = jnp.sum(ends <= i, dtype=jnp.int32)
+        before, cached_tokens = places[:, n]
+        j = i - before
+        here, number = local_pages(lax.dynamic_slice(table, (n, j * pages), (1, pages))[0], geometry)
         cached = pool.at[layer, number].get(mode=IN_BOUNDS)
         if geometry.striped:
             cached = lax.psum(jnp.where(here[:, None, None], cached, jnp.zeros((), dtype)), AXIS)
-        cached = cached.reshape(pages * page, -1)
-        counts = jnp.arange(pages * page, dtype=jnp.int32) < length - j * pages * page
-        roped = jnp.broadcast_to(cached[None, :, rank : rank + width - nope], (heads, pages * page, width - nope))
+        cached = cached.reshape(span, -1)
+        counts = jnp.arange(span, dtype=jnp.int32) < cached_tokens - j * span
+        roped = jnp.broadcast_to(cached[None, :, rank : rank + width - nope], (heads, span, width - nope))
         nopes = jnp.moveaxis(expanded(cached[:, :rank], to_key).astype(dtype), 1, 0)
         key = jnp.concatenate([nopes, roped], axis=-1)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
         value = jnp.where(counts[:, None, None], expanded(cached[:, :rank], to_value) + ones, 0.0)
         value = jnp.moveaxis(value.astype(dtype), 1, 0)
 
+        own = owner == n  # taken by selection: a weight of zero would keep a NaN of another sequence
+
         def merged(before: OnlineSoftmax, score: jax.Array, times: Callable[[jax.Array], jax.Array]) -> OnlineSoftmax:
             score = jnp.where(counts, score, MASKED)
             m = jnp.maximum(before.m, jnp.max(score, axis=-1))
             weights, kept = jnp.exp(score - m[..., None]), jnp.exp(before.m - m)
             acc = before.acc * kept[..., None] + times(weights.astype(dtype))
-            return OnlineSoftmax(m, before.l if geometry.tiled else before.l * kept + jnp.sum(weights, axis=-1), acc)
+            l = before.l if geometry.tiled else before.l * kept + jnp.sum(weights, axis=-1)  # noqa: E741
+            return OnlineSoftmax(
+                jnp.where(own, m, before.m), jnp.where(own, l, before.l), jnp.where(own[:, None], acc, before.acc)
+            )
 
         if geometry.tiled:
             return merged(part, dot_heads("htq,hsq->hts", query, key), lambda x: dot_heads("hts,hsv->htv", x, value))
 
         def head(h: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:  # XLA:CPU has no batched product of bf16
             before = jax.tree.map(lambda whole: whole[h], part)
-            own = merged(before, product(query[h], key[h], 1), lambda x: product(x, value[h], 0))
-            return jax.tree.map(lambda whole, one: whole.at[h].set(one), part, own)
+            after = merged(before, product(query[h], key[h], 1), lambda x: product(x, value[h], 0))
+            return jax.tree.map(lambda whole, one: whole.at[h].set(one), part, after)
 
         return lax.fori_loop(0, heads, head, part)
 
     rows = (heads, tokens)
     empty = OnlineSoftmax(jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, to_value.shape[1])))
     with jax.named_scope("blocks"):
-        part = lax.fori_loop(0, (length + pages * page - 1) // (pages * page), block, empty)
+        part = lax.fori_loop(0, ends[-1], block, empty)
     if geometry.tiled:
         part = OnlineSoftmax(part.m, part.acc[..., values], part.acc[..., :values])
     return jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), part)
