@@ -18,18 +18,17 @@ namespace {
 
 constexpr int64_t kGroup = 32;   // numbers that share a scale
 constexpr int64_t kHalf = 16;    // numbers of a group in the low halves of its bytes, where it has 4 bits
+constexpr int64_t kStream = 5;   // rows of x up to which one row of w is read after the other
 constexpr int64_t kFar = 2048;   // bytes of a row of w that are asked for before they are read
 
 #if defined(__AVX512VNNI__)
 constexpr int kLanes = 16;
 constexpr int kPanels = 2;        // vectors of outputs whose sums stay in registers
 constexpr int64_t kTall = 6;      // and rows of x
-constexpr int64_t kStream = 3;    // rows of x up to which one row of w is read after the other
 #elif defined(__AVX2__)
 constexpr int kLanes = 8;
 constexpr int kPanels = 1;
 constexpr int64_t kTall = 4;
-constexpr int64_t kStream = 3;
 #else
 constexpr int kLanes = 4;
 #endif
@@ -265,10 +264,8 @@ template <int kBits> void Turn(const uint8_t* q, const Bf16* scale, int64_t coun
     rows[r] = q + std::min(r, count - 1) * step;
     scales[r] = reinterpret_cast<const uint8_t*>(scale + std::min(r, count - 1) * groups);
   }
-  const uint8_t* next = q + kLanes * step;  // what the next panel reads, in the order of the addresses
   Ints32 parts[4];
   for (int64_t at = 0; at < step; at += kHalf) {
-    for (int64_t i = 0; i < kHalf * kLanes; i += 64) __builtin_prefetch(next + at * kLanes + i);
     Turn(rows, at, parts);
     uint8_t* const out = to.q + at * (8 / kBits) * kLanes;
 #pragma GCC unroll 4
@@ -293,10 +290,11 @@ template <int kBits> void Turn(const uint8_t* q, const Bf16* scale, int64_t coun
   }
 }
 
-// out[t * stride + o] += <x[rows[t]], w[o]> for T rows of x and the first `outputs` rows of P panels.
+// out[t * stride + o] += <x[rows[t]], w[o]> for T rows of x and the first `outputs` rows of P panels. Meanwhile what the
+// next panels read is asked for, `lines` of it for each group.
 template <int kBits, int T, int P>
 void Tile(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, float* out, int64_t stride,
-          int64_t outputs) {
+          int64_t outputs, const uint8_t* next, int64_t lines) {
   const int8_t* own[T];
   const float* own_scales[T];
   const int32_t* offsets[T];
@@ -309,16 +307,15 @@ void Tile(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, float*
   }
   for (int64_t g = 0; g < x.groups; ++g) {
     const int64_t first = First<kBits>(g);
+    for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(next + (g * lines + i) * 64, 0, 2);
     Ints32 sum[T][P];
-#pragma GCC unroll 8
-    for (int t = 0; t < T; ++t) {
-#pragma GCC unroll 2
 #ifdef __AVX512VNNI__
-      for (int p = 0; p < P; ++p) sum[t][p] = Spread(offsets[t][g * kOwn<kBits>]);
+    const auto start = [&](int t) { return Spread(offsets[t][g * kOwn<kBits>]); };
 #else
-      for (int p = 0; p < P; ++p) sum[t][p] = Spread(0);
+    const auto start = [](int) { return Spread(0); };
 #endif
-    }
+#pragma GCC unroll 16
+    for (int i = 0; i < T * P; ++i) sum[i / P][i % P] = start(i / P);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
       Ints32 q[P];
@@ -362,14 +359,14 @@ void Tile(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, float*
   }
 }
 
-// Tile for `count` rows of x, in groups of nearly the same size.
+// Tile for `count` rows of x, in groups of nearly one size.
 template <int kBits, int P>
 void Tiles(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, int64_t count, float* out, int64_t stride,
-           int64_t outputs) {
+           int64_t outputs, const uint8_t* next) {
   for (int64_t t = 0, own; t < count; t += own) {
-    const int64_t groups = (count - t + kTall - 1) / kTall;
+    const int64_t lines = t ? 0 : P * kLanes * kBytes<kBits> / 64, groups = (count - t + kTall - 1) / kTall;
     own = (count - t + groups - 1) / groups;
-    const auto take = [&](auto tile) { tile(panels, x, rows + t, out + t * stride, stride, outputs); };
+    const auto take = [&](auto tile) { tile(panels, x, rows + t, out + t * stride, stride, outputs, next, lines); };
 #ifdef __AVX512VNNI__
     if (own == 6) take(Tile<kBits, 6, P>);
     if (own == 5) take(Tile<kBits, 5, P>);
@@ -388,10 +385,16 @@ void Outer(const uint8_t* q, const Bf16* scale, int64_t outputs, const Rows<kBit
   const int64_t groups = x.groups, step = groups * kBytes<kBits>;
   if (count <= kStream) {
     for (int64_t o = 0; o < outputs; ++o) {
-      const auto take = [&](auto stream) { stream(q + o * step, scale + o * groups, x, rows, out + o, stride); };
-      if (count == 3) take(Stream<kBits, 3>);
-      if (count == 2) take(Stream<kBits, 2>);
-      if (count == 1) take(Stream<kBits, 1>);
+      for (int64_t t = 0, own; t < count; t += own) {
+        const int64_t parts = (count - t + 3) / 4;
+        own = (count - t + parts - 1) / parts;
+        float* const to = out + t * stride + o;
+        const auto take = [&](auto stream) { stream(q + o * step, scale + o * groups, x, rows + t, to, stride); };
+        if (own == 4) take(Stream<kBits, 4>);
+        if (own == 3) take(Stream<kBits, 3>);
+        if (own == 2) take(Stream<kBits, 2>);
+        if (own == 1) take(Stream<kBits, 1>);
+      }
     }
     return;
   }
@@ -411,8 +414,9 @@ void Outer(const uint8_t* q, const Bf16* scale, int64_t outputs, const Rows<kBit
       const int64_t at = o + p * kLanes;
       Turn<kBits>(q + at * step, scale + at * groups, std::min<int64_t>(kLanes, own - p * kLanes), groups, panels[p]);
     }
-    if (own > kLanes) Tiles<kBits, kPanels>(panels, x, rows, count, out + o, stride, own);
-    else Tiles<kBits, 1>(panels, x, rows, count, out + o, stride, own);
+    const uint8_t* next = q + (o + own) * step;
+    if (own > kLanes) Tiles<kBits, kPanels>(panels, x, rows, count, out + o, stride, own, next);
+    else Tiles<kBits, 1>(panels, x, rows, count, out + o, stride, own, next);
   }
 }
 #else
