@@ -67,6 +67,7 @@ class SourceRecord:
     name: str
     digests: dict[str, SourceFile]
     form: Annotated[str, one_of("fp8", "int4")] | None = None
+    quantized: dict[str, int] | None = None
 
 
 @dataclass(frozen=True)

@@ -103,6 +103,13 @@ class Parameter:
         return self.name.split(".", 1)[0]
 
     @property
+    def keys(self) -> list[str]:
+        """The checkpoint tensors that it is made from, in the order in which they are read."""
+        numbers = range(self.source.groups) if self.source.by_expert else [0]
+        names = [name.replace(EXPERT, str(number)) for number in numbers for name in self.source.names]
+        return [f"model.layers.{layer}.{name}" for layer in self.layers for name in names] if self.layers else names
+
+    @property
     def stack_axis(self) -> int:
         """Where the layers are stacked."""
         return 0 if self.split is None else 1

@@ -1,19 +1,37 @@
 """The load plan: from which checkpoint tensors each stored tensor is made, and how."""
 
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ling3export.foundation.dtypes import BY_CODE
 from ling3export.model.config import Config
-from ling3export.model.parameters import EXPERT, PLAIN, Parameter, Tensor, mtp_tensors, parameters
+from ling3export.model.parameters import PLAIN, Parameter, Tensor, mtp_tensors, parameters
+
+# By how a checkpoint may have a weight KEY: in which tensors, and what they are first made into.
+WIDENED = {
+    "fp8": "widen float8_e4m3fn by KEY_scale_inv, a scale for each block of 128 by 128, to bfloat16",
+    "int4": "widen int4, KEY_packed by KEY_scale, a scale for each group of 32 inputs, to float32",
+}
+DECODED = {"fp8": "bfloat16", "int4": "float32"}
+TAKEN = "take int4 as it is stored: q of KEY_packed, its scale KEY_scale"
 
 
-def load_plan(config: Config, dtype: str, weights: str = PLAIN) -> dict[str, Any]:
+def load_plan(
+    config: Config,
+    dtype: str,
+    weights: str = PLAIN,
+    form: str | None = None,
+    quantized: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, Any]:
     """What becomes of every tensor of a checkpoint, as JSON.
 
     Args:
         config: The checkpoint's configuration.
         dtype: ``bfloat16`` or ``float32``, of the artifact.
         weights: In which forms it has them, a key of ``model/parameters.py``'s WEIGHTS.
+        form: In which form the checkpoint has its quantized weights, ``fp8`` or ``int4``; None where it has none.
+        quantized: By parameter how many of its tensors are in that form, where any are.
 
     Returns:
         ``stored``, for each tensor of the weight store its file, shape, dtype, shards (0: not split) and the axis that
@@ -22,18 +40,19 @@ def load_plan(config: Config, dtype: str, weights: str = PLAIN) -> dict[str, Any
     """
     skipped = {"keys": list(mtp_tensors(config)), "why": "layers of multi-token prediction: no program uses them"}
     return {
-        "stored": [_row(row, tensor, config) for row in parameters(config, weights) for tensor in row.tensors(dtype)],
+        "stored": [
+            _row(row, tensor, config, form, quantized.get(row.name, 0))
+            for row in parameters(config, weights)
+            for tensor in row.tensors(dtype)
+        ],
         "skipped": [skipped] if skipped["keys"] else [],
     }
 
 
-def _row(row: Parameter, tensor: Tensor, config: Config) -> dict[str, Any]:
-    source = row.source
-    keys = []
-    for layer in row.layers or (None,):
-        at = "" if layer is None else f"model.layers.{layer}."
-        numbers = range(source.groups) if source.by_expert else [0]
-        keys += [at + name.replace(EXPERT, str(number)) for number in numbers for name in source.names]
+def _row(row: Parameter, tensor: Tensor, config: Config, form: str | None, quantized: int) -> dict[str, Any]:
+    source, keys = row.source, row.keys
+    forms = [form] if form and quantized else []
+    forms += [BY_CODE[each].name for each in source.dtypes if quantized < len(keys)]
     return {
         "tensor": tensor.name,
         "file": f"weights/{row.stack}.safetensors",
@@ -44,15 +63,18 @@ def _row(row: Parameter, tensor: Tensor, config: Config) -> dict[str, Any]:
         "from": {
             "keys": keys,
             "shape": list(source.shape),
-            "dtypes": [BY_CODE[each].name for each in source.dtypes],
-            "steps": _steps(row, tensor, config),
+            "dtypes": forms,
+            "steps": _steps(row, tensor, config, forms),
         },
     }
 
 
-def _steps(row: Parameter, tensor: Tensor, config: Config) -> list[str]:
+def _steps(row: Parameter, tensor: Tensor, config: Config, forms: Sequence[str]) -> list[str]:
     source, steps = row.source, []
-    if tensor.part:
+    for form in WIDENED.keys() & {*forms}:
+        where = "" if len(forms) == 1 else f", where it is {form}"
+        steps.append((TAKEN if form == row.form else WIDENED[form]) + where)
+    if tensor.part and [row.form] != [*forms]:
         each = "output" if row.form == "int8-channel" else f"group of {row.group} inputs"
         steps.append(f"round to {row.form}, a scale for each {each}: take {tensor.part}")
     if source.by_expert:
@@ -69,6 +91,6 @@ def _steps(row: Parameter, tensor: Tensor, config: Config) -> list[str]:
         steps.append(f"put {source.groups // config.tp_shards} of {source.groups} parts into each shard")
     if row.layers:
         steps.append(f"stack {len(row.layers)} layers along axis {row.stack_axis}")
-    if not tensor.part and any(BY_CODE[each].name != tensor.dtype for each in source.dtypes):
+    if not tensor.part and any(DECODED.get(each, each) != tensor.dtype for each in forms):
         steps.append(f"convert to {tensor.dtype}")
     return steps

@@ -176,8 +176,18 @@ class Checkpoint:
             weights: The forms of its weights, a key of WEIGHTS: what is quantized there is rounded as that says.
 
         Raises:
-            CheckpointError: INT4 weights would be rounded: their numbers have up to 11 significant bits.
+            CheckpointError: INT4 weights would be rounded: their numbers have up to 11 significant bits. Or weights
+                beside those would be rounded to INT4, where all is to be as it is stored.
         """
+        experts = [name for name in expected_tensors(self.config) if ".mlp.experts." in name]
+        plain = [name for name in experts if name not in self._forms]
+        if weights == "int4-experts" and 0 < len(plain) < len(experts) and not allow:
+            raise CheckpointError(
+                f"checkpoint `{self.path.name}`: expected all experts in int4, to be stored as they are, found "
+                f"{len(plain)} weights of {len(experts)} in bf16 ({listed([f'`{name}`' for name in plain], 1)}), in "
+                f"{self.path}",
+                "--allow-rounding rounds them to int4, --weights bf16 --dtype float32 keeps all numbers",
+            )
         routed, other = (form == PLAIN for form in WEIGHTS[weights])
         rounded = [
             name

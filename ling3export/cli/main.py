@@ -372,14 +372,15 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
         from ling3export.checkpoint.load_plan import load_plan as planned
         from ling3export.plan.recorded import config_of
 
-        plan = manifest.plan
-        click.echo(json.dumps(planned(config_of(manifest), plan.dtype, plan.forms), indent=2))
+        plan, source = manifest.plan, manifest.source
+        found = planned(config_of(manifest), plan.dtype, plan.forms, source.form, source.quantized or {})
+        click.echo(json.dumps(found, indent=2))
         return
     if as_json:
         click.echo(json.dumps(to_json(manifest), indent=2, ensure_ascii=False))
         return
-    found, note = found_beside(artifact, manifest)
-    click.echo(describe(manifest, wide=wide, calibration=found, note=note or ""))
+    calibration, note = found_beside(artifact, manifest)
+    click.echo(describe(manifest, wide=wide, calibration=calibration, note=note or ""))
 
 
 @main.command()

@@ -78,7 +78,7 @@ def attach(
         vectors = still_measured(manifest, weights, vectors, here, report)
         manifest = replace(
             manifest,
-            source=named(source.path, source.digests(), source.form),
+            source=named(source.path, source.digests(), source),
             weights=weights,
             vectors=vectors,
             tokenizer=tokenizer,

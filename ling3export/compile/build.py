@@ -37,7 +37,7 @@ from ling3export.compile.target_record import target_record
 from ling3export.foundation.errors import ArtifactError, CheckpointError, PlanError
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.model.config import Config, read_config
-from ling3export.model.parameters import PLAIN
+from ling3export.model.parameters import PLAIN, parameters
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, as_stored, make_plans, weight_forms
 from ling3export.plan.targets import check_toolchain
@@ -102,7 +102,7 @@ def build(
     else:
         weights = source = Checkpoint.open(checkpoint, ignore=ignore)
         source.check_rounding(options.dtype, allow_rounding, weight_forms(options))
-        config, origin = source.config, named(source.path, source.digests(), source.form)
+        config, origin = source.config, named(source.path, source.digests(), source)
     plans = announced(make_plans(config, options), report)
     cells = opened(cache, report.note)
     with staged(artifact, force=force) as folder:
@@ -129,10 +129,13 @@ def build(
         return manifest
 
 
-def named(path: Path, digests: dict[str, schema.SourceFile], form: str | None = None) -> schema.SourceRecord:
-    """What the manifest says of a checkpoint, or of the config alone."""
-    name = path.resolve().name
-    return schema.SourceRecord("".join(each if each.isprintable() else "?" for each in name), digests, form)
+def named(path: Path, digests: dict[str, schema.SourceFile], source: Checkpoint | None = None) -> schema.SourceRecord:
+    """What the manifest says of a checkpoint, or of the config alone, without ``source``."""
+    name = "".join(each if each.isprintable() else "?" for each in path.resolve().name)
+    if source is None or source.form is None:
+        return schema.SourceRecord(name, digests)
+    counts = {row.name: sum(key in source.forms for key in row.keys) for row in parameters(source.config)}
+    return schema.SourceRecord(name, digests, source.form, {row: count for row, count in counts.items() if count})
 
 
 def described(config: Config, source: schema.SourceRecord, options: Options, plan: Plan) -> Manifest:

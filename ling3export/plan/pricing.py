@@ -14,7 +14,9 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.paddings import CALL
 from ling3export.artifacts.program_records import RooflineBound
 from ling3export.artifacts.schema import Cell, Manifest
+from ling3export.cost.chips import CHIPS
 from ling3export.cost.roofline import TOKENS, roofline_bound
+from ling3export.foundation.errors import listed
 from ling3export.foundation.tables import aligned, readable, selected
 from ling3export.machine.environment import usable_memory
 from ling3export.model.config import Config
@@ -84,6 +86,16 @@ class TokenCosts:
 
 
 @dataclass(frozen=True)
+class PricedForm:
+    """What weights in one form would hold and cost."""
+
+    weights: int  # bytes on a device
+    read: int  # bytes that a device reads and writes in a step of the smallest decode padding
+    seconds: float | None  # the roofline bound of that step; None where no table knows the machine
+    fits: bool | None  # whether they fit a device, or this machine, beside the planned state; None where it is unknown
+
+
+@dataclass(frozen=True)
 class PricedTarget:
     """What one target would hold and cost."""
 
@@ -99,7 +111,7 @@ class PricedTarget:
     measured: str | None = None  # on which machine, or why a calibration that is there is not used
     prefill: TokenCosts | None = None  # None with one padding, or where nothing gives the times of all of them
     machine: OnMachine | None = None  # what one machine holds, and this one has; None for accelerators
-    forms: dict[str, int] | None = None  # bytes of weights on a device, by what --weights calls their forms
+    forms: dict[str, PricedForm] | None = None  # by what --weights calls them
 
 
 @dataclass(frozen=True)
@@ -201,21 +213,40 @@ def _target(
         cells[cell.name] = PricedCell(bound, passing, seconds, measured, unseen)
     held_tokens = geometry.pages * geometry.page_size
     pool = Pool(geometry.slots, geometry.pages, geometry.page_size, geometry.placement, held_tokens)
+    device = held(config, target, geometry, compiled)
+    machine = on_machine(config, target, geometry, usable_memory()) if target.platform == "cpu" else None
     return PricedTarget(
         target.text,
         target.tp,
         target.processes,
         plan.notes,
         pool,
-        held(config, target, geometry, compiled),
+        device,
         unknown,
         context,
         cells,
         note,
         token_costs(cells, plan.paddings),
-        on_machine(config, target, geometry, usable_memory()) if target.platform == "cpu" else None,
-        by_form(config, geometry),
+        machine,
+        _priced_forms(config, plan, device, machine, context),
     )
+
+
+def _priced_forms(
+    config: Config, plan: Plan, device: Held, machine: OnMachine | None, tokens: int
+) -> dict[str, PricedForm]:
+    target, found = plan.target, dict[str, PricedForm]()
+    chip = target.chip or next(iter(CHIPS.values()))  # bytes are the same on any
+    if machine is None:
+        most, fixed, devices = device.memory, device.total - device.weights, 1
+    else:
+        most, fixed, devices = machine.available or machine.memory, machine.state, target.tp // target.processes
+    for name, size in by_form(config, plan.geometry).items():
+        form = replace(plan.geometry, weights=name)
+        bound = roofline_bound(config, form, "decode", plan.decode_paddings[0], chip, tokens)
+        seconds = None if target.chip is None else bound.seconds
+        found[name] = PricedForm(size, bound.moved, seconds, fixed + size * devices <= most if most else None)
+    return found
 
 
 def token_costs(cells: Mapping[str, PricedCell], paddings: Sequence[int]) -> TokenCosts | None:
@@ -286,7 +317,7 @@ def _target_lines(name: str, target: PricedTarget, wide: bool) -> list[str]:
     if target.machine is not None:
         lines.append(f"  one machine: {in_words(target.machine)}")
     if target.forms is not None:
-        lines.append(f"  weights a device, by --weights: {_forms(target, target.forms)}")
+        lines += _form_lines(target, target.forms)
     if target.unknown is not None:
         lines.append(f"  temporaries and programs: {target.unknown}")
     bounded = any(cell.bound is not None for cell in target.cells.values())
@@ -306,15 +337,27 @@ def _target_lines(name: str, target: PricedTarget, wide: bool) -> list[str]:
     return lines + table + ([] if target.prefill is None else token_lines(target.prefill))
 
 
-def _forms(target: PricedTarget, forms: Mapping[str, int]) -> str:
-    """The bytes of each form, and which forms are too much for a device, or for this machine."""
+def _form_lines(target: PricedTarget, forms: Mapping[str, PricedForm]) -> list[str]:
+    """The bytes and the time of each form, and which of them fit a device, or this machine."""
     device, machine = target.device, target.machine
-    if machine is None:
-        most, fixed, devices = device.memory, device.total - device.weights, 1
+    step = min((name for name in target.cells if name.startswith("decode@")), key=lambda name: int(name[7:]))
+    timed = any(form.seconds is not None for form in forms.values())
+    cost = lambda form: readable(form.read) if form.seconds is None else f"{1e3 * form.seconds:.3f} ms"  # noqa: E731
+    weights = [f"{name} {readable(form.weights)}" for name, form in forms.items()]
+    costs = [f"{name} {cost(form)}" for name, form in forms.items()]
+    lines = [
+        f"  weights a device, by --weights: {', '.join(weights)}",
+        f"  {step} {'takes' if timed else 'reads'} at the least: {', '.join(costs)}",
+    ]
+    fitting = [name for name, form in forms.items() if form.fits]
+    if machine is not None:
+        there = f"this machine ({readable(machine.available or machine.memory)}{' free' * bool(machine.available)})"
     else:
-        most, fixed, devices = machine.available or machine.memory, machine.state, target.tp // target.hosts
-    too_much = {name for name, size in forms.items() if most and fixed + size * devices > most}
-    return ", ".join(f"{name} {readable(size)}{' (too much)' * (name in too_much)}" for name, size in forms.items())
+        there = f"a device ({readable(device.memory or 0)})"
+    if any(form.fits is not None for form in forms.values()):
+        which = listed(fitting, len(forms)) if fitting else "none"
+        lines.append(f"  of these, {which} {'fit' if len(fitting) > 1 else 'fits'} {there}, state included")
+    return lines
 
 
 def token_lines(costs: TokenCosts) -> list[str]:

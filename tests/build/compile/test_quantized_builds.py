@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from click.testing import CliRunner
@@ -15,15 +16,18 @@ from ling3export.checkpoint.quantize import dequantized
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import config_fields, synthesize
 from ling3export.cli.main import main
+from ling3export.compile.build import named
 from ling3export.foundation.errors import CheckpointError, PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.parameters import MATRICES, WEIGHTS, arguments, parameters
+from ling3export.plan import pricing
 from ling3export.plan.options import Options
 from ling3export.plan.plan import as_stored, make_plan, weight_forms
 from ling3export.verify.dequantized import Dequantized
 from ling3export.verify.verify import verify_artifact
 from tests.support.artifacts_fixture import Artifacts
+from tests.support.shards import put
 
 NAME = "micro-tp2-int4"
 Q = ("int8", "uint8")
@@ -119,6 +123,70 @@ def test_forms_that_would_round_an_int4_checkpoint_are_refused_and_others_are_no
     source.check_rounding("float32", allow=False)
 
 
+@pytest.fixture
+def partly(tmp_path: Path) -> Path:
+    """An INT4 checkpoint of which one expert is in bf16, as its config says."""
+    folder = tmp_path / "partly"
+    synthesize(folder, "micro", 0, layers=2, form="int4", overrides={"layer_group_size": 2})
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"]["ignore"] += ["re:.*\\.experts\\.5\\."]
+    (folder / "config.json").write_text(json.dumps(config))
+    for name, shape in (("gate", (32, 64)), ("up", (32, 64)), ("down", (64, 32))):
+        name = f"model.layers.1.mlp.experts.5.{name}_proj.weight"
+        values = np.random.default_rng(0).normal(size=shape).astype(ml_dtypes.bfloat16)
+        put(folder, f"{name}_packed", name, ("BF16", list(shape), values.tobytes()))
+        for part in ("packed", "scale", "shape"):
+            put(folder, name, f"{name}_{part}", None)
+    return folder
+
+
+def test_experts_beside_int4_ones_are_not_rounded_in_silence(partly: Path, tmp_path: Path):
+    """Stored as they are they became int4 once, without a word."""
+    source, config = Checkpoint.open(partly), Checkpoint.open(partly).config
+    weights = weight_forms(as_stored(Options(), partly))
+    expected = (
+        r"expected all experts in int4, .* found 3 weights of 48 in bf16 .*experts.5.gate_proj(.|\n)*--allow-rounding"
+    )
+    with pytest.raises(CheckpointError, match=expected):
+        source.check_rounding("bfloat16", allow=False, weights=weights)
+    said = CliRunner().invoke(main, ["build", str(partly), str(tmp_path / "x.ling3"), "--tp", "1"])
+    assert said.exit_code == 1 and "found 3 weights of 48 in bf16" in said.stderr
+    source.check_rounding("bfloat16", allow=True, weights=weights)
+    for asked in ("int4", "int8"):
+        source.check_rounding("bfloat16", allow=False, weights=asked)
+    record = named(partly, {}, source)
+    assert record.quantized == {"moe.experts_down_proj": 15, "moe.experts_gate_up_proj": 30}
+    rows = load_plan(config, "bfloat16", weights, record.form, record.quantized)["stored"]
+    (found,) = (row["from"] for row in rows if row["tensor"] == "moe.experts_down_proj.q")
+    assert found["dtypes"] == ["int4", "bfloat16"]
+    assert found["steps"][0].endswith(", where it is int4") and "round to int4" in found["steps"][1]
+
+
+@pytest.mark.parametrize(
+    ("form", "tensor", "step"),
+    [
+        ("int4", "moe.experts_down_proj.q", "take int4 as it is stored"),
+        ("fp8", "moe.experts_down_proj", "widen float8_e4m3fn by KEY_scale_inv"),
+        ("fp8", "kda.qkvfg_proj", "widen float8_e4m3fn by KEY_scale_inv"),
+    ],
+)
+def test_the_load_plan_says_what_a_quantized_checkpoint_stores(tmp_path: Path, form: str, tensor: str, step: str):
+    """It said bfloat16 of FP8 ones."""
+    synthesize(tmp_path / form, "micro", 0, layers=2, form=form, overrides={"layer_group_size": 2})
+    source = Checkpoint.open(tmp_path / form)
+    record = named(source.path, {}, source)
+    weights = weight_forms(as_stored(Options(), tmp_path / form))
+    rows = {
+        row["tensor"]: row["from"]
+        for row in load_plan(source.config, "bfloat16", weights, form, record.quantized)["stored"]
+    }
+    assert rows[tensor]["dtypes"] == [form] and rows[tensor]["steps"][0].startswith(step)
+    assert not any("convert" in each or "round" in each for each in rows[tensor]["steps"])
+    forms = {row["dtypes"][0] for row in rows.values()}
+    assert forms == {form, "bfloat16", "float32"}
+    assert all((key in source.forms) == (row["dtypes"] == [form]) for row in rows.values() for key in row["keys"])
+
+
 def test_bf16_and_fp8_checkpoints_are_stored_in_bf16(tmp_path: Path):
     for form in ("bf16", "fp8"):
         synthesize(tmp_path / form, "micro", 0, layers=2, form=form, overrides={"layer_group_size": 2})
@@ -137,9 +205,29 @@ def test_plan_says_how_much_each_form_takes(tmp_path: Path):
     said = CliRunner().invoke(main, ["plan", str(tmp_path / "config.json"), "--target", "tpu:v5e:2x2", "--json"])
     assert said.exit_code == 0, said.output
     forms = json.loads(said.output)["targets"]["tpu-v5e-2x2-tp4"]["forms"]
-    assert forms["int4"] < forms["int4-experts"] < forms["int8-channel"] < forms["int8"] < 0.55 * forms["bf16"]
+    for what in ("weights", "seconds"):
+        found = {name: form[what] for name, form in forms.items()}
+        assert found["int4"] < found["int8-channel"] < found["int8"] < 0.6 * found["bf16"], what
+    assert all(form["fits"] for form in forms.values())
     config = Config.from_dict(config_fields("full", {}))
     assert store_bytes(config, "bfloat16", "int8") < 8.6e9 and store_bytes(config, "bfloat16", "int4") < 5.0e9
+
+
+@pytest.mark.parametrize(
+    ("free", "words"),
+    [
+        (6 << 30, "of these, int4, int4-experts fit this machine (6.00 GiB free), state included"),
+        (5 << 30, "of these, int4 fits this machine (5.00 GiB free), state included"),
+        (4 << 30, "of these, none fits this machine (4.00 GiB free), state included"),
+    ],
+)
+def test_plan_says_which_form_fits_this_machine(monkeypatch: pytest.MonkeyPatch, free: int, words: str):
+    monkeypatch.setattr(pricing, "usable_memory", lambda: (8 << 30, free))
+    config = Config.from_dict(config_fields("full", {}))
+    lines = pricing.described(pricing.priced(config, Options(tp=1, max_running=1, context=4096))).splitlines()
+    assert f"  {words}" in lines
+    (reads,) = (line for line in lines if line.startswith("  decode@1 reads at the least: bf16 2.1"))
+    assert "int8 1.2" in reads
 
 
 def test_a_quantized_artifact_verifies_in_fp32_and_says_what_it_is(artifact: Artifacts):
