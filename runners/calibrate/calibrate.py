@@ -100,18 +100,20 @@ def full(cell: Cell, target: Target, fields: Mapping[str, np.ndarray], vocab_siz
         count = min(cell.padding, state.max_pages * state.page_size, state.pages * state.page_size)
         ids = rng.integers(0, vocab_size, (2, count)).tolist()
         scores = "next_token" in fields
-        span = Span(1, 0, ids[0], ids[1] if scores else ())
-        return prefill_fields(
-            cell.padding, [span], state.chunk, page_table(state, 1, -(-count // state.page_size)), score=scores
-        )
+        span, table = Span(1, 0, ids[0], ids[1] if scores else ()), page_table(state, 1, -(-count // state.page_size))
+        return _taken(prefill_fields(cell.padding, [span], state.chunk, table, score=scores), fields)
     if "page_table" in fields and "position" in fields:
         rows = min(cell.padding, state.slots, state.pages)
         tokens = cached(cell, target, rows)
         ids = rng.integers(0, vocab_size, rows).tolist()
         table = page_table(state, rows, -(-tokens // state.page_size))
-        filled = decode_fields(cell.padding, range(1, rows + 1), [tokens - 1] * rows, table, ids)
-        return {**fields, **{name: value for name, value in filled.items() if name in fields}}
+        return _taken(decode_fields(cell.padding, range(1, rows + 1), [tokens - 1] * rows, table, ids), fields)
     return {**fields} | {name: np.full_like(fields[name], value) for name, value in SAMPLED.items() if name in fields}
+
+
+def _taken(filled: Mapping[str, np.ndarray], fields: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+    """``fields`` with what a phase, or a part of one, takes of ``filled``."""
+    return {**fields, **{name: value for name, value in filled.items() if name in fields}}
 
 
 def cached(cell: Cell, target: Target, rows: int) -> int:

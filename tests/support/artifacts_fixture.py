@@ -117,7 +117,10 @@ RECIPES = {
     "micro-tp4": Recipe(4, "micro"),
     "micro-tp2": Recipe(2, "micro"),
     "micro-tp1": Recipe(1, "micro"),
-    "micro-tp2-int4": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4"),
+    # With everything that may stand beside quantized weights.
+    "micro-tp2-int4": Recipe(
+        2, "micro", paddings=(16,), decode=2, weights="int4", afd=1, snapshots=2, segments="group"
+    ),
     "micro-tp1-kernels": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on"),
     "micro-tp1-kernels-int4": Recipe(
         1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on", weights="int4"

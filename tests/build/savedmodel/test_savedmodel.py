@@ -37,17 +37,22 @@ SIZES = ("--paddings", "32", "--decode-paddings", "2", "--max-running", "2", "--
 TOKENS = np.arange(7, 27, dtype=np.int32)  # a chunk and a quarter
 
 
-@pytest.fixture(scope="session")
-def exported(artifact) -> tuple[Path, Path]:
-    """(checkpoint, SavedModel) of the micro model in fp32."""
+def export(artifact, weights: str) -> tuple[Path, Path]:
+    """(checkpoint, SavedModel) of the micro model in fp32, its weights in one of their forms."""
     checkpoint = artifact.checkpoint("micro-tp1")
-    command = ("build", checkpoint, "--format", "savedmodel", "--dtype", "float32", *SIZES)
+    form = () if weights == "bf16" else ("--weights", weights)
+    command = ("build", checkpoint, "--format", "savedmodel", "--dtype", "float32", *SIZES, *form)
     model = artifact.kept(
-        "micro.savedmodel",
+        f"micro-{weights}.savedmodel",
         [sources_of("ling3export.savedmodel.export"), *map(str, command), versions()],
         lambda path: run(sys.executable, "-m", "ling3export.cli", *command[:2], path, *command[2:]),
     )
     return checkpoint, model
+
+
+@pytest.fixture(scope="session")
+def exported(artifact) -> tuple[Path, Path]:
+    return export(artifact, "bf16")
 
 
 def calls_of(direct: Direct) -> list[tuple[str, dict[str, np.ndarray]]]:
@@ -96,10 +101,11 @@ def under_jit(direct: Direct) -> list[dict[str, np.ndarray]]:
     return results
 
 
-def test_signatures_compute_what_the_steps_compute_under_jit(exported, tmp_path):
-    checkpoint, model = exported
+@pytest.mark.parametrize("weights", ["bf16", "int4"])
+def test_signatures_compute_what_the_steps_compute_under_jit(artifact, tmp_path, weights):
+    checkpoint, model = export(artifact, weights)
     source = Checkpoint.open(checkpoint)
-    direct = Quick(source.config, source.tensor, slots=2, page_size=32, max_pages=4)
+    direct = Quick(source.config, source.tensor, slots=2, page_size=32, max_pages=4, weights=weights)
     inputs = {f"state.{name}": np.asarray(value) for name, value in direct.state.items()}
     calls = calls_of(direct)
     for number, (_, fields) in enumerate(calls):
@@ -132,8 +138,8 @@ def test_signatures_compute_what_the_steps_compute_under_jit(exported, tmp_path)
 
     said = json.loads(done.stdout)  # the weights are there once, whatever the number of signatures
     assert said["signatures"] == ["decode@2", "prefill@32", "sample@2"]
-    assert said["variables"] == len(parameters(source.config))
-    assert said["bytes"] == store_bytes(source.config, "float32")
+    assert said["variables"] == sum(len(row.tensors("float32")) for row in parameters(source.config, weights))
+    assert said["bytes"] == store_bytes(source.config, "float32", weights)
 
 
 def test_the_folder_holds_a_model_and_its_description_and_nothing_else(exported):

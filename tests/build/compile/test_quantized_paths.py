@@ -1,0 +1,151 @@
+"""Quantized weights on every way through the product: each gives what the whole artifact gives."""
+
+import json
+import os
+import shutil
+import threading
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from ling3export.artifacts.calibration import beside, read_calibration
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import SEGMENTS, SPLIT
+from ling3export.cli.main import main
+from ling3export.runners.cli.main import main as runner
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Request
+from ling3export.runners.ffn.worker import FfnWorker
+from ling3export.runners.transfer.options import Transfer
+from tests.support.artifacts_fixture import RECIPES, Artifacts
+from tests.support.hosting import hosting
+from tests.support.refusals import refusal
+from tests.support.transfers import moved
+
+NAME = "micro-tp2-int4"
+PROMPT, TOKENS = [*range(1, 19)], 6
+QUIET = {"check": "programs", "report": lambda text: None}
+
+
+def said(command: click.Command, *words: object) -> str:
+    """What it says, on stdout and stderr."""
+    done = CliRunner().invoke(command, [str(word) for word in words])
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+def answer(engine: Engine) -> list[int]:
+    (done,) = engine.generate([PROMPT], max_tokens=TOKENS, ignore_eos=True)
+    return [*done.token_ids]
+
+
+@pytest.fixture(scope="module")
+def expected(artifact: Artifacts) -> list[int]:
+    """The tokens of one engine."""
+    with Engine(artifact(NAME), **QUIET) as engine:
+        return answer(engine)
+
+
+def test_decode_cut_at_the_experts_and_prefill_cut_at_groups_have_receipts(artifact: Artifacts):
+    receipts = artifact.manifest(NAME).vectors.receipts["cpu-tp2"]
+    phases = {name.partition("@")[0] for name, each in receipts.cells.items() if each.status == "passed"}
+    assert {*SPLIT, *SEGMENTS, "offload", "onload", "copy", "offload_group"} <= phases
+    assert max(receipts.agreement.values()) < 1e-5
+
+
+def test_a_worker_computes_int4_experts_for_an_attention_process(artifact: Artifacts, expected: list[int]):
+    name = f"int4-{os.getpid()}"
+    worker = FfnWorker(artifact(NAME), name, **QUIET)
+    thread = threading.Thread(target=worker.run)
+    thread.start()
+    with Engine(artifact(NAME), ffn=[name], **QUIET) as engine:
+        assert answer(engine) == expected
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+def test_a_prompt_of_one_server_is_answered_by_another(artifact: Artifacts, expected: list[int]):
+    how = Transfer("shm", deadline=60.0)
+    with Engine(artifact(NAME), transfer=how, **QUIET) as give, Engine(artifact(NAME), transfer=how, **QUIET) as take:
+        _, taking = moved(give, Request(tuple(PROMPT), TOKENS, ignore_eos=True))
+        (done,) = take.complete([taking])
+        assert (done.token_ids, done.cached_tokens) == (expected, len(PROMPT))
+        assert give.stats()["transfer"]["groups_saved"] == 2
+
+
+def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Artifacts, tmp_path: Path):
+    """The weights in bf16 would continue other numbers."""
+    state = tmp_path / "half.state"
+    words = ("--prompt-ids", "1,2,3,4,5", "--max-tokens", 2, "--ignore-eos", "--save", state)
+    said(runner, "generate", artifact(NAME), *words)
+    text = refusal(runner, "generate", artifact("micro-tp2-snapshots"), "--resume", state, "--max-tokens", 4)
+    assert "state of another artifact: expected the same weights, found others" in text
+
+
+@pytest.mark.hosts
+def test_hosts_pull_their_own_slabs_of_q_and_scale_and_answer_as_one(
+    artifact: Artifacts, tmp_path: Path, expected: list[int]
+):
+    """The target of two hosts is added to an artifact that is there; each host pulls, and loads, its share alone."""
+    both, store = tmp_path / "both.ling3", f"oci:{tmp_path / 'store'}"
+    shutil.copytree(artifact(NAME), both)
+    said(main, "build", "--into", both, "--target", "cpu:2x1")
+    assert read_manifest(both).vectors.receipts["cpu-2x1-tp2"].passed
+    said(main, "catalog", "publish", both, store, "--id", "micro-int4", "--version", "1.0.0", "--no-run")
+    shares = [tmp_path / f"host{number}.ling3" for number in range(2)]
+    for number, share in enumerate(shares):
+        words = ("--to", share, "--target", "cpu-2x1-tp2", "--host-id", number)
+        said(runner, "pull", f"{store}/micro-int4", *words)
+    whole, held = (sum(path.stat().st_blocks for path in each.rglob("weights/*")) for each in (both, shares[1]))
+    assert held < 0.75 * whole
+    ids = ",".join(map(str, PROMPT))
+    words = ("--prompt-ids", ids, "--max-tokens", TOKENS, "--ignore-eos", "--json")
+    with hosting([["generate", share, *words] for share in shares]) as processes:
+        done = [process.communicate(timeout=120) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], done
+    assert json.loads(done[0][0])["token_ids"] == expected
+    assert "bytes of weights; following host 0" in done[1][1]
+
+
+def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifacts, tmp_path: Path):
+    """Dummy weights are rounded to the form, too, and are not kept."""
+    options, whole, alone = RECIPES[NAME].options(), artifact.manifest(NAME), tmp_path / "alone.ling3"
+    config = artifact.checkpoint(NAME) / "config.json"
+    said(main, "build", config, alone, "--no-weights", "--dummy-weights", 3, *options)
+    before = read_manifest(alone)
+    cells, wanted = (each.targets["cpu-tp2"].cells for each in (before, whole))
+    assert not before.has_weights and [each.stablehlo for each in cells.values()] == [
+        each.stablehlo for each in wanted.values()
+    ]
+    assert before.vectors.receipts["cpu-tp2"].passed
+    assert before.vectors.source.endswith("on dequantized int4 weights; dummy weights of seed 3, not kept")
+    assert "none: ling3export attach writes those of a checkpoint, as int4" in said(main, "inspect", alone)
+    said(main, "attach", alone, artifact.checkpoint(NAME))
+    assert read_manifest(alone).weights == whole.weights
+    assert read_manifest(alone).vectors.receipts["cpu-tp2"].passed
+
+
+def test_a_cell_is_replayed_and_explained_by_its_form(artifact: Artifacts, tmp_path: Path):
+    replayed = said(main, "build", artifact(NAME), "--replay", "combine@2")
+    assert "stablehlo    the recorded " in replayed
+    words = ("--paddings", 16, "--decode-paddings", 2, "--max-running", 2, "--context", 64, "--tp", 2)
+    config = artifact.checkpoint(NAME) / "config.json"
+    told = ""
+    for form in ("int8", "int8-channel"):  # one cell, into a cache of its own
+        how = ("--weights", form, "--cache-dir", tmp_path / "cache", "--explain", "--shard", "5/6")
+        told = said(main, "build", config, *words, *how)
+    assert "cpu-tp2 logits_processor@1: not in the cache: plan.weights: int8 → int8-channel" in told
+
+
+def test_a_calibration_and_the_doctor_take_it(artifact: Artifacts, tmp_path: Path):
+    """Of cells that were cut, too: calibrating prefill in groups once ended with a ValueError."""
+    folder = tmp_path / "micro.ling3"
+    shutil.copytree(artifact(NAME), folder)
+    said(runner, "calibrate", folder, "--calls", 1)
+    found = read_calibration(beside(folder))
+    assert found.cells.keys() == read_manifest(folder).targets["cpu-tp2"].cells.keys() and found.receipts.passed
+    assert "micro.ling3, target cpu-tp2: fits this machine" in said(runner, "doctor", folder)
+    shown = said(main, "inspect", folder)
+    assert "weights     int4: 0.84 MB in 6 files, 43 tensors" in shown
