@@ -5,7 +5,8 @@ compared with it. What changes the meaning of a stored number is refused by name
 """
 
 import re
-from collections.abc import Iterable
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ MOST_PATTERNS = 64
 LONGEST_PATTERN = 256
 # So a match takes few steps: little to repeat, nothing repeated within a repeated group, few alternatives.
 MOST_REPEATS, MOST_BRANCHES = 3, 8
+MOST_SECONDS = 10.0  # of processor time for all patterns of a list against all names; published lists take milliseconds
 _OPAQUE = re.compile(
     r"\\.|\[\^?\]?(?:\\.|[^]\\])*\]|\(\?:", re.DOTALL
 )  # an escape, a class, the start of a plain group
@@ -41,16 +43,31 @@ class Names:
     """Modules by name: by the end of it from a dot on, or by a regular expression (``re:…``) at its start.
 
     ``b_proj`` names ``attention.b_proj`` and not ``attention.q_b_proj``.
+
+    Args:
+        entries: As the config lists them.
+        at: The field, for messages.
+        where: The file, for messages.
     """
 
-    def __init__(self, entries: Iterable[str]) -> None:
+    def __init__(self, entries: Sequence[str], at: str, where: str) -> None:
         self._ends = {entry for entry in entries if not entry.startswith("re:")}
         self._patterns = [re.compile(entry[3:]) for entry in entries if entry.startswith("re:")]
+        self._at, self._where, self._spent = at, where, 0.0
 
     def __contains__(self, module: str) -> bool:
         parts = module.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts)))
-        return any(end in self._ends for end in ends) or any(each.match(module) for each in self._patterns)
+        return any(end in self._ends for end in ends) or any(self._matches(each, module) for each in self._patterns)
+
+    def _matches(self, pattern: re.Pattern[str], module: str) -> bool:
+        if self._spent > MOST_SECONDS:
+            expected = f"regular expressions that take at most {MOST_SECONDS:g} s for all names"
+            raise refused(self._at, expected, f"longer ones, such as {shown(pattern.pattern)}", self._where)
+        start = time.thread_time()
+        found = pattern.match(module)
+        self._spent += time.thread_time() - start
+        return found is not None
 
 
 @dataclass(frozen=True)
@@ -68,7 +85,11 @@ class Quantization:
     exclusions: Names
 
     def covers(self, module: str) -> bool:
-        """Whether a linear module is quantized; ``module`` is its whole name, without ``.weight``."""
+        """Whether a linear module is quantized; ``module`` is its whole name, without ``.weight``.
+
+        Raises:
+            ConfigError: The regular expressions have taken MOST_SECONDS.
+        """
         return (self.targets is None or module in self.targets) and module not in self.exclusions
 
 
@@ -132,7 +153,7 @@ def _names(found: dict[str, Any], name: str, at: str, where: str) -> Names:
         if not _is_bounded(pattern):
             expected = f"simple regular expressions (at most {MOST_REPEATS} repeats, none of a group)"
             raise refused(f"{at}.{name}", expected, shown(pattern), where)
-    return Names(entries)
+    return Names(entries, f"{at}.{name}", where)
 
 
 def _is_bounded(pattern: str) -> bool:

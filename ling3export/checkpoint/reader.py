@@ -79,7 +79,8 @@ class Checkpoint:
             raise CheckpointError(f"checkpoint `{folder}`: expected a folder, found {_what_is(folder)}")
         whole = {"config.json": read_config(folder / "config.json")}
         where = str(folder / "config.json")
-        config = Config.from_json(whole["config.json"], ignore, where)
+        fields = parsed(whole["config.json"], where)
+        config = Config.from_dict(fields, ignore=ignore, where=where)
         if (index := _read(folder, INDEX, LARGEST_INDEX, f"index `{INDEX}`")) is not None:
             whole[INDEX] = index
         weight_map = None if index is None else _weight_map(index, folder)
@@ -93,7 +94,7 @@ class Checkpoint:
         _check_names(homes, expected, config, folder)
         for name, info in expected.items():
             _check_tensor(name, info, homes[name])
-        check_quantization(quantization(parsed(whole["config.json"], where), where), forms, weights, where)
+        check_quantization(quantization(fields, where), forms, weights, where)
         return cls(folder, config, whole, shards, {name: homes[name] for name in expected}, forms)
 
     @property
@@ -130,7 +131,8 @@ class Checkpoint:
             scale = scales[row // form.block[0], column // form.block[1]]
             raise CheckpointError(
                 f"tensor `{name}`: expected numbers that {'bfloat16' if form is FP8 else 'float32'} holds, found the "
-                f"code {codes[row, column]:#x} under the scale {scale:#x}, at {[row, column]}, in {self.path}"
+                f"code {codes[row, column]:#x} under the scale {scale:#x}, at {[row, column]}, in "
+                f"{self._file(name + form.codes)}"
             )
         return bits.view(BY_NAME["bfloat16" if form is FP8 else "float32"].numpy)
 
@@ -148,7 +150,9 @@ class Checkpoint:
         codes, scales = self._packed(name)
         if (none := (scales & 0x7F80) == 0x7F80).any():
             at = [int(each) for each in np.unravel_index(none.argmax(), none.shape)]
-            raise CheckpointError(f"tensor `{name + INT4.scales}`: expected finite scales, found another, at {at}")
+            tensor = name + INT4.scales
+            found = f"the bits {scales[*at]:#x}, at {at}, in {self._file(tensor)}"
+            raise CheckpointError(f"tensor `{tensor}`: expected finite scales, found {found}")
         return codes.view(np.int8) - np.int8(8), scales.view(BY_NAME["bfloat16"].numpy)
 
     def stored(self, name: str) -> tuple[NDArray[np.int8], NDArray[Any]] | None:
@@ -159,8 +163,12 @@ class Checkpoint:
         """An INT4 weight's codes, and the bits of its scales."""
         codes = unpacked(self._read(name + INT4.codes))
         if (found := self._read(name + SHAPE).tolist()) != list(codes.shape):
-            raise CheckpointError(f"tensor `{name + SHAPE}`: expected {list(codes.shape)}, found {found}")
+            where = self._file(name + SHAPE)
+            raise CheckpointError(f"tensor `{name + SHAPE}`: expected {list(codes.shape)}, found {found}, in {where}")
         return codes, self._read(name + INT4.scales).view(np.uint16)
+
+    def _file(self, name: str) -> Path:
+        return self._homes[name].path
 
     def _read(self, name: str) -> NDArray[Any]:
         if name not in self._homes:

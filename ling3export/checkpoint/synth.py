@@ -4,6 +4,7 @@ Streams: a shard's header follows from names and shapes alone, and its tensors a
 the file, so memory stays in the megabytes whatever the size.
 """
 
+import functools
 import json
 import math
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ling3export.artifacts.files import create, write_error
 from ling3export.artifacts.staging import staged
@@ -188,15 +190,6 @@ class _Stored(NamedTuple):
     def nbytes(self) -> int:
         return math.prod(self.info.shape) * ITEM_BYTES[self.dtype]
 
-    def blocks(self, config: Config, seed: int) -> Iterator[memoryview]:
-        """Its bytes in ascending order; the weight of a part is made and quantized anew for each part of it."""
-        if self.of is None:
-            yield from blocks(self.name, self.info, config, seed, self.dtype)
-        else:
-            form, name, info = self.of
-            parts = quantized(form, name, whole(name, info, config, seed, "F32").astype(np.float32, copy=False))
-            yield memoryview(parts[self.name].view(np.uint8).reshape(-1))
-
 
 def _stored(config: Config, gate_dtype: str, form: Form | None) -> list[_Stored]:
     tensors = expected_tensors(config) | mtp_tensors(config)
@@ -216,7 +209,7 @@ def _stored(config: Config, gate_dtype: str, form: Form | None) -> list[_Stored]
 
 
 def _shards(tensors: list[_Stored], shard_bytes: int) -> list[list[_Stored]]:
-    """Fills shards in order; within each the wider dtype comes first, so that every tensor is aligned."""
+    """Fills shards in order."""
     shards: list[list[_Stored]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -225,7 +218,7 @@ def _shards(tensors: list[_Stored], shard_bytes: int) -> list[list[_Stored]]:
             filled = 0
         shards[-1].append(tensor)
         filled += tensor.nbytes
-    return [sorted(shard, key=lambda tensor: -ITEM_BYTES[tensor.dtype]) for shard in shards]
+    return shards
 
 
 class _Progress:
@@ -243,19 +236,32 @@ class _Progress:
 
 
 def _write_shard(path: Path, tensors: list[_Stored], config: Config, seed: int, progress: _Progress) -> None:
-    """Writes one safetensors file, header first."""
+    """Writes one safetensors file, header first; wider dtypes have lower places, so that every tensor is aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for tensor in tensors:
+    for tensor in sorted(tensors, key=lambda tensor: -ITEM_BYTES[tensor.dtype]):
         start, end = end, end + tensor.nbytes
         header[tensor.name] = {"dtype": tensor.dtype, "shape": list(tensor.info.shape), "data_offsets": [start, end]}
     raw = json.dumps(header, separators=(",", ":")).encode()
     raw += b" " * (-len(raw) % 8)
+
+    @functools.lru_cache(maxsize=1)  # the parts of a weight follow each other
+    def parts(of: tuple[Form, str, TensorInfo]) -> dict[str, NDArray[Any]]:
+        form, name, info = of
+        return quantized(form, name, whole(name, info, config, seed, "F32").astype(np.float32, copy=False))
+
+    def data(tensor: _Stored) -> Iterator[memoryview]:
+        if tensor.of is None:
+            yield from blocks(tensor.name, tensor.info, config, seed, tensor.dtype)
+        else:
+            yield memoryview(parts(tensor.of)[tensor.name].view(np.uint8).reshape(-1))
+
     try:
         with open(create(path), "wb", buffering=0) as file:
             file.write(len(raw).to_bytes(8, "little") + raw)
             for tensor in tensors:
-                for block in tensor.blocks(config, seed):
+                file.seek(8 + len(raw) + header[tensor.name]["data_offsets"][0])
+                for block in data(tensor):
                     _write_all(file.fileno(), block)
                 progress.add(tensor.nbytes)
     except OSError as error:

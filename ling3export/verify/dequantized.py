@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
-from ling3export.checkpoint.convert import WeightSource
+from ling3export.checkpoint.convert import WeightSource, pair_of
+from ling3export.checkpoint.forms import EMBEDDINGS, HEAD
 from ling3export.checkpoint.quantize import dequantized, quantize
 from ling3export.model.parameters import EXPERT, PLAIN, Parameter, parameters
 
@@ -38,15 +39,15 @@ class Dequantized:
     def tensor(self, name: str) -> Any:
         """A tensor by its published name, or an object of which rows can be taken as of an array."""
         row = self._rows.get(_EXPERT.sub(f".experts.{EXPERT}.", name))
-        stored = self._source.stored(name) if row is not None and row.form == "int4" else None
-        if stored is not None:
-            return dequantized(stored)
-        value = self._source.tensor(name)
-        return value if row is None else _Rows(value, row)
+        if row is None:
+            return self._source.tensor(name)
+        if name in (EMBEDDINGS, HEAD):
+            return _Rows(self._source.tensor(name), row)
+        return dequantized(pair_of(row, name, self._source.tensor, self._source.stored))
 
 
 class _Rows:
-    """A matrix of which as many rows are dequantized as are asked for: the vocabulary's is large."""
+    """A matrix of the vocabulary, which is large: as many rows are dequantized as are asked for."""
 
     def __init__(self, value: np.ndarray, row: Parameter) -> None:
         self._value, self._row = value, row

@@ -109,6 +109,20 @@ def test_no_regular_expression_takes_long():
     assert time.process_time() - start < 5
 
 
+def test_all_regular_expressions_together_take_a_bounded_time(monkeypatch: pytest.MonkeyPatch):
+    """Each of them passes alone; against every name of a large model they took 20 minutes."""
+    monkeypatch.setattr("ling3export.model.quantization.MOST_SECONDS", 0.05)
+    worst = INT4_CONFIG | {"ignore": ["re:" + ".*a" * 3 + "$"] * 64}
+    said = quantization({"quantization_config": worst}, "config.json")
+    assert said is not None
+    with pytest.raises(ConfigError) as error:
+        all(said.covers(f"layers.{n}." + "a" * 63 + "b") for n in range(10_000))
+    assert error.value.message == (
+        "config field `quantization_config.ignore`: expected regular expressions that take at most 0.05 s for all "
+        'names, found longer ones, such as ".*a.*a.*a$", in config.json'
+    )
+
+
 def test_modules_are_named_by_their_ends_at_a_dot():
     """`b_proj` is not `q_b_proj`, and `5.attention.g_proj` is layer 5's."""
     fp8, int4 = (quantization({"quantization_config": said}, "config.json") for said in (FP8_CONFIG, INT4_CONFIG))

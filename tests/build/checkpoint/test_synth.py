@@ -12,6 +12,7 @@ import pytest
 from safetensors import safe_open
 from tokenizers import Tokenizer
 
+from ling3export.checkpoint import synth
 from ling3export.checkpoint.reader import INDEX, Checkpoint
 from ling3export.checkpoint.synth import config_fields, synthesize
 from ling3export.foundation.errors import ArtifactError, CheckpointError, ConfigError
@@ -106,6 +107,18 @@ def test_tokenizer(micro: Path):
     assert tokenizer.token_to_id("<|endoftext|>") == config.eos_token_id
     assert tokenizer.encode("a<|endoftext|>").ids[-1] == config.eos_token_id
     assert max(tokenizer.get_vocab().values()) < config.vocab_size
+
+
+@pytest.mark.parametrize("form", ["fp8", "int4"])
+def test_a_quantized_weight_is_made_once_for_all_its_tensors(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    made, quantized = [], synth.quantized
+    monkeypatch.setattr(
+        synth, "quantized", lambda form, name, values: made.append(name) or quantized(form, name, values)
+    )
+    synthesize(tmp_path / "out", "micro", 0, layers=2, form=form, shard_bytes=1 << 30)
+    assert sorted(made) == sorted({*made, *Checkpoint.open(tmp_path / "out").forms})
 
 
 def test_an_existing_folder_is_replaced_only_by_force(tmp_path: Path):
