@@ -27,7 +27,7 @@ FEW = 16
 FEW_EACH = 2  # the same of one expert's rows, where all experts are chosen alike (docs/log/kernels-cpu.md)
 # Processors without dot products of bf16: XLA widens what it multiplies again and again. Kernels are faster up to more
 # rows, and over columns of a weight for any number (docs/log/kernels-cpu.md, 2026-11-24).
-WIDENED = ("avx2",)
+WIDENED = ("avx512_vnni", "avx2")
 FEW_WIDENED = 64
 GROUP = 32  # numbers that share a scale, where kernels multiply quantized weights, by any number of rows
 # Forms whose kernel for experts beats XLA's products at any number of rows: processors without a matrix unit.

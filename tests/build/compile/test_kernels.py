@@ -1,5 +1,6 @@
 """Artifacts whose executables call native kernels: where the kernels lie, who needs them, and what is refused."""
 
+import platform
 import shutil
 from dataclasses import replace
 
@@ -49,6 +50,21 @@ def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
         names = {name.removeprefix("ling3_") for name in cell.call.custom_calls if name.startswith("ling3_")}
         assert names == {f"{name}.{target.kernel_names}" for name in called[cell.phase]}
         assert b"ling3_" not in (whole / cell.stablehlo.path).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("without", "level"),
+    [
+        ({"amx_bf16"}, "avx512_bf16"),
+        ({"amx_bf16", "avx512_bf16"}, "avx512_vnni"),  # Cascade Lake, Ice Lake: they got those of AVX2
+        ({"amx_bf16", "avx512_bf16", "avx512_vnni"}, "avx2"),
+    ],
+)
+def test_the_level_is_the_best_that_a_processor_has(monkeypatch, without, level):
+    every = {feature for each in kernels.LEVELS for feature in each.features}
+    monkeypatch.setattr(kernels, "cpu_features", lambda: sorted(every - without))
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    assert kernels.best_level().name == level
 
 
 def test_programs_with_quantized_weights_pass_them_with_activations_of_8_bits(artifact, whole):
