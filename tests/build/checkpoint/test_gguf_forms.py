@@ -1,12 +1,11 @@
 """llama.cpp's forms in numpy: what their definitions promise of any values."""
 
-import ml_dtypes
 import numpy as np
 import pytest
 
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth import synthesize
-from tests.support.gguf_forms import FORMS, q4_0, q8_0, round_checkpoint, rounded
+from tests.support.gguf_forms import FORMS, Rounded, compared, q4_0, q8_0, rounded
 
 
 def values(seed, scale=1.0):
@@ -39,14 +38,19 @@ def test_values_that_a_block_can_have_are_kept_exactly():
     assert np.array_equal(q4_0(q4), q4)
 
 
-def test_a_checkpoint_goes_through_a_form_and_back(tmp_path):
+def test_a_checkpoint_is_read_through_a_form(tmp_path):
     synthesize(tmp_path / "a", "micro", 1)
-    names = round_checkpoint(tmp_path / "a", tmp_path / "b", "Q8_0")
-    a, b = (Checkpoint.open(tmp_path / each) for each in "ab")
-    name = "model.layers.1.mlp.experts.0.up_proj.weight"
-    assert name in names and "lm_head.weight" in names
-    assert not [each for each in names if "norm" in each or "gate.weight" in each or "conv" in each]
-    expected = rounded(a.tensor(name), "Q8_0").astype(ml_dtypes.bfloat16)
-    assert np.array_equal(b.tensor(name), expected) and not np.array_equal(a.tensor(name), expected)
-    router = "model.layers.1.mlp.gate.weight"
-    assert np.array_equal(a.tensor(router), b.tensor(router))
+    plain = Checkpoint.open(tmp_path / "a")
+    read = Rounded(plain, "Q8_0")
+    for name in ("model.layers.1.mlp.experts.0.up_proj.weight", "lm_head.weight"):
+        assert np.array_equal(read.tensor(name), rounded(plain.tensor(name), "Q8_0"))
+        assert not np.array_equal(read.tensor(name), plain.tensor(name))
+    for name in ("model.layers.1.mlp.gate.weight", "model.norm.weight"):
+        assert np.array_equal(read.tensor(name), plain.tensor(name))
+
+
+def test_more_bits_are_nearer_to_the_plain_model(tmp_path):
+    synthesize(tmp_path / "a", "micro", 1)
+    ids = np.random.default_rng(0).integers(0, 256, 512).tolist()
+    q8, q4, int8, int4 = compared(Checkpoint.open(tmp_path / "a"), ids, ("Q8_0", "Q4_0", "int8", "int4"))
+    assert 0 < q8.kl_mean < q4.kl_mean / 10 and 0 < int8.kl_mean < int4.kl_mean and q8.tokens == 256
