@@ -23,7 +23,7 @@ from ling3export.foundation.processes import Failure
 from ling3export.foundation.reading import read_bytes
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
-from ling3export.plan.plan import Plan, PlannedCell, make_plans
+from ling3export.plan.plan import Plan, PlannedCell, as_stored, make_plans
 from ling3export.runners.fleet.pool import PoolWorker, WorkerPool, versions
 from ling3export.runners.hosts.hosts import Hosts
 
@@ -81,7 +81,7 @@ def build_on(
         ClusterError: The cluster is not there, has no room, or its workers die.
     """
     config = Config.from_path(checkpoint, ignore)
-    plans = make_plans(config, options)
+    plans = make_plans(config, as_stored(options, checkpoint))
     outcomes = {plan.target.name: BuildOutcome(plan, {}, {}) for plan in plans}
     cells = opened(cache, report.note)
     with tempfile.TemporaryDirectory(prefix="ling3-fleet-") as name:

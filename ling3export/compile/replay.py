@@ -22,7 +22,7 @@ from ling3export.foundation.errors import ArtifactError, PlanError, listed
 from ling3export.foundation.tables import readable
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
-from ling3export.plan.plan import Plan, make_plans
+from ling3export.plan.plan import Plan, as_stored, make_plans
 from ling3export.plan.recorded import config_of, plan_of
 from ling3export.plan.targets import check_toolchain
 
@@ -60,7 +60,7 @@ def replay(
         manifest = read_trusted(artifact, report)
         return _recorded(manifest, _target(manifest.targets, target), cell)
     config = Config.from_path(checkpoint, ignore)
-    plans = {plan.target.name: plan for plan in make_plans(config, options)}
+    plans = {plan.target.name: plan for plan in make_plans(config, as_stored(options, checkpoint))}
     cells = opened(replace(cache, policy="redo" if cache.writes else "off"), lambda text: None)
     with tempfile.TemporaryDirectory() as folder:
         _, spent = _build(plans[_target(plans, target)], config, cell, Path(folder), cells)

@@ -13,11 +13,14 @@ from ling3export.artifacts.program_records import Memory, Origin, Program
 from ling3export.artifacts.schema import Mesh, Requirements
 from ling3export.cache.cells import Built, Cells
 from ling3export.cache.use import CacheUse
+from ling3export.checkpoint.forms import INT4
 from ling3export.checkpoint.synth import config_fields
+from ling3export.checkpoint.synth_forms import quantization_config
 from ling3export.cli.main import main
 from ling3export.cli.progress import Console
 from ling3export.compile import fleet
 from ling3export.compile.pool import BuildOutcome, Compilers
+from ling3export.compile.replay import replay
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.processes import Failure
 from ling3export.model.config import Config
@@ -174,3 +177,23 @@ def test_what_does_not_go_together_is_refused(tmp_path, words, message):
     done = CliRunner().invoke(main, command)
     assert done.exit_code in (1, 2)
     assert message in done.stderr
+
+
+def test_cells_of_an_int4_checkpoint_are_compiled_for_what_the_build_stores(tmp_path, monkeypatch):
+    """Those of a cluster, and of a failed build that was replayed, were once of bf16, which nobody wanted."""
+    compiled = []
+
+    def noted(self, cells, done):
+        compiled.append((self.plan.geometry.weights, [cell.name for cell in cells]))
+        return stub(self, cells, done)
+
+    monkeypatch.setattr(Compilers, "run", noted)
+    file, use = tmp_path / "config.json", CacheUse("on", tmp_path / "cache")
+    fields, config = config_fields("micro", {}), Config.from_dict(config_fields("micro", {}))
+    file.write_text(json.dumps(fields | {"quantization_config": quantization_config(INT4, config)}))
+    with Console() as console:
+        fleet.build_on(InProcess, file, OPTIONS, console, cache=use)
+    assert sorted(cell for _, cells in compiled for cell in cells) == CELLS
+    replay(tmp_path / "no.ling3", "decode@1", use, file, OPTIONS, lambda text: None)
+    assert [cells for _, cells in compiled[4:]] == [["decode@1"]]
+    assert {weights for weights, _ in compiled} == {"int4-experts"}
