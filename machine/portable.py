@@ -84,6 +84,7 @@ def packed(exported: export.Exported) -> bytes:
             each.operation.erase()
         local.attributes["sym_name"] = ir.StringAttr.get("main")
         _name_devices(module, exported.nr_devices)
+        _call_decompositions(module)
         version = stablehlo.get_version_from_compatibility_requirement(
             stablehlo.StablehloCompatibilityRequirement.WEEK_4
         )
@@ -100,6 +101,28 @@ def _name_devices(module: Any, count: int) -> None:
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
+
+
+def _call_decompositions(module: Any) -> None:
+    """Has composites with regions call what they are made of: the portable form has none.
+
+    Such is ``chlo.scan``, as which jax lowers cumulative sums for a card. The decomposition is a plain loop.
+    """
+    found: list[Any] = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "stablehlo.composite" and len(operation.regions):
+            found.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    for operation in found:
+        with ir.InsertionPoint(operation):
+            results = [each.type for each in operation.results]
+            call = func.CallOp(results, operation.attributes["decomposition"], [*operation.operands])
+        for old, new in zip(operation.results, call.operation.results, strict=True):
+            old.replace_all_uses_with(new)
+        operation.erase()
 
 
 def compile_portable(blob: bytes, program: Described, mesh: Mesh) -> stages.Compiled:
