@@ -48,11 +48,14 @@ def peers(
 @click.option(
     "--lengths", default="1024,8192,16384,32768", show_default=True, help="Tokens of prompts, ascending, from 1024 on."
 )
-def long_prompts(checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path | None, lengths: str) -> None:
+@click.option("--only", type=click.Choice(["ling3export", "llama.cpp"]), help="One of the two: a run may be in pieces.")
+def long_prompts(
+    checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path | None, lengths: str, only: str | None
+) -> None:
     """A prefill token and a decode step behind long prompts, in our engine and in llama.cpp."""
     from bench.long import main as run
 
-    run(checkpoint, layers, numbers(lengths), rounds, llama_cpp and llama_cpp.resolve())
+    run(checkpoint, layers, numbers(lengths), rounds, llama_cpp and llama_cpp.resolve(), only)
 
 
 @main.command()

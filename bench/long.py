@@ -13,35 +13,42 @@ from bench.long_ours import ANSWER, SPAN
 from bench.peers import gguf, read_once
 from bench.report import machine, medians, say, show, table
 
-OPTIONS = ["--tp", 1, "--max-running", 2, "--snapshots", 2, "--paddings", "16,512", "--decode-paddings", 1]
+OPTIONS = ["--tp", 1, "--max-running", 2, "--snapshots", 8, "--paddings", "16,512", "--decode-paddings", 1]
+CONTEXT = 32768 + SPAN + 2 * ANSWER  # so that runs of shorter prompts take the same artifact
 Flat = dict[str, float]
 
 
 def llama(file: Path, sources: Path, lengths: list[int], threads: int) -> Flat:
-    """llama-bench, which fills the cache to a depth before it measures."""
+    """llama-bench, which fills the cache to a depth, once for both measurements, before it measures."""
     read_once(file)
-    depths = ",".join(str(length - SPAN) for length in lengths)
-    found: Flat = {}
-    for asked, depth in ((["-p", SPAN, "-n", 0], depths), (["-p", 0, "-n", ANSWER], ",".join(map(str, lengths)))):
-        command = [sources / "build" / "bin" / "llama-bench", "-m", file, "-t", threads, "-r", 1, "-o", "json"]
-        for row in json.loads(spawn([*command, *asked, "-d", depth], {})):
-            prefill = row["n_prompt"]
-            place = row["n_depth"] + (SPAN if prefill else 0)
-            found[f"{'prefill' if prefill else 'decode'} {place}"] = float(row["avg_ts"])
-    return found
+    command = [sources / "build" / "bin" / "llama-bench", "-m", file, "-t", threads, "-r", 1, "-o", "json"]
+    rows = json.loads(spawn([*command, "-p", SPAN, "-n", ANSWER, "-d", ",".join(map(str, lengths))], {}))
+    return {f"{'prefill' if row['n_prompt'] else 'decode'} {row['n_depth']}": float(row["avg_ts"]) for row in rows}
 
 
-def main(given: Path | None, layers: int, lengths: list[int], rounds: int, sources: Path | None) -> dict[str, Any]:
-    """Measures and prints medians of ``rounds``, in each of which every arm has its turn, in a process of its own."""
-    context = max(lengths) + 2 * ANSWER
+def main(
+    given: Path | None, layers: int, lengths: list[int], rounds: int, sources: Path | None, only: str | None = None
+) -> dict[str, Any]:
+    """Measures and prints medians of ``rounds``, in each of which every arm has its turn, in a process of its own.
+
+    Args:
+        given: A checkpoint, or None for one of full width.
+        layers: Of that one.
+        lengths: Tokens of the prompts, ascending.
+        rounds: How many.
+        sources: llama.cpp's folder; None leaves it out.
+        only: ``ling3export`` or ``llama.cpp`` where one of the two is to be measured in this run.
+    """
+    context = max(CONTEXT, max(lengths) + SPAN + 2 * ANSWER)
     source, threads = checkpoint(given, "full", layers, context), len(os.sched_getaffinity(0))
     folder = artifact(source, f"long-{context}", [*OPTIONS, "--context", context])
     runs: dict[str, list[Flat]] = {}
     for _ in range(rounds):
-        read_once(folder)
-        found: Flat = last_line(run(["bench.long_ours", folder, ",".join(map(str, lengths))]))
-        runs.setdefault("ling3export", []).append(found)
-        if sources is not None:
+        if only != "llama.cpp":
+            read_once(folder)
+            found: Flat = last_line(run(["bench.long_ours", folder, ",".join(map(str, lengths))]))
+            runs.setdefault("ling3export", []).append(found)
+        if sources is not None and only != "ling3export":
             runs.setdefault("llama.cpp", []).append(llama(gguf(source, sources), sources, lengths, threads))
         say(json.dumps({arm: found[-1] for arm, found in runs.items()}))
     speeds = {arm: medians(found) for arm, found in runs.items()}
@@ -59,7 +66,7 @@ def main(given: Path | None, layers: int, lengths: list[int], rounds: int, sourc
         "times_the_first": growth,
     }
     show(
-        f"{source.name}, bf16, {threads} threads, one sequence; prefill of the {SPAN} tokens before each length, and "
+        f"{source.name}, bf16, {threads} threads, one sequence; prefill of {SPAN} tokens behind each length, and "
         f"decode behind it; medians of {rounds}, load average {here['load_average'][0]}",
         [
             table(

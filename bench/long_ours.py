@@ -1,7 +1,7 @@
 """Tokens/s behind long prompts, through ``Engine``: ``python -m bench.long_ours ARTIFACT LENGTHS``; as JSON.
 
 Every prompt begins with the one before, which the prefix cache has: prefill is the time until the first token of a
-prompt of which all but about SPAN tokens are cached, decode what comes behind it.
+prompt of which all but about SPAN tokens are cached, decode what comes behind the cached ones.
 """
 
 import json
@@ -23,13 +23,13 @@ def main() -> None:
     found: dict[str, float] = {}
     with Engine(folder, report=lambda text: None) as engine:
         engine.settle()
-        dropped, ids = (dice.integers(0, engine.manifest.vocab_size, n).tolist() for n in (SPAN, lengths[-1]))
+        dropped, ids = (dice.integers(0, engine.manifest.vocab_size, n).tolist() for n in (SPAN, lengths[-1] + SPAN))
         engine.generate([dropped], max_tokens=ANSWER, ignore_eos=True)
         for length in lengths:
-            if length > SPAN:
-                engine.generate([ids[: length - SPAN]], max_tokens=1)
+            engine.generate([ids[:length]], max_tokens=1)
+            (behind,) = engine.generate([ids[: length + SPAN]], max_tokens=1)
+            found[f"prefill {length}"] = 1e3 * (length + SPAN - behind.cached_tokens) / behind.ttft_ms
             (done,) = engine.generate([ids[:length]], max_tokens=ANSWER, ignore_eos=True)
-            found[f"prefill {length}"] = 1e3 * (length - done.cached_tokens) / done.ttft_ms
             found[f"decode {length}"] = 1e3 * (ANSWER - 1) / (done.e2e_ms - done.ttft_ms)
         assert engine.stats()["compile_events"] == 0
     print(json.dumps(found))
