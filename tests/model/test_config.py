@@ -105,6 +105,13 @@ def test_yarn_is_read_under_each_of_its_names_and_doubles_the_context():
     )
 
 
+def test_partial_rotary_factor_is_not_applied_to_the_rope_dimensions_again():
+    """It says that 64 of a head's 128 dimensions turn; these 64 have 32 frequencies, with it and without."""
+    plain = PUBLIC | {"rope_parameters": {"rope_theta": 6000000, "rope_type": "default"}}
+    for fields in (plain, PUBLIC, PUBLIC | {"partial_rotary_factor": 0.5}):
+        np.testing.assert_allclose(Config.from_dict(fields).rope_frequencies, 6e6 ** (-np.arange(32) / 32))
+
+
 @pytest.mark.parametrize("scaling", [{}, {"rope_scaling": YARN_OF}], ids=["none", "yarn"])
 def test_a_config_goes_to_another_process_as_json(scaling):
     """No build had a compiling process that could read YaRN's part of its task."""

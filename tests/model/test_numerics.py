@@ -3,11 +3,13 @@
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from ling3export.model import products
 from ling3export.model.geometry import Form
+from ling3export.model.layers import swiglu
 from ling3export.model.mla import layer as mla
 from tests.support.direct import Direct, relative
 from tests.support.numerics import Case, Quick
@@ -182,6 +184,14 @@ def test_what_the_variants_set_changes_the_numbers(fields: dict[str, Any], tmp_p
     plain = Case(tmp_path / "without", (60,), num_hidden_layers=4).expect()
     assert case.prompts == plain.prompts
     assert relative(np.array(case.expected[0][40]), np.array(plain.expected[0][40])) > 1e-2
+
+
+def test_swiglus_limit_is_behind_silu_and_on_both_sides_of_up():
+    """min(silu(gate), L) · clip(up, -L, L), as vLLM's SwigluStepAndMul; before SiLU a limit of 4 would give 3.93."""
+    gate, up = (jnp.array(values, jnp.float32) for values in ([10, 10, -1, 1], [3, -9, 9, 2]))
+    silu = -1 / (1 + np.e), 1 / (1 + np.exp(-1))
+    found = swiglu(gate, up, jnp.float32(4))
+    np.testing.assert_allclose(found, [4 * 3, 4 * -4, silu[0] * 4, silu[1] * 2], rtol=1e-6)
 
 
 @pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (16, "tiles"), (2, "loops")])

@@ -63,6 +63,11 @@ def test_every_int4_times_its_scale_is_exact_in_float32_or_has_no_entry():
                 assert Fraction(float(found[bits, code])) == number
 
 
+def test_weight_scale_inv_multiplies_whatever_its_name_says():
+    codes, scales = np.array([[0x38, 0xC0]], np.uint8), np.array([[129]], np.uint8)  # 1, -2; 4
+    assert FP8.decoded(codes, scales).view(ml_dtypes.bfloat16).tolist() == [[4, -8]]
+
+
 def test_codes_that_are_no_numbers_are_those_of_the_published_type():
     ours = np.isnan(FP8.table[127].view(ml_dtypes.bfloat16).astype(np.float32))
     theirs = np.isnan(np.arange(256).astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32))

@@ -18,6 +18,7 @@ from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.serve.schema import GenerationBody
 from ling3export.runners.serve.structure import KINDS
 from ling3export.runners.text.grammar import Grammar
+from ling3export.runners.text.tokenizer import TokenizerFiles
 from tests.support import toy_artifact
 from tests.support.said import unpromised
 
@@ -140,6 +141,13 @@ def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, 
         assert expected.likely is not None
         for each, (logprob, top) in zip(found["logprobs"], expected.likely, strict=True):
             assert (each["logprob"], [tuple(pair) for pair in each["top"]]) == (logprob, list(top))
+
+
+def test_generate_stays_greedy_whatever_generation_config_says(artifact, monkeypatch):
+    """Its settings are the defaults of `serve` and `chat` alone."""
+    monkeypatch.setattr(TokenizerFiles, "generation_config", lambda files: {"temperature": 2.0, "top_k": 20})
+    done = run(artifact, "--prompt-ids", "1,2,3", "--max-tokens", 6, "--ignore-eos", "--json")
+    assert json.loads(done.stdout)["token_ids"] == toy_artifact.answer([1, 2, 3], 6)[0]
 
 
 def test_logits_of_one_prompt_have_no_number(artifact, tmp_path):

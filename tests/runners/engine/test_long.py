@@ -1,11 +1,13 @@
 """The engine behind long prompts: whatever happens on the way, the logits are the plain model's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ling3export.checkpoint.synth import synthesize
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.transfer.options import Transfer
@@ -20,8 +22,8 @@ pytestmark = pytest.mark.extras
 
 LONG, ANSWER, PAGE = 100_000, 4, 256
 PAGES = -(-(LONG + ANSWER) // PAGE) + 1
-OPTIONS = f"""--tp 1 --dtype float32 --paddings 512 --decode-paddings 1 --max-running 2 --snapshots 4 --context 131072
-    --page-size {PAGE} --pages {PAGES}""".split()
+SIZES = "--tp 1 --dtype float32 --paddings 512 --decode-paddings 1 --max-running 2 --snapshots 4".split()
+OPTIONS = [*SIZES, *f"--context 131072 --page-size {PAGE} --pages {PAGES}".split()]
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +44,10 @@ def asked(ids: Sequence[int], count: int = ANSWER) -> Request:
 
 @pytest.fixture(scope="module")
 def right(checkpoint):
+    return comparison(checkpoint)
+
+
+def comparison(checkpoint: Path) -> Callable[[Sequence[int], Completion], bool]:
     """Whether the logits of a request's answer, its last ones, are the plain model's."""
     reference = KeptReference(checkpoint)
 
@@ -79,3 +85,19 @@ def test_a_prompt_of_67_000_tokens_that_gives_its_pages_back_in_the_middle(engin
     assert after["preempted"] == before["preempted"] + 1
     assert after["tokens_in"] - before["tokens_in"] == len(first) + len(second), "no token was computed twice"
     assert right(first, older) and right(second, younger)
+
+
+@pytest.mark.parametrize(("original", "length", "page"), [(64, 128 - ANSWER, 16), (131_072, 131_400, PAGE)])
+def test_yarn_doubles_an_artifacts_context_and_decodes_as_the_plain_model_does(artifact, original, length, page):
+    """Beyond the original context in prefill and decode, to the last position of the short one; no token more."""
+    scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": original}
+    fields = FIELDS | {"max_position_embeddings": original, "rope_scaling": scaling}
+    checkpoint = artifact.kept("yarn", fields, lambda path: synthesize(path, "micro", 0, overrides=fields))
+    sizes = ["--context", str(2 * original), "--page-size", str(page), "--pages", str(length // page + 2)]
+    built = artifact.built(f"yarn-{original}.ling3", checkpoint, *SIZES, *sizes)
+    with Engine(built, check="programs", report=lambda text: None) as engine:
+        ids = prompt(length)
+        (done,) = engine.complete([asked(ids)])
+        assert comparison(checkpoint)(ids, done)
+        with pytest.raises(RequestError, match=f"within the context of {2 * original} tokens"):
+            engine.complete([asked(prompt(2 * original - ANSWER + 1))])

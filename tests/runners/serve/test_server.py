@@ -169,6 +169,11 @@ def test_every_call_but_health_needs_the_key(server, key):
     assert httpx2.get(f"{server.url}/health").json() == {"status": "ok"}
 
 
+def test_the_start_says_once_which_settings_requests_have_that_name_none(server):
+    """This checkpoint's generation_config.json names none."""
+    assert server.said().count("serve: settings of requests that name none: those of OpenAI's API\n") == 1
+
+
 def test_the_queue_is_bounded(client, server):
     """Whoever comes when it is full gets 429 and harms nobody; a call for more than ever fits gets 400."""
     ask = {"model": "small-tp1", "max_tokens": LONG, "temperature": 0, "extra_body": {"ignore_eos": True}}
