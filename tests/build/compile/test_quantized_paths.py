@@ -13,7 +13,9 @@ from click.testing import CliRunner
 from ling3export.artifacts.calibration import beside, read_calibration
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import SEGMENTS, SPLIT
+from ling3export.checkpoint.synth import synthesize
 from ling3export.cli.main import main
+from ling3export.foundation.shards import Shard
 from ling3export.runners.cli.main import main as runner
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
@@ -55,15 +57,19 @@ def test_decode_cut_at_the_experts_and_prefill_cut_at_groups_have_receipts(artif
     assert max(receipts.agreement.values()) < 1e-5
 
 
-def test_a_worker_computes_int4_experts_for_an_attention_process(artifact: Artifacts, expected: list[int]):
-    name = f"int4-{os.getpid()}"
-    worker = FfnWorker(artifact(NAME), name, **QUIET)
-    thread = threading.Thread(target=worker.run)
-    thread.start()
-    with Engine(artifact(NAME), ffn=[name], **QUIET) as engine:
+def test_workers_compute_their_shares_of_int4_experts_for_an_attention_process(
+    artifact: Artifacts, expected: list[int]
+):
+    names = [f"int4-{os.getpid()}-{number}" for number in range(2)]
+    workers = [FfnWorker(artifact(NAME), name, share=Shard(n, 2), **QUIET) for n, name in enumerate(names)]
+    threads = [threading.Thread(target=worker.run) for worker in workers]
+    for thread in threads:
+        thread.start()
+    with Engine(artifact(NAME), ffn=names, **QUIET) as engine:
         assert answer(engine) == expected
-    thread.join(60)
-    assert not thread.is_alive()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_prompt_of_one_server_is_answered_by_another(artifact: Artifacts, expected: list[int]):
@@ -149,3 +155,21 @@ def test_a_calibration_and_the_doctor_take_it(artifact: Artifacts, tmp_path: Pat
     assert "micro.ling3, target cpu-tp2: fits this machine" in said(runner, "doctor", folder)
     shown = said(main, "inspect", folder)
     assert "weights     int4: 0.84 MB in 6 files, 43 tensors" in shown
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("weights", "q", "scale"), [("int8-channel", {"int8"}, "float32"), ("int4", {"int8", "uint8"}, "bfloat16")]
+)
+def test_programs_for_a_tpu_chip_take_q_and_scale(tmp_path: Path, weights: str, q: set[str], scale: str):
+    """Compiled by libtpu for a chip that is not here; weights come later, and nothing runs."""
+    synthesize(tmp_path / "model", "micro", 0, layers=2, overrides={"layer_group_size": 2})
+    sizes = "--paddings 16 --decode-paddings 1 --max-running 1 --context 256 --target tpu:v6e:1x1".split()
+    folder = tmp_path / "chip.ling3"
+    said(main, "build", tmp_path / "model", folder, "--no-weights", "--weights", weights, *sizes)
+    said(main, "attach", folder, tmp_path / "model")
+    manifest = read_manifest(folder)
+    (target,) = manifest.targets.values()
+    found = {part: {row.dtype for row in target.parameters if row.tensor.endswith(part)} for part in (".q", ".scale")}
+    assert (manifest.plan.forms, found) == (weights, {".q": q, ".scale": {scale}})
+    assert "digests: " in said(main, "verify", folder) and not manifest.vectors.receipts
