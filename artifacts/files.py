@@ -14,7 +14,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from ling3export.foundation.errors import ArtifactError
-from ling3export.foundation.reading import opened
+from ling3export.foundation.reading import folder_of, opened
 
 REBUILD = "copy the artifact again, or build it again"
 PARTIAL = r"partial-\d+-[0-9a-f]{8}"
@@ -140,11 +140,31 @@ def try_writing(folder: Path) -> None:
         OSError: It cannot.
     """
     with suppress(OSError):
-        os.close(os.open(folder, os.O_WRONLY | os.O_TMPFILE | os.O_CLOEXEC, 0o600))
+        os.close(create_unnamed(folder))
         return
     path = partial_path(folder / "trial")
     os.close(create(path, 0o600))
-    path.unlink(missing_ok=True)  # a clean-up may have been faster
+    remove(path)  # a clean-up may have been faster
+
+
+def create_unnamed(folder: Path) -> int:
+    """A descriptor of a new file of this user alone, which goes with its last descriptor unless it is named."""
+    return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+
+
+def give_name(descriptor: int, path: Path) -> bool:
+    """Gives a file without a name one; False where another file has it.
+
+    ``os.link`` follows a link of ``/proc`` only from a folder that is open.
+    """
+    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
+        return True
+    except FileExistsError:
+        return False
+    finally:
+        os.close(folder)
 
 
 def create(path: Path, mode: int = 0o666) -> int:
@@ -228,9 +248,58 @@ def write_new(path: Path, data: bytes) -> None:
         ArtifactError: It cannot be written.
     """
     with writing(path, len(data)):
-        path.unlink(missing_ok=True)
+        remove(path)
         with open(create(path), "wb") as file:
             file.write(data)
+
+
+def link_or_copy(source: Path, path: Path) -> None:
+    """Gives a file a second name, in a folder that is made if need be, or a copy where that cannot be.
+
+    Raises:
+        ArtifactError: Neither can be made, or something has the name.
+    """
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(source, path)
+        except OSError:
+            with opened(source.parent, source.name) as there, open(create(path), "wb") as file:
+                shutil.copyfileobj(there, file)
+
+
+def remove(path: Path, within: Path | None = None, *, held: int | None = None) -> bool:
+    """Removes the name of a file, if it is there. Of a link the link goes, never what it leads to.
+
+    Args:
+        path: The file.
+        within: A folder above it, below which no link on the way is followed.
+        held: A descriptor: the name goes only if it is still this file's.
+
+    Returns:
+        Whether this call removed it.
+
+    Raises:
+        OSError: It cannot be removed, is a folder, or a link is on the way.
+    """
+    folder = within or path.parent
+    with suppress(FileNotFoundError), folder_of(folder, str(path.relative_to(folder))) as (place, name):
+        if held is None or os.path.samestat(os.lstat(name, dir_fd=place), os.fstat(held)):
+            os.unlink(name, dir_fd=place)
+            return True
+    return False
+
+
+def remove_tree(path: Path, within: Path | None = None) -> None:
+    """Removes a folder with all that is in it, as far as that can be; a link stays, and so does what it leads to."""
+    folder = within or path.parent
+    with suppress(OSError), folder_of(folder, str(path.relative_to(folder))) as (place, name):
+        shutil.rmtree(name, ignore_errors=True, dir_fd=place)
+
+
+def rename(old: Path, new: Path) -> None:
+    """Gives a file or a folder another name at once, which a file there loses; a link under either is not followed."""
+    os.replace(old, new)
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -259,10 +328,10 @@ def replacing(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
-            os.replace(partial, path)
+            rename(partial, path)
             sync_folder(path.parent)
     finally:
-        partial.unlink(missing_ok=True)
+        remove(partial)
 
 
 def sync_folder(folder: Path) -> None:

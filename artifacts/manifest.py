@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ling3export.artifacts.agreement import check_agreement
-from ling3export.artifacts.files import REBUILD, leftovers, open_regular, replace_file, writing
+from ling3export.artifacts.files import REBUILD, leftovers, open_regular, remove, replace_file, writing
 from ling3export.artifacts.older import EARLIER, check_bytes, upgraded, with_phases_of_today
 from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, shown, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest
@@ -56,7 +56,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     digest = hashlib.sha256(covered).hexdigest()
     with writing(folder / MANIFEST):
         for left in (*leftovers(folder / MANIFEST), folder / f".{MANIFEST}.partial"):  # the first version's one name
-            left.unlink(missing_ok=True)
+            remove(left)
     replace_file(folder / MANIFEST, covered + f'  "sha256": "{digest}"\n}}\n'.encode())
     return replace(whole, **digests, sha256=digest)
 

@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from ling3export.artifacts.files import TRUST, create, open_regular, replace_file, writing
+from ling3export.artifacts.files import TRUST, create, open_regular, remove, replace_file, writing
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.artifacts.records import Rule, WrongRecordError, at_most, from_json, laid_out, one_of, to_json
 from ling3export.artifacts.schema import Manifest
@@ -104,7 +104,7 @@ def make_key(path: Path) -> str:
                 file.write(data)
     except BaseException:
         for name in made:  # half a pair would be in the way of the next one
-            name.unlink()
+            remove(name)
         raise
     return key_id(public)
 

@@ -3,7 +3,6 @@
 import ctypes
 import fcntl
 import os
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,9 @@ from ling3export.artifacts.files import (
     leftovers,
     open_lock,
     partial_path,
+    remove,
+    remove_tree,
+    rename,
     sync_folder,
     sync_tree,
     write_error,
@@ -113,16 +115,16 @@ def _made_here(mark: Path) -> bool:
 def _rename(partial: Path, destination: Path) -> None:
     """Gives ``partial`` its name; an old folder of that name becomes a leftover."""
     if not destination.exists():
-        partial.rename(destination)
+        rename(partial, destination)
         return
     if swap_names(partial, destination):
         return
     old = partial_path(destination)
-    destination.rename(old)
+    rename(destination, old)
     try:
-        partial.rename(destination)
+        rename(partial, destination)
     except BaseException:
-        old.rename(destination)
+        rename(old, destination)
         raise
 
 
@@ -135,7 +137,7 @@ def swap_names(one: Path, other: Path) -> bool:
 
 def _remove_leftovers(destination: Path) -> None:
     for path in leftovers(destination):
-        shutil.rmtree(path, ignore_errors=True)
+        remove_tree(path)
 
 
 @contextmanager
@@ -154,7 +156,7 @@ def folder_lock(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        path.unlink(missing_ok=True)  # while it is held: whoever waits at the old file sees that it is gone
+        remove(path, held=descriptor)  # while it is held: whoever waits at the old file sees that it is gone
         os.close(descriptor)
 
 

@@ -10,7 +10,7 @@ from types import TracebackType
 
 import numpy as np
 
-from ling3export.artifacts.files import create, inside, sync_folder, write_error, writing
+from ling3export.artifacts.files import create, inside, remove, sync_folder, write_error, writing
 from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store_layout import TensorSpec, arranged, header
 from ling3export.foundation.dtypes import BY_CODE
@@ -196,7 +196,7 @@ class StoreWriter:
             self._open = False
             for opened in self._files.values():
                 opened.close()
-                opened.path.unlink(missing_ok=True)
+                remove(opened.path)
 
     def __enter__(self) -> "StoreWriter":
         return self

@@ -18,6 +18,30 @@ KINDS = {
 WORDS = {errno.ELOOP: "a symbolic link", errno.ENXIO: "a socket", errno.ENOTDIR: "no folder on the way to it"}
 
 
+FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+
+
+@contextmanager
+def folder_of(folder: Path, relative: str) -> Iterator[tuple[int, str]]:
+    """A descriptor of the folder that a file below ``folder`` is in, and the file's name there.
+
+    ``folder`` may be reached through links; below it none is followed.
+
+    Raises:
+        OSError: There is no such folder, or the path leads out of ``folder``.
+    """
+    *parents, name = PurePosixPath(relative).parts or (".",)
+    if ".." in parents or os.path.isabs(relative):
+        raise OSError(errno.EPERM, "a path that leads out of the folder")
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for parent in parents:
+            place = _replaced(place, os.open(parent, os.O_RDONLY | os.O_DIRECTORY | FLAGS, dir_fd=place))
+        yield place, name
+    finally:
+        os.close(place)
+
+
 @contextmanager
 def opened(folder: Path, relative: str, *, links: bool = False) -> Iterator[BufferedReader]:
     """A regular file below ``folder``, open for reading; nothing is waited for.
@@ -31,19 +55,13 @@ def opened(folder: Path, relative: str, *, links: bool = False) -> Iterator[Buff
     Raises:
         OSError: The file is missing or cannot be read, or is no regular file; ``strerror`` follows "found".
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
     whole = str(folder / relative)
     if links:
         folder, relative = _followed(folder, relative)
-    *parents, name = PurePosixPath(relative).parts or (".",)
     place = -1
     try:
-        if ".." in parents or os.path.isabs(relative):
-            raise OSError(errno.EPERM, "a path that leads out of the folder")
-        place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for parent in parents:
-            place = _replaced(place, os.open(parent, flags | os.O_DIRECTORY, dir_fd=place))
-        place = _replaced(place, os.open(name, flags, dir_fd=place))
+        with folder_of(folder, relative) as (parent, name):
+            place = os.open(name, os.O_RDONLY | FLAGS, dir_fd=parent)
         mode = os.fstat(place).st_mode
         if not stat.S_ISREG(mode):
             raise OSError(errno.EINVAL, KINDS.get(stat.S_IFMT(mode), "no regular file"))

@@ -18,7 +18,7 @@ from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.oci import Block, CatalogEntry, Descriptor, Index, LayerSource
 from ling3export.artifacts.catalog.record import LARGEST, parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
-from ling3export.artifacts.files import PARTIAL, inside, leftovers, open_lock, refuse_links, replacing, writing
+from ling3export.artifacts.files import PARTIAL, inside, leftovers, open_lock, refuse_links, remove, replacing, writing
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.foundation.errors import CatalogError, VersionExists
 from ling3export.foundation.reading import opened, read_bytes
@@ -137,7 +137,7 @@ class OciLayout:
         with self._locked(PUBLISHERS_LOCK, fcntl.LOCK_SH):
             with self._locked(INDEX_LOCK):
                 for left in leftovers(self.folder / INDEX):  # by a writer that was killed
-                    left.unlink(missing_ok=True)
+                    remove(left)
                 if not self._there(LAYOUT):
                     self._put(LAYOUT, LAYOUT_DATA)
                 if not self._there(INDEX):  # last: where it is, there is a whole layout
@@ -210,9 +210,9 @@ class OciLayout:
             for path in (self.folder / BLOBS).iterdir():
                 if OURS.fullmatch(path.name) and f"sha256:{path.name}" not in kept:
                     size = path.lstat().st_size
-                    with suppress(FileNotFoundError, IsADirectoryError):
-                        path.unlink()
-                        removed, freed = removed + 1, freed + size
+                    with suppress(IsADirectoryError):
+                        if remove(path, self.folder):
+                            removed, freed = removed + 1, freed + size
             return removed, freed
 
     def _there(self, path: str) -> bool:

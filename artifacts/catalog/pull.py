@@ -15,7 +15,7 @@ from ling3export.artifacts.catalog.oci import Descriptor
 from ling3export.artifacts.catalog.record import File
 from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of, write_at
 from ling3export.artifacts.catalog.stores import ResolvedVersion
-from ling3export.artifacts.files import open_lock, refuse_links, writing
+from ling3export.artifacts.files import link_or_copy, open_lock, refuse_links, remove, rename, writing
 from ling3export.artifacts.manifest import MANIFEST, file_records, named_target
 from ling3export.artifacts.schema import Manifest, StoredTensor
 from ling3export.artifacts.share import write_share
@@ -121,9 +121,9 @@ def pull(
                 pool.shutdown(cancel_futures=True)
                 raise
         for file in wanted:
-            _place(blobs / file.sha256, folder / file.path)
+            link_or_copy(blobs / file.sha256, folder / file.path)
         for path, (name, _) in shared.items():
-            _place(blobs / name, folder / path)
+            link_or_copy(blobs / name, folder / path)
         if target is not None and host is not None:
             write_share(folder, target, host)
     return moved
@@ -141,7 +141,7 @@ def pull_manifest(
     for file in found.record.files:
         if file.path in (MANIFEST, SIGNATURES):
             _fetch(store, file, found.layers[file.path], blobs, moved)
-            _place(blobs / file.sha256, folder / file.path)
+            link_or_copy(blobs / file.sha256, folder / file.path)
     return read_trusted(folder, report, str(found.entry))
 
 
@@ -209,16 +209,6 @@ def _wanted(manifest: Manifest, files: dict[str, File], target: str | None, foun
     return [files[path] for path in named if path not in others]
 
 
-def _place(blob: Path, path: Path) -> None:
-    """Gives a blob a second name, or a copy where that cannot be."""
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(blob, path)
-        except OSError:
-            shutil.copyfile(blob, path)
-
-
 def _fetch(store: "Store", file: File, layers: list[Descriptor], blobs: Path, moved: Moved) -> None:
     """Brings a file's bytes to ``blobs``, under their digest."""
     blob = blobs / file.sha256
@@ -247,7 +237,7 @@ def _fetch(store: "Store", file: File, layers: list[Descriptor], blobs: Path, mo
                 "the same command goes on from there",
             )
         if digest.hexdigest() != file.sha256:
-            os.unlink(f"{blob}.partial")
+            remove(Path(f"{blob}.partial"))
             raise CatalogError(
                 f"file `{file.path}`: expected sha256 {file.sha256}, found {digest.hexdigest()}, in {store}",
                 "the store is damaged, or what was pulled before: try again, then have it published again",
@@ -269,7 +259,7 @@ def _fetch_share(
             if all(holds(there.fileno(), slab) for slab in slabs):
                 moved.add(here=sum(slab.stop - slab.start for slab in slabs))
                 return
-        blob.unlink()  # of what it holds only a part is taken again
+        remove(blob)  # of what it holds only a part is taken again
     with _partial(blob) as descriptor:
         if descriptor is None:
             return
@@ -303,7 +293,7 @@ def _partial(blob: Path) -> Iterator[int | None]:
                 yield descriptor
                 os.fsync(descriptor)
                 os.fchmod(descriptor, 0o444)
-                os.rename(path, blob)
+                rename(path, blob)
                 return
             if blob.exists():
                 yield None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import refuse_links, try_writing, write_new
+from ling3export.artifacts.files import refuse_links, remove, try_writing, write_new
 from ling3export.artifacts.program_records import Origin, Program
 from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Mesh, Requirements
@@ -91,7 +91,7 @@ class Cells:
         for origin in (program.origin for program in programs if self.use.writes and program.origin is not None):
             for kind, key in (("cells", origin.key), ("programs", origin.program)):
                 if key is not None:
-                    self._cache.path(kind, key).unlink(missing_ok=True)
+                    remove(self._cache.path(kind, key))
 
     def file(self, kind: str, fields: dict[str, Any], make: Callable[[], bytes]) -> bytes:
         """A file of a target beside those of its cells, ``so`` or ``exec``: from the cache, or made now and kept.

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ling3export.artifacts.files import PARTIAL, RECOMPILED, writing
+from ling3export.artifacts.files import PARTIAL, RECOMPILED, remove, writing
 from ling3export.cache.store import DIGEST, KINDS, CacheEntry, read_entry
 from ling3export.cache.use import EXCLUSIVE, LOCK, locked
 
@@ -174,9 +174,9 @@ def clean_up(
         before = sum(entry.bytes for entry in found) + sum(sizes.values())
         going = found if everything else _chosen(found, sizes, older_than, max_bytes)
         for entry in going:
-            entry.path.unlink(missing_ok=True)
+            remove(entry.path)
             if entry.path.parent.name == RECOMPILED:
-                entry.path.with_suffix(".exec").unlink(missing_ok=True)
+                remove(entry.path.with_suffix(".exec"))
         left = [entry for entry in found if entry not in going]
         gone = _drop_unnamed(folder, {digest for entry in left for digest in entry.blobs.values()})
         after = sum(entry.bytes for entry in left) + sum(size for name, size in sizes.items() if name not in gone)
@@ -211,7 +211,7 @@ def _drop_unnamed(folder: Path, named: set[str]) -> set[str]:
     gone = set()
     for path in blobs + partial:
         with contextlib.suppress(FileNotFoundError):
-            if path.parent.name != RECOMPILED or path.lstat().st_mtime < time.time() - WRITING:
-                path.unlink()
+            old = path.parent.name != RECOMPILED or path.lstat().st_mtime < time.time() - WRITING
+            if old and remove(path):
                 gone.add(path.name)
     return gone

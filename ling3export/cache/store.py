@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ling3export.artifacts.files import RECOMPILED, refuse_links, replace_file, writing
+from ling3export.artifacts.files import RECOMPILED, refuse_links, remove, replace_file, writing
 from ling3export.artifacts.records import WrongRecordError, from_json, sha256_of
 from ling3export.cache.use import LOCK, SHARED, CacheUse, locked
 from ling3export.foundation.errors import ArtifactError, listed
@@ -135,7 +135,7 @@ class Cache:
         path, data = self._blob(digest), read_bytes(self.folder, f"blobs/{digest}", LARGEST_BLOB)
         if hashlib.sha256(data).hexdigest() != digest:
             if self._writes:
-                path.unlink(missing_ok=True)
+                remove(path)
             raise ValueError(f"{len(data):,} bytes of another digest")
         return data
 
@@ -165,7 +165,7 @@ class Cache:
             return
         self._say(f"{what}; discarded, it is made again")
         try:
-            path.unlink(missing_ok=True)
+            remove(path)
         except OSError as refused:
             self._say(f"cache entry {path.stem[:12]}: could not be removed: {refused.strerror}")
 

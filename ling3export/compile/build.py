@@ -6,7 +6,6 @@ stands; a kill at any moment leaves nothing that looks whole.
 
 import itertools
 import platform
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +19,7 @@ from typing import Protocol
 
 import ling3export
 from ling3export.artifacts import schema
-from ling3export.artifacts.files import write_new
+from ling3export.artifacts.files import remove_tree, write_new
 from ling3export.artifacts.manifest import file_record, write_manifest
 from ling3export.artifacts.receipts import PORTABLE
 from ling3export.artifacts.records import to_json
@@ -120,7 +119,7 @@ def build(
         manifest = complete(folder, body, outcomes, report, cells, prove=prove)
         if no_weights and dummy is not None:
             for each in ("weights", "vectors"):
-                shutil.rmtree(folder / each)
+                remove_tree(folder / each)
             said = f"{manifest.vectors.source}; dummy weights of seed {dummy}, not kept"
             kept = replace(manifest.vectors, expected=None, source=said)
             manifest = write_manifest(folder, replace(manifest, weights=schema.WeightsRecord({}, {}), vectors=kept))

@@ -12,13 +12,23 @@ by the same sources and compilers, or it is refused.
 
 import os
 import re
-import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from ling3export.artifacts.files import leftovers, refuse_links, sync_folder, sync_tree, try_writing, write_new, writing
+from ling3export.artifacts.files import (
+    leftovers,
+    refuse_links,
+    remove,
+    remove_tree,
+    rename,
+    sync_folder,
+    sync_tree,
+    try_writing,
+    write_new,
+    writing,
+)
 from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest, recorded_files
 from ling3export.artifacts.schema import KERNELS, STATE, Manifest, Target
 from ling3export.artifacts.signing import read_trusted
@@ -76,7 +86,7 @@ def add_targets(
         for path, folder in ((artifact / MANIFEST, artifact), (programs, programs)):  # before any work
             with writing(path):
                 for left in leftovers(folder / "trial"):
-                    left.unlink(missing_ok=True)
+                    remove(left)
                 try_writing(folder)
         _check_shared(options, given, manifest, artifact)
         recorded = {name: getattr(manifest.plan, name) for name in SIZING if name not in given}
@@ -183,13 +193,13 @@ def _take_in(
     try:
         for name in (outcome.plan.target.name for outcome in outcomes):
             moved[name] = _free_name(artifact, name)
-            (staging / "programs" / name).rename(artifact / "programs" / moved[name])
+            rename(staging / "programs" / name, artifact / "programs" / moved[name])
         sync_folder(artifact / "programs")
         written = complete(artifact, manifest, outcomes, report, cells, moved, prove=prove)
     except BaseException:
         if read_manifest(artifact).sha256 == manifest.sha256:
             for programs in moved.values():
-                shutil.rmtree(artifact / "programs" / programs, ignore_errors=True)
+                remove_tree(artifact / "programs" / programs, artifact)
         raise
     _remove_unnamed(artifact, written)
     return written
@@ -208,22 +218,8 @@ def _remove_unnamed(artifact: Path, manifest: Manifest) -> None:
     be removed stays: readers tolerate it.
     """
     named = {Path(path).parts[1] for path in recorded_files(manifest) if path.startswith("programs/")}
-    with suppress(OSError), _opened(artifact / "programs") as programs:
-        for name in os.listdir(programs):
-            if name not in named and TARGET_FOLDER.fullmatch(name):
-                with suppress(OSError), _opened(name, programs) as folder:
-                    files = os.listdir(folder)
-                    if all(PROGRAM_FILE.fullmatch(file) for file in files):
-                        for file in files:
-                            os.unlink(file, dir_fd=folder)
-                        os.rmdir(name, dir_fd=programs)
-
-
-@contextmanager
-def _opened(folder: Path | str, within: int | None = None) -> Iterator[int]:
-    """A descriptor of a folder that is no link, perhaps by its name in the folder of another descriptor."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=within)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+    for folder in (artifact / "programs").iterdir():
+        if folder.name not in named and TARGET_FOLDER.fullmatch(folder.name):
+            with suppress(OSError):
+                if all(PROGRAM_FILE.fullmatch(file) for file in os.listdir(folder)):
+                    remove_tree(folder, artifact)

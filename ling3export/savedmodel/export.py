@@ -5,14 +5,13 @@ TensorFlow runs in a process of its own (``ling3export/savedmodel/worker.py``).
 """
 
 import json
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import write_new
+from ling3export.artifacts.files import remove_tree, rename, write_new
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import WeightsRecord
 from ling3export.artifacts.staging import staged
@@ -122,10 +121,10 @@ def build_savedmodel(
         job = ExportJob(source.config, plan.geometry, cells, folder, weights, folder / "model")
         report.start("signatures", len(cells))
         described = run_worker(job, report)
-        shutil.rmtree(folder / "weights")
+        remove_tree(folder / "weights")
         for path in job.model.iterdir():
-            path.rename(folder / path.name)
-        job.model.rmdir()
+            rename(path, folder / path.name)
+        remove_tree(job.model)
         record = {
             "producer": {name: metadata.version(name) for name in ("ling3export", "jax", "jaxlib", *EXTRA)},
             "source": {"name": source.path.resolve().name, "digests": to_json(source.digests())},

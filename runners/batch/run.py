@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ling3export.artifacts.files import open_own, replace_file, replacing, writing
+from ling3export.artifacts.files import open_own, remove, rename, replace_file, replacing, writing
 from ling3export.artifacts.records import WrongRecordError, from_json
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.reading import opened
@@ -125,7 +125,7 @@ def answer_file(
     mine = range(shard.index, count, shard.count)
     with _opened(partial) as file:
         if force:
-            output.unlink(missing_ok=True)
+            remove(output)
             file.truncate(0)
         elif record.exists() or output.exists():
             _same(asked, read_record(output), output)
@@ -134,7 +134,7 @@ def answer_file(
                     if (count := _answered(whole, asked, mine, output)[0]) != len(mine):
                         found = f"expected {len(mine)} answers, found {count}"
                         raise BatchError(f"batch output `{output}`: {found}", ANEW)
-                partial.unlink()
+                remove(partial)
                 return BatchSummary(len(mine), 0, len(mine))
         else:
             file.truncate(0)
@@ -148,7 +148,7 @@ def answer_file(
             file.flush()
             progress(number)
         os.fsync(file.fileno())
-        os.replace(partial, output)
+        rename(partial, output)
     return BatchSummary(len(mine), refused, earlier)
 
 

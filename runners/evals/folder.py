@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, TypeVar
 
-from ling3export.artifacts.files import open_own, refuse_links, replace_file, write_new, writing
+from ling3export.artifacts.files import open_own, refuse_links, remove, rename, replace_file, write_new, writing
 from ling3export.artifacts.records import Digest, Rule, Text, WrongRecordError, from_json, sha256_of
 from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.reading import opened
@@ -196,7 +196,7 @@ class RunFolder:
             replace_file(self.path / REPORT, report.encode())
         replace_file(self.path / RUN, json_line(run, indent=1))
         os.fsync(self._file.fileno())
-        os.replace(self.path / PARTIAL, self.path / PREDICTIONS)
+        rename(self.path / PARTIAL, self.path / PREDICTIONS)
 
 
 @contextmanager
@@ -340,9 +340,9 @@ def _prepare(path: Path, descriptor: int, run: RunRecord, tasks: bytes, force: b
         refuse_links(path, [TRANSCRIPTS])
         transcripts = (path / TRANSCRIPTS).iterdir() if (path / TRANSCRIPTS).is_dir() else ()
         for file in [each for each in transcripts if TRANSCRIPT.fullmatch(each.name)]:
-            file.unlink(missing_ok=True)
+            remove(file, path)
         for name in (PREDICTIONS, PARTIAL, TASKS, REPORT, RUN):  # last the name that says whose the rest is
-            (path / name).unlink(missing_ok=True)
+            remove(path / name)
     elif (path / PREDICTIONS).exists():
         raise EvalError(
             f"run `{path.name}`: expected a run to resume, found a finished one, in {path.parent}",

@@ -257,7 +257,7 @@ class FfnConnector:
             if not self._segment.held(1 + session) and self._segment.states[session] == HERE:
                 raise FfnGone(f"session {session} of `{self._segment.name}`: expected a live process, found none")
         if (states != NEVER).all():
-            self._segment.unlink()  # nobody needs the name any more: whatever dies now, nothing is left behind
+            self._segment.drop_name()  # nobody needs the name any more: whatever dies now, nothing is left behind
         elif now - self._started > self._wait:
             raise ScheduleTimeout(
                 f"`{self._segment.name}`: expected sessions {np.flatnonzero(states == NEVER).tolist()} within "

@@ -10,15 +10,14 @@ import fcntl
 import mmap
 import os
 import re
-import stat
 import struct
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from ling3export.artifacts.files import ArtifactError, create_unnamed, give_name, open_lock, remove
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.ffn.context import ALIGNMENT, HEAD, SIZE, ContextError, ScheduleContext, get
 from ling3export.runners.ffn.schedule import TokenBuffers
@@ -164,7 +163,7 @@ class Segment:
         for other in FOLDER.glob(f"{PREFIX}*"):
             _remove_dead(other)
         size = context.attention_token_data_buf + context.attention_token_data_size
-        descriptor = os.open(FOLDER, os.O_TMPFILE | os.O_RDWR, 0o600)  # without a name until it is whole
+        descriptor = create_unnamed(FOLDER)  # without a name until it is whole
         greeting = GREETING.pack(MAGIC, VERSION, share.index, share.count, share.synchronous, share.artifact.encode())
         try:
             context.check(there.itemsize, size)
@@ -173,7 +172,7 @@ class Segment:
             segment = cls(name, descriptor, there, back)
             segment.buffers.clear()
             segment.lock(WORKER)
-            while not _named(descriptor, path):
+            while not give_name(descriptor, path):
                 if not _remove_dead(path):
                     raise ContextError(f"--context: expected a free name, found `{name}` taken", "choose another")
         except BaseException:
@@ -262,7 +261,7 @@ class Segment:
         """
         if not self.held(WORKER):
             if get(self.memory, "run_flag"):
-                self.unlink()
+                self.drop_name()
                 raise FfnGone(f"ffn worker `{self.name}`: expected it to answer, found its process gone")
             raise FfnGone(
                 f"ffn worker `{self.name}`: expected it to answer, found it ended: {self.said() or 'in order'}"
@@ -273,9 +272,9 @@ class Segment:
                 f"{self.said() or 'its run flag is 0'}"
             )
 
-    def unlink(self) -> None:
+    def drop_name(self) -> None:
         """Removes the segment's name, if it is still this one's; processes that have it open keep it."""
-        _unlink(path_of(self.name), self._descriptor)
+        remove(path_of(self.name), held=self._descriptor)
 
     def close(self) -> None:
         """Gives every lock back; the memory goes with the last view of it."""
@@ -294,21 +293,6 @@ def _reserve(descriptor: int, size: int) -> None:
         ) from error
 
 
-def _named(descriptor: int, path: Path) -> bool:
-    """Gives a file without a name one; False where another file has it.
-
-    ``os.link`` follows a link of ``/proc`` only from a folder that is open.
-    """
-    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
-        return True
-    except FileExistsError:
-        return False
-    finally:
-        os.close(folder)
-
-
 def _opened(path: Path) -> int | None:
     """The open file of a name, None where there is none.
 
@@ -316,16 +300,16 @@ def _opened(path: Path) -> int | None:
         ContextError: It is no file, or another user's, who would read the tokens and answer what he likes.
     """
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise ContextError(f"segment `{path.name}`: expected a file, found: {error.strerror}") from error
-    found = os.fstat(descriptor)
-    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        descriptor = open_lock(path, os.O_RDWR)
+    except ArtifactError as error:
+        if isinstance(error.__cause__, FileNotFoundError):
+            return None
+        raise ContextError(f"segment `{path.name}`: expected a file of this user: {error.message}") from error
+    if (owner := os.fstat(descriptor).st_uid) != os.geteuid():
         os.close(descriptor)
-        what = f"one of user {found.st_uid}" if stat.S_ISREG(found.st_mode) else "something else"
-        raise ContextError(f"segment `{path.name}`: expected a file of this user, {os.geteuid()}, found {what}")
+        raise ContextError(
+            f"segment `{path.name}`: expected a file of this user, {os.geteuid()}, found one of user {owner}"
+        )
     return descriptor
 
 
@@ -339,17 +323,10 @@ def _remove_dead(path: Path) -> bool:
     try:
         if _holder(descriptor, WORKER):
             return False
-        _unlink(path, descriptor)
+        remove(path, held=descriptor)
         return True
     finally:
         os.close(descriptor)
-
-
-def _unlink(path: Path, descriptor: int) -> None:
-    """Removes a name if it is that of the open file."""
-    with suppress(FileNotFoundError):
-        if os.stat(path, follow_symlinks=False).st_ino == os.fstat(descriptor).st_ino:
-            path.unlink()
 
 
 def _holder(descriptor: int, byte: int) -> bool:

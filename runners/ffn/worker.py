@@ -126,7 +126,7 @@ class FfnWorker:
             raise
         finally:
             self.segment.buffers.stop()
-            self.segment.unlink()
+            self.segment.drop_name()
             self.segment.close()
 
 

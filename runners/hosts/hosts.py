@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.reading import opened
 from ling3export.machine.service import is_loopback, launched
 
 DETECT = "auto"  # as a coordinator: ask the cluster's launcher
@@ -150,17 +151,19 @@ def read_secret(file: Path | None, environment: Mapping[str, str] = os.environ) 
 
 def _private(file: Path) -> str:
     """The text of a file that nobody but this user may read or write; a pipe or a device is not waited for."""
-    with open(file, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as opened:
-        found = os.fstat(opened.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise Ling3Error(f"--secret-file `{file}`: expected a regular file, found something else")
-        if found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise Ling3Error(
-                f"--secret-file `{file}`: expected a file of this user alone (0600), found mode "
-                f"{stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}",
-                f"chmod 600 {file}",
-            )
-        return opened.read(2 * LONGEST).decode("ascii", "replace")
+    file = file.resolve()
+    try:
+        with opened(file.parent, file.name) as there:
+            found, text = os.fstat(there.fileno()), there.read(2 * LONGEST)
+    except OSError as error:
+        raise Ling3Error(f"--secret-file `{file}`: expected a regular file, found {error.strerror}") from error
+    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise Ling3Error(
+            f"--secret-file `{file}`: expected a file of this user alone (0600), found mode "
+            f"{stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}",
+            f"chmod 600 {file}",
+        )
+    return text.decode("ascii", "replace")
 
 
 def _number(name: str, environment: Mapping[str, str]) -> int | None:

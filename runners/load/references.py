@@ -6,7 +6,6 @@ Nothing heavy is imported before something is pulled.
 import fcntl
 import os
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ling3export.artifacts.files import open_lock, writing
+from ling3export.artifacts.files import open_lock, remove_tree, writing
 from ling3export.foundation.errors import CatalogError, listed, printable
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ def pulled(
             return place
         moved = one(store, found, place, blobs, target=target, host=host, force=force, report=_say)
     if not kept:
-        shutil.rmtree(blobs)
+        remove_tree(blobs)
     _say(f"{found.entry}: {moved.pulled:,} bytes pulled, {moved.here:,} were here")
     return place
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.artifacts.files import create
+from ling3export.artifacts.files import create, remove, rename
 from ling3export.foundation.reading import opened, shared_with
 from ling3export.runners.state.layout import StateLayout, StateMismatch
 from ling3export.runners.state.sequence_state import SequenceState, StateBytes, read_record, read_state
@@ -102,7 +102,7 @@ class FolderStore:
                 self.sweep()  # what was leased when this process began
             data = StateBytes(self._layout, {**descriptor, **lease}, tokens, first, allocate)
         except OSError:
-            partial.unlink(missing_ok=True)
+            remove(partial)
             if place >= 0:
                 os.close(place)
             self.counts["full"] += 1
@@ -112,14 +112,14 @@ class FolderStore:
             try:
                 if whole:
                     os.utime(place, (self._clock(),) * 2)
-                    os.rename(partial, path)
+                    rename(partial, path)
             except OSError:
                 whole = False
             self.counts["stored" if whole else "abandoned"] += 1
             if whole and self._lease is not None:
                 self._held[name] = place
             else:
-                partial.unlink(missing_ok=True)
+                remove(partial)
                 os.close(place)
             return whole
 
@@ -139,7 +139,7 @@ class FolderStore:
 
     def remove(self, name: str) -> None:
         """Removes a state, if it is there."""
-        self._path(name).unlink(missing_ok=True)
+        remove(self._path(name))
 
     def release(self, address: StateAddress, until: float) -> None:
         """Removes a leased file."""
@@ -188,7 +188,7 @@ class FolderStore:
         for _, path, size in found:
             if total <= most:
                 break
-            path.unlink(missing_ok=True)
+            remove(path)
             total -= size
             self.counts["evicted"] += 1
             gone.add(path.name.removeprefix(self._prefix).removesuffix(self._suffix))
@@ -268,7 +268,7 @@ def collect(
                     reason = "its process is gone" if leased and over and _unlocked(file.fileno()) else ""
         if reason:
             if not dry_run:
-                path.unlink(missing_ok=True)
+                remove(path)
             yield path.name, status.st_size, reason
 
 

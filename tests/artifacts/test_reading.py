@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ling3export.artifacts import files
+from ling3export.artifacts import files, staging
 from ling3export.artifacts.files import leftovers, open_own, refuse_links, try_writing, write_error, write_new
 from ling3export.artifacts.manifest import MANIFEST
 from ling3export.artifacts.staging import staged
@@ -164,14 +164,14 @@ def test_a_file_that_grows_is_a_regular_one_of_this_user(tmp_path, monkeypatch):
 
 def test_trying_to_write_leaves_nothing_even_when_it_is_killed(tmp_path, monkeypatch):
     """``.partial-PID-…`` of a killed trial stayed in artifacts and caches for ever."""
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: pytest.fail("a name was given"))
+    monkeypatch.setattr(os, "unlink", lambda *_, **__: pytest.fail("a name was given"))
     try_writing(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_trial_where_files_need_a_name_leaves_one_that_the_next_build_removes(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # as on a file system that has no files without a name
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as if killed before
+    monkeypatch.setattr(os, "unlink", lambda *_, **__: None)  # as if killed before
     try_writing(tmp_path)
     monkeypatch.undo()
     assert leftovers(tmp_path / "trial") == list(tmp_path.iterdir())
@@ -196,13 +196,13 @@ def test_force_has_a_whole_artifact_under_the_name_at_every_moment(tmp_path, mon
     with staged(tmp_path / "a.ling3") as partial:
         written(partial, "old")
     before = []
-    rename = Path.rename
+    rename = staging.rename
 
-    def watched(self: Path, target: Path) -> Path:
-        before.append(str(target))
-        return rename(self, target)
+    def watched(old: Path, new: Path) -> None:
+        before.append(str(new))
+        rename(old, new)
 
-    monkeypatch.setattr(Path, "rename", watched)
+    monkeypatch.setattr(staging, "rename", watched)
     with staged(tmp_path / "a.ling3", force=True) as partial:
         written(partial, "new")
     assert before == [], "a rename away from the name leaves it free for a moment"

@@ -119,15 +119,15 @@ def test_force_replaces_nothing_that_is_no_artifact(tmp_path: Path) -> None:
 def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a").mkdir()
     write(tmp_path / "a", "old")
-    rename = Path.rename
+    rename = staging.rename
     monkeypatch.setattr(staging, "swap_names", lambda one, other: False)
 
-    def fails_for_the_new(self: Path, target: Path) -> Path:
-        if self.is_dir() and written(self) == "new":
+    def fails_for_the_new(old: Path, new: Path) -> None:
+        if old.is_dir() and written(old) == "new":
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        return rename(self, target)
+        rename(old, new)
 
-    monkeypatch.setattr(Path, "rename", fails_for_the_new)
+    monkeypatch.setattr(staging, "rename", fails_for_the_new)
     with pytest.raises(OSError, match="Input/output error"), staged(tmp_path / "a", force=True) as partial:
         write(partial, "new")
     assert names(tmp_path) == ["a"]

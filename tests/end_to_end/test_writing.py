@@ -1,35 +1,58 @@
-"""Files are written through one door: ``artifacts/files.py`` alone opens names to write; few remove any."""
+"""Files are written, removed and renamed through one door, ``artifacts/files.py``; what runs is asked for trust."""
 
 import ast
-from pathlib import Path
+import os
+from collections.abc import Callable
+from unittest.mock import Mock
 
+import pytest
+
+from ling3export.artifacts import files
+from ling3export.foundation.errors import ArtifactError
 from tests.support.rooms import modules
 
 DOOR = "artifacts.files"
 OPENERS = {"create", "open_own", "open_lock"}  # functions of the door: what they give is open already
 PATH_WRITERS = {"write_text", "write_bytes"}
 OTHER_WRITERS = {"shutil.copy", "shutil.copy2", "shutil.copyfile", "tempfile.mkstemp", "tempfile.NamedTemporaryFile"}
-# Modules that open otherwise, each with its reason.
-EXCEPTIONS = {
-    "foundation.reading": "opens to read, without links",
-    "runners.ffn.segment": "shared memory: a file without a name, or one without links whose owner is checked",
-    "runners.hosts.channel": "/dev/null",
-    "runners.hosts.hosts": "opens to read",
-    "machine.kernels": "memory without a name",
-    "artifacts.catalog.pull": "room of the catalogue: copies into a new folder",
+LINKERS = {"os.link", "os.symlink", "symlink_to", "hardlink_to"}
+REMOVERS = {"remove", "unlink", "rmdir", "removedirs", "rename", "renames", "rmtree", "move", "link_to"}
+OF_MODULES = {"os", "shutil"}
+# What reads a manifest without asking who signed it, each with its reason.
+UNSIGNED = {
+    "artifacts.catalog.publish": "what it publishes is signed here",
+    "artifacts.signing": "the door itself",
+    "artifacts.staging": "whether an artifact is there at all",
+    "runners.bench_serving.compare": "sizes: the servers that it starts ask for trust",
+    "runners.bench_serving.measure": "counts tokens by the tokenizer's files",
+    "cli.catalog": "the digest that an evaluation names",
+    "cli.main": "inspect prints it",
+    "compile.into": "compares it with the one that it read with trust",
+    "plan.pricing": "times that were measured",
+    "report.page": "prints it",
 }
+# What turns bytes of an artifact into something that runs.
+EXECUTERS = {
+    "machine.kernels": "native kernels",
+    "machine.pjrt": "executables",
+    "machine.portable": "portable programs",
+    "machine.untouched": "a function of the system",
+    "artifacts.staging": "a function of the system",
+    "runners.text.chat": "templates, in jinja2's sandbox, in a process that can be ended",
+}
+EXECUTING = {"deserialize_executable", "deserialize_portable_artifact", "deserialize", "CDLL", "from_string"}
 
 
 def opens_to_write(call: ast.Call) -> bool:
-    """Whether a call may open a name to write: any that does not show that it only reads."""
+    """Whether a call may open a name to write: any that does not show that it only reads, or has a descriptor."""
     function = ast.unparse(call.func)
     name = function.rpartition(".")[2]
     if name in PATH_WRITERS or function in OTHER_WRITERS:
         return True
     if function == "os.open":
         flags = ast.unparse(call.args[1])
-        return "os.O_RDONLY" not in flags or "O_CREAT" in flags
-    if name != "open":
+        return ast.unparse(call.args[0]) != "os.devnull" and ("os.O_RDONLY" not in flags or "O_CREAT" in flags)
+    if name != "open" or any(keyword.arg == "closefd" for keyword in call.keywords):
         return False
     arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
     if arguments and isinstance(arguments[0], ast.Call) and ast.unparse(arguments[0].func) in OPENERS:
@@ -38,56 +61,8 @@ def opens_to_write(call: ast.Call) -> bool:
     return any(set(text) <= set("rwaxbt+") and set(text) & set("wax+") for text in texts)
 
 
-def writers(files: dict[str, Path]) -> set[str]:
-    return {
-        name.removeprefix("ling3export.")
-        for name, file in files.items()
-        if any(isinstance(node, ast.Call) and opens_to_write(node) for node in ast.walk(ast.parse(file.read_text())))
-    }
-
-
-def test_names_are_opened_to_write_by_one_module_alone():
-    """`eval run` wrote through a link at predictions.jsonl.partial, which it opened by itself."""
-    assert writers(modules()) - {DOOR} == set(EXCEPTIONS)
-
-
-def test_calls_that_write_are_found():
-    written = "open(p, 'a+b')", "p.open('w')", "open(p, mode='x')", "os.open(p, flags)", "os.open(p, os.O_WRONLY)"
-    read = "open(p)", "p.open('rb')", "os.open(p, os.O_RDONLY)", "open(create(p), 'wb')", "Checkpoint.open(source)"
-    for text in (*written, "(p / 'a').write_text(x)", "p.write_bytes(x)", "shutil.copyfile(p, q)"):
-        assert opens_to_write(ast.parse(text, mode="eval").body), text
-    for text in read:
-        assert not opens_to_write(ast.parse(text, mode="eval").body), text
-
-
-# Modules that remove or rename, how often, and why what they remove is theirs: a new call has to be looked at first.
-REMOVING = {
-    "artifacts.catalog.layout": (2, "names that are digests, and own partials, below blobs that are no links"),
-    "artifacts.catalog.pull": (3, "a blob and its partial, below the folder that it made"),
-    "artifacts.manifest": (1, "leftovers of the name that it writes"),
-    "artifacts.signing": (1, "the half of a pair that it has just written"),
-    "artifacts.staging": (6, "its hidden folders, and the artifact that --force names"),
-    "artifacts.store_writer": (1, "the file that it has just opened"),
-    "cache.cells": (1, "an entry of the cache, by its digest"),
-    "cache.cleanup": (3, "entries of the cache, listed as such"),
-    "cache.store": (2, "entries of the cache, by their digests"),
-    "compile.build": (1, "weights of its own staging folder"),
-    "compile.into": (5, "programs of its own staging folder, below a folder that it holds open"),
-    "runners.batch.run": (3, "the output that --force names, and its partial"),
-    "runners.evals.folder": (3, "files of a run, by their fixed names"),
-    "runners.ffn.connector": (1, "a segment of shared memory"),
-    "runners.ffn.segment": (2, "segments of shared memory whose owner is checked"),
-    "runners.ffn.worker": (1, "a segment of shared memory"),
-    "runners.load.references": (1, "blobs of the catalogue's own cache"),
-    "runners.transfer.folder": (6, "states, by their names, in a folder whose owner and mode are checked"),
-    "savedmodel.export": (3, "its own staging folder"),
-}
-REMOVERS = {"remove", "unlink", "rmdir", "removedirs", "rename", "renames", "rmtree", "move", "link_to"}
-OF_MODULES = {"os", "shutil"}
-
-
 def removes(call: ast.Call) -> bool:
-    """Whether a call may remove or rename a file: also ``path.replace(target)``, of one argument."""
+    """Whether a call may remove, rename or link a file: also ``path.replace(target)``, of one argument."""
     function = call.func
     if not isinstance(function, ast.Attribute):
         return isinstance(function, ast.Name) and function.id in REMOVERS - {"remove", "move", "rename"}
@@ -96,29 +71,73 @@ def removes(call: ast.Call) -> bool:
         return owner == "os" or (owner not in ("dataclasses", "copy") and len(call.args) == 1 and not call.keywords)
     if function.attr in ("remove", "move"):  # lists and sets remove, too
         return owner in OF_MODULES
-    return function.attr in REMOVERS
+    return function.attr in REMOVERS or bool({function.attr, f"{owner}.{function.attr}"} & LINKERS)
 
 
-def test_names_are_removed_and_renamed_where_it_was_looked_at():
-    """`catalog gc` removed another folder's files through a link."""
-    found = {}
-    for name, file in modules().items():
-        count = sum(isinstance(node, ast.Call) and removes(node) for node in ast.walk(ast.parse(file.read_text())))
-        if count and (short := name.removeprefix("ling3export.")) != DOOR:
-            found[short] = count
-    assert found == {name: count for name, (count, reason) in REMOVING.items() if reason}
+def callers(found: Callable[[ast.Call], bool]) -> set[str]:
+    """The modules that have such a call, by their short names."""
+    return {
+        name.removeprefix("ling3export.")
+        for name, file in modules().items()
+        if any(isinstance(node, ast.Call) and found(node) for node in ast.walk(ast.parse(file.read_text())))
+    }
+
+
+def test_files_are_written_removed_and_renamed_by_one_module_alone():
+    """`eval run` wrote through a link at predictions.jsonl.partial; `catalog gc` removed through one."""
+    assert callers(opens_to_write) == callers(removes) == {DOOR}
+
+
+def test_calls_that_write_are_found():
+    written = "open(p, 'a+b')", "p.open('w')", "open(p, mode='x')", "os.open(p, flags)", "os.open(p, os.O_WRONLY)"
+    read = "open(p)", "p.open('rb')", "os.open(p, os.O_RDONLY)", "open(create(p), 'wb')", "Checkpoint.open(source)"
+    for text in (*written, "(p / 'a').write_text(x)", "p.write_bytes(x)", "shutil.copyfile(p, q)"):
+        assert opens_to_write(ast.parse(text, mode="eval").body), text
+    for text in (*read, "open(d, 'wb', closefd=False)", "os.open(os.devnull, os.O_WRONLY)"):
+        assert not opens_to_write(ast.parse(text, mode="eval").body), text
 
 
 def test_calls_that_remove_are_found():
-    removing = (
-        "os.remove(p)",
-        "os.replace(p, q)",
-        "p.unlink()",
-        "(p / 'a').rename(q)",
-        "shutil.rmtree(p)",
-        "p.replace(q)",
-    )
-    for text in (*removing, "os.rmdir(n, dir_fd=d)", "unlink(p)", "shutil.move(p, q)", "rmtree(p)"):
+    removing = "os.remove(p)", "os.replace(p, q)", "p.unlink()", "(p / 'a').rename(q)", "shutil.rmtree(p)"
+    for text in (*removing, "p.replace(q)", "os.rmdir(n, dir_fd=d)", "unlink(p)", "shutil.move(p, q)", "os.link(p, q)"):
         assert removes(ast.parse(text, mode="eval").body), text
-    for text in ("text.replace('a', 'b')", "names.remove(n)", "replace(record, a=1)", "path.exists()"):
+    for text in ("text.replace('a', 'b')", "names.remove(n)", "replace(record, a=1)", "path.exists()", "remove(p)"):
         assert not removes(ast.parse(text, mode="eval").body), text
+
+
+def calls(*names: str) -> Callable[[ast.Call], bool]:
+    """Whether a call is one of these functions, whatever it is found in."""
+    return lambda call: ast.unparse(call.func).rpartition(".")[2] in names
+
+
+def test_artifacts_are_opened_with_trust_where_something_of_them_runs():
+    """`attach` and `build --into` ran unsigned code under LING3_TRUST."""
+    assert callers(calls("read_manifest")) == set(UNSIGNED)
+    assert callers(calls(*EXECUTING)) == set(EXECUTERS)
+
+
+def test_removing_follows_no_link_below_the_folder_that_is_given(tmp_path):
+    ours, others = tmp_path / "ours", tmp_path / "others"
+    for folder in (ours, others):
+        folder.mkdir()
+        (folder / "a").write_text("kept")
+    (ours / "link").symlink_to(others)
+    with pytest.raises(OSError, match=r"Not a directory|Too many levels"):
+        files.remove(ours / "link" / "a", ours)
+    files.remove_tree(ours / "link", ours)
+    assert (others / "a").exists() and (ours / "link").is_symlink()
+    assert files.remove(ours / "link") and (others / "a").exists() and not files.remove(ours / "link")
+    with (others / "a").open() as held:
+        assert not files.remove(ours / "a", held=held.fileno()) and files.remove(others / "a", held=held.fileno())
+    files.rename(ours / "a", others / "b")
+    files.remove_tree(others, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["ours"]
+
+
+def test_a_blob_is_copied_where_it_cannot_have_a_second_name(tmp_path, monkeypatch):
+    (tmp_path / "blob").write_text("bytes")
+    monkeypatch.setattr(os, "link", Mock(side_effect=OSError("another disk")))
+    files.link_or_copy(tmp_path / "blob", tmp_path / "folder" / "file")
+    assert (tmp_path / "folder" / "file").read_text() == "bytes"
+    with pytest.raises(ArtifactError, match="write `file`"):
+        files.link_or_copy(tmp_path / "blob", tmp_path / "folder" / "file")

@@ -337,7 +337,7 @@ def test_tasks_of_another_run_are_replaced_with_force_only_and_those_of_a_user_n
 @pytest.mark.parametrize("force", [True, False])
 def test_a_run_killed_at_any_file_of_its_begin_can_be_gone_on_with(evaluate, tmp_path, monkeypatch, force):
     """Finding 26: every write and every removal fails once, as if the process had been killed there."""
-    write, unlink, left = folder.replace_file, Path.unlink, [0]
+    write, unlink, left = folder.replace_file, folder.remove, [0]
 
     def counted(real, *arguments, **named):
         left[0] -= 1
@@ -351,7 +351,7 @@ def test_a_run_killed_at_any_file_of_its_begin_can_be_gone_on_with(evaluate, tmp
             assert evaluate(FakeBackend(half), folder=name).exit_code == 0
         with monkeypatch.context() as patched:
             patched.setattr(folder, "replace_file", partial(counted, write))
-            patched.setattr(Path, "unlink", lambda path, missing_ok=False: counted(unlink, path, missing_ok=missing_ok))
+            patched.setattr(folder, "remove", partial(counted, unlink))
             evaluate(FakeBackend(half), *(["--force"] if force else []), folder=name)
         done = evaluate(FakeBackend(half), folder=name)
         assert done.exit_code == 0 or "found a finished one" in done.stderr, (count, done.stderr)

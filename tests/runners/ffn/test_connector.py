@@ -64,7 +64,7 @@ def connector(segment: Segment, **limits: float) -> FfnConnector:
 
 def end(segment: Segment) -> None:
     segment.buffers.stop()
-    segment.unlink()
+    segment.drop_name()
     segment.close()
 
 
@@ -345,7 +345,7 @@ def test_a_segment_that_is_none_of_this_version_is_refused(name: str, at: int, d
     with pytest.raises(ContextError) as refused:
         link(name)
     assert message in str(refused.value)
-    segment.unlink()
+    segment.drop_name()
     segment.close()
 
 

@@ -438,7 +438,7 @@ def test_the_secret_is_in_a_file_of_this_user_alone_or_in_the_environment(tmp_pa
             read_secret(file, variables)
     file.chmod(0o600)
     os.mkfifo(tmp_path / "pipe", 0o600)
-    with pytest.raises(Ling3Error, match="expected a regular file, found something else"):
+    with pytest.raises(Ling3Error, match="expected a regular file, found a pipe"):
         read_secret(tmp_path / "pipe")
     for text in ("", "short", "x" * 2000, "two words of some length", "é" * 20):
         file.write_text(text)
