@@ -172,7 +172,7 @@ def chunks_of(fields: dict[str, Int32[Array, "..."]], conv_history: int | None =
         fresh,
         first,
         last,
-        from_zero=fresh[head],
+        from_zero=fresh[head] | (slot == 0),
         run_start=start[head],
         page_table=fields["page_table"],
         used=jnp.max(jnp.where(slot > 0, index + 1, 0)),

@@ -108,6 +108,7 @@ class KimiDeltaAttention(nnx.Module):
         hold: Callable[[Any], Any] = (lambda x: x) if self.geometry.tiled else lax.optimization_barrier
         window = hold(state["kda_conv"].at[layer, slot].get(mode=IN_BOUNDS))
         conv, window = hold(step_conv(window, raw, self._taps(layer, slot.shape[0])))
+        window = _finite(window) if self.geometry.tiled else window
         state = state | {"kda_conv": state["kda_conv"].at[layer, slot].set(window, mode=IN_BOUNDS)}
         inputs = self._inputs(conv, g, beta)
         if self.geometry.tiled:
@@ -219,7 +220,7 @@ class KimiDeltaAttention(nnx.Module):
 
         window = fill(state["kda_conv"].at[layer, chunks.slot].get(mode=IN_BOUNDS), 1)
         conv, kept = convolve_tiles(fill(raw, CHUNK), window, self._taps(layer)[:, 0], tiles.picks)
-        kept = kept.reshape(total, heads, -1)[:count]
+        kept = _finite(kept).reshape(total, heads, -1)[:count]
         written = jnp.where(chunks.last, chunks.slot, 0)
         state = state | {"kda_conv": state["kda_conv"].at[layer, written].set(kept, mode=IN_BOUNDS)}
         # Padding neither decays nor writes: the state passes through it untouched.
@@ -269,3 +270,9 @@ class KimiDeltaAttention(nnx.Module):
         kept = jnp.moveaxis(kept, 1, 2).reshape(count, raw.shape[2], -1)
         pool = state["kda_conv"].at[layer, jnp.where(chunks.last, chunks.slot, 0)].set(kept, mode=IN_BOUNDS)
         return conv, state | {"kda_conv": pool}
+
+
+def _finite(window: jax.Array) -> jax.Array:
+    """What a slot keeps for the next convolution. One over tiles would spoil the rows of others with a NaN of any slot;
+    the recurrent state keeps it for those of its own sequence."""
+    return jnp.where(jnp.isfinite(window), window, jnp.zeros((), window.dtype))

@@ -288,7 +288,12 @@ def attend_list(query: Float[Array, "B H row"], pool: Pool, layer: Index, pages:
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
         latent = jnp.where(counts[:, :, None], cached[..., :rank], jnp.zeros((), pool.dtype))
         values = einsum("phl,plr->phr", weights.astype(pool.dtype), latent)
-        total = jnp.einsum("bp,ph->bh", share, jnp.sum(weights, axis=-1), precision=lax.Precision.HIGHEST)
+        # A share of zero would keep a NaN of another row; in its own, it is in the largest score, and so in the sum.
+        values = jnp.where(jnp.isfinite(values), values, 0.0)
+        sums = jnp.sum(weights, axis=-1)
+        sums = jnp.where(jnp.isfinite(sums), sums, 0.0)
+        total = jnp.einsum("bp,ph->bh", share, sums, precision=lax.Precision.HIGHEST)
+        total = jnp.where(jnp.isfinite(m), total, jnp.nan)
         gained = jnp.einsum("bp,phr->bhr", share, values, precision=lax.Precision.HIGHEST)
         if part is None:
             return OnlineSoftmax(m, total + SEEN, gained)

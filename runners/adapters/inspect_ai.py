@@ -12,6 +12,8 @@ from inspect_ai.model import (
     ChatCompletionChoice,
     ChatMessage,
     ChatMessageAssistant,
+    ContentReasoning,
+    ContentText,
     GenerateConfig,
     ModelAPI,
     ModelOutput,
@@ -21,9 +23,10 @@ from inspect_ai.model import (
 from inspect_ai.tool import ToolChoice, ToolInfo
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.engine.engine import Engine, Prompt
+from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Sampling
 from ling3export.runners.load.references import folder_of
+from ling3export.runners.text.answer import REASONING, split_thought
 
 NAME = "ling3"
 MAX_TOKENS = 2000  # of an answer if the task does not say, like in the reference evaluation
@@ -46,7 +49,8 @@ REFUSED = (
 class Ling3API(ModelAPI):
     """Greedy unless a temperature is set; an answer is at most 2,000 tokens unless ``max_tokens`` is set.
 
-    Messages go through the checkpoint's chat template. If there is none, a single user message is the text to complete.
+    Messages go through the checkpoint's chat template, and thoughts stand apart from answers, as in the server. If
+    there is no template, a single user message is the text to complete.
 
     Args:
         model_name: The artifact's folder, or a reference of the catalogue, which is pulled into LING3_STORE.
@@ -119,23 +123,28 @@ class Ling3API(ModelAPI):
         temperature = config.temperature or 0.0
         seed = config.seed if config.seed is not None else secrets.randbits(32)
         sampling = Sampling(temperature, config.top_k or 0, 1.0 if config.top_p is None else config.top_p, seed)
+        prompt, files = self._prompt(input), self.engine.files
+        ids = self.engine.prompt_ids(prompt, "messages", special=not files.chats)
         request = self.engine.request(
-            self._prompt(input), config.max_tokens or MAX_TOKENS, sampling, stop=config.stop_seqs or ()
+            ids, config.max_tokens or MAX_TOKENS, sampling, stop=config.stop_seqs or (), name="messages"
         )
         started = time.monotonic()
         (handle,) = self.engine.submit(request)
-        return self._output(await handle.wait(), time.monotonic() - started)
+        done = await handle.wait()
+        said = split_thought(done.text or "", files.template_text, prompt)
+        return self._output(done, said, time.monotonic() - started)
 
-    def _prompt(self, messages: list[ChatMessage]) -> Prompt:
+    def _prompt(self, messages: list[ChatMessage]) -> str:
         for message in messages:
             if message.role not in ROLES or (
-                not isinstance(message.content, str) and any(part.type != "text" for part in message.content)
+                not isinstance(message.content, str)
+                and any(part.type not in ("text", "reasoning") for part in message.content)
             ):
                 raise RequestError(
                     f"messages: expected text of {', '.join(ROLES)}, found other content, of {message.role}"
                 )
         if self.engine.files.chats:
-            return [{"role": message.role, "content": message.text} for message in messages]
+            return self.engine.files.render_chat([_spoken(message) for message in messages])
         if [message.role for message in messages] != ["user"]:
             raise RequestError(
                 f"messages: expected a single user message, for the artifact has no chat template, "
@@ -144,8 +153,10 @@ class Ling3API(ModelAPI):
             )
         return messages[0].text
 
-    def _output(self, done: Completion, seconds: float) -> ModelOutput:
-        message: Any = ChatMessageAssistant(content=done.text or "", model=self.model_name, source="generate")
+    def _output(self, done: Completion, said: tuple[str, str], seconds: float) -> ModelOutput:
+        thought, text = said
+        content = [ContentReasoning(reasoning=thought), ContentText(text=text)] if thought else text
+        message: Any = ChatMessageAssistant(content=content, model=self.model_name, source="generate")
         whole = len(done.prompt_ids) + len(done.token_ids)
         cut = "model_length" if whole >= self.engine.limits.context else "max_tokens"
         reason: Any = cut if done.stop_reason == "length" else "stop"
@@ -155,3 +166,10 @@ class Ling3API(ModelAPI):
             usage=ModelUsage(input_tokens=len(done.prompt_ids), output_tokens=len(done.token_ids), total_tokens=whole),
             time=seconds,
         )
+
+
+def _spoken(message: ChatMessage) -> dict[str, str]:
+    """A message as chat templates take it."""
+    parts = [] if isinstance(message.content, str) else message.content
+    thought = "".join(part.reasoning for part in parts if isinstance(part, ContentReasoning))
+    return {"role": message.role, "content": message.text} | ({REASONING: thought} if thought else {})

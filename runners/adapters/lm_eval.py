@@ -18,6 +18,7 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.load.references import folder_of
+from ling3export.runners.text.answer import split_thought
 
 NAME = "ling3"
 MAX_GEN_TOKS = 256  # lm-eval's own default
@@ -60,7 +61,7 @@ class Ling3Model(TemplateLM):
     ) -> None:
         super().__init__()
         self.engine = Engine(folder_of(artifact, target), target=target, programs=programs, check=check)
-        self.max_gen_toks, self._seed = max_gen_toks, seed
+        self.max_gen_toks, self._seed, self._chats = max_gen_toks, seed, False
         self._encode = self.engine.files.tokenizer("lm-eval: text in").encode
         limits = self.engine.limits
         self.max_length = min(limits.context, limits.pages * limits.page_size)
@@ -85,19 +86,21 @@ class Ling3Model(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The text that the checkpoint's chat template makes of a conversation."""
+        self._chats = True
         return self.engine.files.render_chat(
             chat_history, add_generation_prompt=add_generation_prompt, name="lm-eval: chat"
         )
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text of each answer, without the string that ended it.
+        """The text of each answer, without the string that ended it, and without a thought where messages are asked.
 
         Raises:
             RequestError: A task has a setting that is none of SETTINGS.
         """
         texts = []
         for request, done in zip(requests, self.engine.complete(self._requests(requests)), strict=True):
-            texts.append(done.text or "")
+            text, template = done.text or "", self.engine.files.template_text
+            texts.append(split_thought(text, template, request.args[0])[1] if self._chats else text)
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 

@@ -241,6 +241,14 @@ class PrefixCacheCoordinator:
             tokens = sequence.tokens(0, len(path) * self._cache.block)
             self._store.keep(path, tokens, self._backend.fetching)
 
+    def discard(self, sequence: Sequence) -> None:
+        """Before a sequence ends whose state is not finite: nobody else begins from it."""
+        if self._cache is not None and (prefix := self._prefixes.get(sequence.number)):
+            if prefix.pending is not None:
+                self._blocks.free_snapshot(prefix.pending[1])
+                prefix.pending = None
+            self._cache.discard(prefix.names)
+
     def export(self, sequence: Sequence) -> None:
         """Before a sequence leaves for another engine: takes its state along, wherever that is."""
         prefix = self._prefixes.get(sequence.number)

@@ -135,6 +135,8 @@ class OutputProcessor:
         sequence.stop_reason = "failed"
         sequence.error = error
         self._counters.failed += 1
+        if isinstance(error, LogitsError):
+            self._coordinator.discard(sequence)
         self.end(sequence)
 
     def end(self, sequence: Sequence) -> None:

@@ -349,6 +349,20 @@ class PrefixCache:
         node = next(leaves, None) if self._evict == "lru" else self._least(list(leaves))
         if node is None:
             return False
+        self._remove(node)
+        return True
+
+    def discard(self, names: Sequence[bytes]) -> None:
+        """Removes the blocks of a sequence and all that begins with one: its numbers are not to be used again."""
+        gone = {name: node for name in names if (node := self._nodes.get(name)) is not None}
+        for node in sorted(self._nodes.values(), key=lambda node: node.depth):
+            if node.parent is not None and node.parent.name in gone:
+                gone[node.name] = node
+        for node in sorted(gone.values(), key=lambda node: -node.depth):
+            self._remove(node)
+
+    def _remove(self, node: Node) -> None:
+        """Gives up the page of a node without children, and whatever snapshot it has."""
         if node.snapshot is not None:
             self._give_up(node)
         del self._nodes[node.name]
@@ -357,7 +371,6 @@ class PrefixCache:
             node.parent.children -= 1
         self._pools.decref([node.page])
         self.evicted_pages += 1
-        return True
 
     def _give_up(self, node: Node) -> None:
         self.forget(node)

@@ -49,6 +49,16 @@ class AnswerFormat:
         return cls(thinks, within, functions, reader) if thinks or functions else None
 
 
+def split_thought(text: str, template: str, prompt: str) -> tuple[str, str]:
+    """A whole answer's thought and content, as the server gives them; arguments as :meth:`AnswerFormat.of`."""
+    form = AnswerFormat.of(template, prompt, {})
+    if form is None:
+        return "", text
+    parts = AnswerParser(form).push(text, last=True)
+    thought, content = ("".join(part for kind, part in parts if kind == wanted) for wanted in (REASONING, TEXT))
+    return thought, content
+
+
 class AnswerParser:
     """Takes the text of one answer apart as it comes, into the same parts in whatever pieces that is.
 

@@ -152,6 +152,23 @@ def test_tensor_parallelism_changes_nothing(short: Case, tp: int, form: Form):
     assert relative(np.array(found[-4:]), np.array(expected)) < FLOAT32
 
 
+def test_what_is_not_finite_spoils_no_later_call_and_no_other_row_of_a_step(short: Case):
+    """In the form ``tiles`` one NaN spoiled every later call: padding in slot 0, and whoever got the slot."""
+    direct = Quick(short.config, short.read, tp=2, form="tiles")
+    ids = [short.prompts[n][:size] for n, size in enumerate((20, 33))]
+    bad = next(token for token in ids[0] if token not in [*ids[1], 3])
+    right, stepped = direct.prefill(48, [(2, 0, ids[1])])[2], direct.decode(ROWS, [(2, 33, 3)])[0]
+    table = direct.params["embeddings"]["word_embeddings"]
+    spoiled = table.at[bad // table.shape[1], bad % table.shape[1]].set(np.nan)
+    direct.params = direct.params | {"embeddings": direct.params["embeddings"] | {"word_embeddings": spoiled}}
+    direct.reset()
+    assert np.isnan(direct.prefill(48, [(1, 0, ids[0])])[1]).all()
+    assert relative(direct.prefill(48, [(2, 0, ids[1])])[2], right) < SAME
+    found = direct.decode(ROWS, [(1, 20, 3), (2, 33, 3)])
+    assert np.isnan(found[0]).all() and relative(found[1], stepped) < SAME
+    assert relative(direct.prefill(48, [(1, 0, ids[1])])[1], right) < SAME
+
+
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20, "beta_fast": 4, "mscale_all_dim": 1}
 FLASH = {  # Ling-3.0-flash in small: two dense layers, flat queries, an incomplete last group, YaRN, limits that bite
     "num_hidden_layers": 7, "layer_group_size": 3, "first_k_dense_replace": 2, "q_lora_rank": None,

@@ -28,6 +28,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.evals.demo import demo_records
 from tests.support import toy_artifact
 from tests.support.artifacts_fixture import DEMO, RECIPES, ROOT, digest_of, files_below
+from tests.support.scripted import scripted
 from tests.support.serving import RUNNER
 
 pytestmark = pytest.mark.extras
@@ -403,3 +404,26 @@ def test_inspect_edges(inspect_model: Any):
         with pytest.raises(RequestError) as raised:
             call(*messages, **options)
         assert raised.value.message == expected
+
+
+def test_a_thought_is_no_part_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both gave `I add.</think>The answer is 29.`; inspect's next message has the thought beside the answer again."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from inspect_ai.model import ChatMessageUser, GenerateConfig
+
+        from ling3export.runners.adapters import inspect_ai, lm_eval
+
+    with scripted(tmp_path, lambda prompt: "I add.</think>The answer is 29.") as (engine, runner):
+        for adapter in (inspect_ai, lm_eval):
+            monkeypatch.setattr(adapter, "Engine", lambda *_, **__: engine)
+        asked, model = [ChatMessageUser(content="18+11=?")], inspect_ai.Ling3API("a name")
+        for _ in range(2):
+            output = asyncio.run(model.generate(asked, [], "none", GenerateConfig()))
+            assert output.completion == "The answer is 29."
+            assert output.message.content[0].reasoning == "I add."
+            asked = [*asked, output.message, ChatMessageUser(content="Sure?")]
+        assert "<think>I add.</think>The answer is 29." in runner.prompts[-1]
+        harness = lm_eval.Ling3Model(artifact="a name")
+        prompt = harness.apply_chat_template([{"role": "user", "content": "18+11=?"}])
+        assert harness.generate_until([instance(prompt, {"max_gen_toks": 99})]) == ["The answer is 29."]

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from ling3export.runners.state.prefix_cache import SnapshotCost
+from tests.support.fake_backend import answer
 from tests.support.scheduler_rig import Rig, prompt
 
 
@@ -141,4 +142,26 @@ def test_tokens_are_the_same_with_the_cache_and_everything_comes_back(seed):
         if live and rng.random() < 0.2:
             rig.cancel(rng.choice(live))
     rig.run()
+    rig.check()
+
+
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("poison", [20, 45])  # in the prompt, or the first token of the answer
+def test_nobody_begins_from_a_state_that_is_not_finite(ahead, poison):
+    """In programs that pick rows by products, a prompt that shared a call with a NaN left its NaN to its next asker."""
+    rig, rng = Rig(snapshots=8, every=16, pages=60, ahead=ahead), random.Random(2)
+    ids, other = prompt(rng, 45), prompt(rng, 45)
+    rig.submit(other, 1)
+    rig.run()
+    while (bad := [*ids, *answer(ids, 1)][poison]) in [*ids[:poison], *other, *answer(other, 1)]:
+        ids = prompt(rng, 45)
+    rig.backend.poison = bad
+    rig.submit([*ids], 8)
+    rig.run()
+    assert rig.sequences.pop().stop_reason == "failed"
+    rig.backend.poison, cached = None, []
+    for each in (ids, [*ids, *other[:9]], other):
+        cached.append(rig.submit([*each], 1))
+        rig.run()
+    assert [sequence.num_cached_tokens for sequence in cached] == [0, 44, 44]
     rig.check()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ling3export.runners.text.answer import AnswerFormat, AnswerParser
+from ling3export.runners.text.answer import AnswerFormat, AnswerParser, split_thought
 from ling3export.runners.text.calls import JsonCall, KeyedCall, argument, kinds_of_property, reader_of
 
 SCHEMA = {
@@ -230,3 +230,11 @@ def test_the_template_says_which_dialect_it_is():
     assert reader_of('… <tool_call>{"name": … ') is JsonCall
     text = '<tool_call>{"name": "f", "arguments": {"text": "<arg_key>"}}</tool_call>'
     assert parsed(text, [3] * 99, reader=JsonCall) == {"tool_calls": [("f", {"text": "<arg_key>"})]}
+
+
+def test_a_whole_answer_is_split_where_its_template_thinks():
+    thinks, said = "... <think>...</think>", "I add.</think>The answer is 29."
+    assert split_thought(said, thinks, "18+11=?<think>") == ("I add.", "The answer is 29.")
+    assert split_thought(f"<think>{said}", thinks, "18+11=?") == ("I add.", "The answer is 29.")
+    assert split_thought("I add", thinks, "18+11=?<think>") == ("I add", "")
+    assert split_thought(said, thinks, "18+11=?<think></think>") == split_thought(said, "plain", "") == ("", said)
