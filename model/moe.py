@@ -292,8 +292,9 @@ class MixtureOfExperts(nnx.Module):
         layers = (of_layer(stack, layer, split=True) for stack in stacks)
         (gate_up, up_scale), (down, down_scale) = (widened(each, self.geometry) for each in layers)
         local, dim = gate_up.shape[0] * gate_up.shape[1], x.shape[1]
-        # Experts outside, tokens inside: an axis of 8 experts as the second to last would be laid out anew.
-        y = einsum("td,ecfd->ectf", x, gate_up.reshape(local, 2, -1, dim))
+        # Experts outside, tokens inside: an axis of 8 experts as the second to last would be laid out anew. One axis of
+        # experts with gate and up: with two axes XLA:TPU lays out int8 weights anew.
+        y = einsum("td,nfd->ntf", x, gate_up.reshape(2 * local, -1, dim)).reshape(local, 2, x.shape[0], -1)
         if up_scale is not None:
             y = y * up_scale.reshape(local, 2, 1, -1)
         hidden = (swiglu(y[:, 0], y[:, 1], self.routed_limit(layer)) * share[:, :, None]).astype(x.dtype)

@@ -23,8 +23,9 @@ from ling3export.model.layers import IN_BOUNDS, Index, State, Weight, l2_norm, o
 from ling3export.model.native import calls
 from ling3export.model.products import column_parallel, row_parallel
 
-# Rows of a decode step whose states XLA:TPU reads faster by sums than by products (docs/log/programs-tpu.md).
-SUMMED_ROWS = 16
+# States of a decode step, one a row and head, that XLA:TPU reads faster by sums than by products
+# (docs/log/programs-tpu.md).
+SUMMED_STATES = 16
 
 
 def log_decay(
@@ -113,7 +114,7 @@ class KimiDeltaAttention(nnx.Module):
         inputs = self._inputs(conv, g, beta)
         if self.geometry.tiled:
             pool = state["kda_recurrent"]
-            by_sums = slot.shape[0] <= SUMMED_ROWS
+            by_sums = inputs.beta.size <= SUMMED_STATES
             new, out = recurrent_step(pool.at[layer, slot].get(mode=IN_BOUNDS), inputs, hold, by_sums)
             state = state | {"kda_recurrent": pool.at[layer, slot].set(new, mode=IN_BOUNDS)}
             return self._output(out, gate, layer, x.dtype), state

@@ -63,10 +63,12 @@ def recurrent_step(
     """
     decay, written = jnp.exp(x.g), x.beta[..., None] * x.k
     if by_sums:
-        read_q, read_k = (jnp.sum((y * decay)[..., None] * state, axis=-2) for y in (x.q, x.k))
-        o = read_q + jnp.sum(x.q * written, axis=-1, keepdims=True) * (x.v - read_k)
-        # Not `written` times `r`, which two operations would read, so that it would be a third.
-        gained = x.k[..., None] * (x.beta[..., None] * x.v)[..., None, :] - written[..., None] * read_k[..., None, :]
+        # `beta` is in what is read, and `r` nowhere alone: two operations would read it, so that it would be a third.
+        # What is laid across lanes takes time: `decay` and `k`, each once.
+        read_q, read_k = (jnp.sum((y * decay)[..., None] * state, axis=-2) for y in (x.q, written))
+        v, k = x.beta[..., None] * x.v, x.k[..., None]
+        o = read_q + jnp.sum(x.q * x.k, axis=-1, keepdims=True) * (v - read_k)
+        gained = k * v[..., None, :] - k * read_k[..., None, :]
         return decay[..., None] * state + gained, o
     decay, written, rows = hold((decay, written, jnp.stack([x.q, x.k], axis=2) * decay[:, :, None]))
     read = jnp.einsum("bhnk,bhkv->bhnv", rows, state, precision=HIGHEST)

@@ -271,22 +271,28 @@ def attend_list(query: Float[Array, "B H row"], pool: Pool, layer: Index, pages:
         ``m [B, H]``, ``l [B, H]``, ``acc [B, H, R]``.
     """
     count = query.shape[0]
-    place = jnp.arange(pool.shape[2], dtype=jnp.int32)
 
     def tile(i: Index, part: OnlineSoftmax | None) -> OnlineSoftmax:
         row, number, length = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in pages[:3])
-        counts = place < length[:, None]  # [tile, page]
+
+        def counts(x: jax.Array, axis: int) -> jax.Array:
+            """Which of ``x [tile, ...]`` are of tokens before the end. Compared anew for each shape: XLA:TPU would lay
+            the bits of one comparison across lanes, in three times as long as the product takes."""
+            return lax.broadcasted_iota(jnp.int32, x.shape, axis) < length[:, None, None]
+
         cached = pool.at[layer, number].get(mode=IN_BOUNDS)
         owner = row == jnp.arange(count, dtype=jnp.int32)[:, None]  # [B, tile]; past the end, where all is masked, too
         scores = einsum("phr,plr->phl", query.at[row].get(mode=IN_BOUNDS), cached)
-        scores = jnp.where(counts[:, None], scores, MASKED)
+        scores = jnp.where(counts(scores, 2), scores, MASKED)
         highest = jnp.where(owner[:, :, None], jnp.max(scores, axis=-1), MASKED)  # [B, tile, H]
         m = jnp.max(highest, axis=1)
         m = m if part is None else jnp.maximum(part.m, m)
-        weights = jnp.where(counts[:, None], jnp.exp(scores - m.at[row].get(mode=IN_BOUNDS)[..., None]), 0.0)
+        weights = jnp.exp(scores - m.at[row].get(mode=IN_BOUNDS)[..., None])
+        weights = jnp.where(counts(weights, 2), weights, 0.0)
         share = owner.astype(jnp.float32)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
-        latent = jnp.where(counts[:, :, None], cached[..., :rank], jnp.zeros((), pool.dtype))
+        latent = cached[..., :rank]
+        latent = jnp.where(counts(latent, 1), latent, jnp.zeros((), pool.dtype))
         values = einsum("phl,plr->phr", weights.astype(pool.dtype), latent)
         # A share of zero would keep a NaN of another row; in its own, it is in the largest score, and so in the sum.
         values = jnp.where(jnp.isfinite(values), values, 0.0)

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 
@@ -30,7 +31,7 @@ TARGET = "tpu:v6e:4x4"
 BUDGETS = ROOT / "tests" / "budgets" / "tpu-v6e-4x4.json"
 LOG = ROOT / "docs" / "log" / "programs-tpu.md"
 HEADING = "## Golden programs: what `make budgets` recorded"
-CELLS = ("prefill@512", "decode@64", "flash decode@16")
+CELLS = ("prefill@512", "decode@64", "int8-channel decode@16", "flash decode@16")
 ALLOWED = 0.05  # of the budget, up or down
 MOVED = 1.2  # bytes through the large memory, times those that must move, of copy, fetch and store
 NONE_RECORDED = "toolchain {found}, recorded with {known}: nothing is compared; `make budgets` records another"
@@ -50,8 +51,10 @@ def toolchain() -> str:
 def compile_cells() -> dict[str, Program]:
     """What describes the cells, and those that move states, by name; compiled for the whole slice or from the cache."""
     found, tiny = dict[str, Program](), Options(decode_paddings=(16, 64))
-    for preset, options in (("full", tiny), ("full", Options(snapshots=32)), ("flash", Options())):
-        config, model = Config.from_dict(config_fields(preset, {})), "" if preset == "full" else f"{preset} "
+    narrow, none = replace(tiny, weights="int8-channel"), Options()
+    plans = ("", tiny), ("", replace(none, snapshots=32)), ("int8-channel ", narrow), ("flash ", none)
+    for model, options in plans:
+        config = Config.from_dict(config_fields("flash" if model == "flash " else "full", {}))
         plan = make_plan(config, options, TARGET)
         moves = [cell for cell in plan.cells if cell.phase in MOVING]  # there are none without snapshots
         wanted = moves or [cell for cell in plan.cells if model + cell.name in CELLS]
