@@ -1,1 +1,1 @@
-"""What an artifact holds, as text and as a page."""
+"""What an artifact holds, as text."""

@@ -1,17 +1,23 @@
 """``ling3export inspect``: an artifact's manifest as a page of text."""
 
+from collections.abc import Iterable
+
 from ling3export.artifacts.calibration import Calibration
-from ling3export.artifacts.program_records import Experts
+from ling3export.artifacts.program_records import Estimate, Experts, RooflineBound
 from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, told
 from ling3export.artifacts.receipts import table as measured_table
-from ling3export.artifacts.schema import Manifest, Receipts, State, Target
+from ling3export.artifacts.schema import Cell, Manifest, Receipts, State, Target
 from ling3export.foundation.tables import aligned, footnotes, selected
 from ling3export.machine.promise import promise, today
-from ling3export.report.figures import estimated
 
 # The columns for a terminal of 80 characters; a wide table has all.
 CELL_COLUMNS = ("cell", "size MB", "peak MB", *ERROR_COLUMNS)
 ESTIMATE_COLUMNS = ("estimates", "ms", "bound ms", "moved MB", "bound MB", "collectives")
+
+
+def estimated(cells: Iterable[Cell]) -> list[tuple[Cell, Estimate, RooflineBound]]:
+    """The cells whose compiler estimates their time, each with its estimate and its roofline bound."""
+    return [(cell, cell.estimate, cell.floor) for cell in cells if cell.estimate is not None and cell.floor is not None]
 
 
 def _megabytes(count: float) -> str:

@@ -12,7 +12,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,11 +27,10 @@ from ling3export.foundation.strict_json import read_json
 from ling3export.runners.batch.lines import LONGEST, Line, is_answer
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.handle import EngineStopped, RequestFailed
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.fleet.pool import WorkerLost, WorkerPool, versions
-from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.engine.worker import EngineWorker
+from ling3export.runners.fleet.pool import WorkerPool, versions
 from ling3export.runners.serve.answers import stopped
 
 FORMAT = 1
@@ -182,37 +181,21 @@ def answers(engine: Engine, asked: BatchRecord, lines: Iterable[Numbered]) -> It
             yield ended()
 
 
-@dataclass
-class BatchWorker:
-    """An engine on a node of a cluster, or on several, for ``WorkerPool``: it answers pieces of a few lines.
+def batch_worker(artifact: Path, config: EngineConfig) -> Callable[[], EngineWorker]:
+    """Makes workers of a cluster that answer pieces of a few lines."""
+    return partial(EngineWorker, artifact, config, _answered_piece, _about)
 
-    Args:
-        artifact: A path that every node sees.
-        config: How it runs.
-    """
 
-    artifact: Path
-    config: EngineConfig
-    engine: Engine = field(init=False)
+def _answered_piece(engine: Engine, piece: tuple[BatchRecord, list[Numbered]]) -> list[BatchAnswer]:
+    return [*answers(engine, *piece)]
 
-    def start(self, hosts: Hosts | None) -> dict[str, Any]:
-        """Loads the artifact."""
-        if hosts is not None and hosts.number:
-            follow(self.artifact, hosts, self.config)
-            return {}
-        self.engine = Engine(self.artifact, self.config, hosts=hosts)
-        return {"artifact": self.engine.manifest.sha256, "target": self.engine.target, "versions": versions()}
 
-    def work(self, piece: tuple[BatchRecord, list[Numbered]]) -> list[BatchAnswer]:
-        """The answers to some lines of a run."""
-        try:
-            return [*answers(self.engine, *piece)]
-        except EngineStopped as error:
-            raise WorkerLost(error.message) from None
+def _about(engine: Engine) -> dict[str, Any]:
+    return {"artifact": engine.manifest.sha256, "target": engine.target, "versions": versions()}
 
 
 def answered_by(pool: WorkerPool) -> Answered:
-    """What ``answer_file`` asks for, by the workers of a pool of BatchWorker."""
+    """What ``answer_file`` asks for, by a pool of what ``batch_worker`` makes."""
 
     def answered(asked: BatchRecord, lines: Iterator[Numbered]) -> Iterator[BatchAnswer]:
         pieces = iter(lambda: [*islice(lines, PIECE)], [])

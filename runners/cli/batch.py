@@ -1,6 +1,5 @@
 """``ling3-runner batch``: a file of requests, answered in shards."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,19 +7,13 @@ import click
 
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import Shard
-from ling3export.runners.cli.cluster import hosts_each, on_cluster
+from ling3export.runners.cli.cluster import cluster_options, on_cluster
 from ling3export.runners.cli.command import Group, section
 from ling3export.runners.cli.hosts import host_options, leading
-from ling3export.runners.cli.options import (
-    PATH,
-    cluster_options,
-    engine_options,
-    sampling_option,
-    shard_option,
-    temperature_option,
-)
+from ling3export.runners.cli.options import PATH, engine_options, sampling_option, shard_option, temperature_option
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
+from ling3export.runners.fleet.cluster import Cluster
 from ling3export.runners.hosts.rendezvous import announced
 
 COMMON = "model max_tokens temperature seed shard force target programs on replicas".split()
@@ -58,8 +51,8 @@ def batch() -> None:
     "Work", shard_option("line"), click.option("--force", is_flag=True, help="Begin anew, whatever OUTPUT is there.")
 )
 @engine_options("target", "programs", "check", "step_timeout")
-@cluster_options
 @host_options
+@cluster_options
 def run(
     artifact: Path,
     source: Path,
@@ -69,9 +62,7 @@ def run(
     force: bool,
     engine: EngineConfig,
     place: dict[str, Any],
-    on: str | None,
-    replicas: int,
-    resources: str,
+    cluster: Cluster | None,
     **settings: Any,
 ) -> None:
     """Answer each line of INPUT with a line of OUTPUT, or go on where an earlier run was broken off.
@@ -79,18 +70,16 @@ def run(
     A line is a request in OpenAI's batch format, or one of {"prompt": TEXT}, {"prompt_ids": [ID, ...]} and
     {"messages": [...]}. A line that cannot be served gets an error as its answer.
     """
-    each = None if on is None else hosts_each(place)
-    hosts = leading(artifact, place, engine) if on is None else None
+    hosts = leading(artifact, place, engine) if cluster is None else None
     with announced(hosts):
         require("batch", "serve", "starlette", "prometheus_client", "pydantic")
-        from ling3export.runners.batch.run import BatchWorker, answer_file, answered_by, run_batch
+        from ling3export.runners.batch.run import answer_file, answered_by, batch_worker, run_batch
     from ling3export.runners.engine.engine import Engine
 
     name = model or artifact.resolve().name.removesuffix(".ling3")
     what: dict[str, Any] = {"model": name, "settings": settings, "shard": shard, "force": force}
-    if on is not None:
-        worker = partial(BatchWorker, artifact.resolve(), engine)
-        with on_cluster("batch", on, replicas, resources, worker, hosts=each, at_once=2) as pool:
+    if cluster is not None:
+        with on_cluster("batch", cluster, batch_worker(artifact.resolve(), engine), at_once=2) as pool:
             done = answer_file(pool.about["artifact"], answered_by(pool), source, output, **what)
     else:
         with Engine(artifact, engine, hosts=hosts) as running:

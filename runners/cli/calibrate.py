@@ -28,8 +28,8 @@ OUTSIDE = "an artifact holds what its manifest names, and nothing else: name a p
 def calibrate(artifact: Path, place: dict[str, Any], calls: int, path: Path | None, force: bool, **how: Any) -> None:
     """Run every cell of ARTIFACT here, on its vectors, and time it.
 
-    Writes errors and times. Later starts on this machine, ling3export inspect, report and plan --from take them from
-    beside ARTIFACT. Exits with 1 when a cell is outside its tolerance. Run it on each of several hosts; host 0 writes.
+    Writes errors and times. Later starts on this machine, ling3export inspect and plan --from take them from beside
+    ARTIFACT. Exits with 1 when a cell is outside its tolerance. Run it on each of several hosts; host 0 writes.
     """
     hosts = find_hosts(**place)
     path = beside(artifact) if path is None else path

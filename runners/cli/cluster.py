@@ -4,22 +4,48 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.extras import require
+from ling3export.runners.cli.command import section
+from ling3export.runners.cli.options import POSITIVE
+from ling3export.runners.fleet.cluster import Cluster
 from ling3export.runners.hosts.hosts import Hosts
 
 if TYPE_CHECKING:
     from ling3export.runners.fleet.pool import PoolWorker, WorkerPool
 
 FOUND_THERE = ("coordinator", "host_id", "secret_file", "trust_network")  # what a cluster knows of a worker's hosts
+_cluster_section = section(
+    "Cluster",
+    click.option("--on", metavar="ray[://HOST:PORT]", help="Work on a Ray cluster, of which this machine is a node."),
+    click.option("--replicas", type=POSITIVE, default=1, show_default=True, help="Workers there."),
+    click.option(
+        "--resources",
+        default='{"CPU": 1}',
+        show_default=True,
+        metavar="JSON",
+        help='What each of them needs, such as {"TPU": 4}.',
+    ),
+)
 
 
-def hosts_each(place: Mapping[str, Any]) -> Hosts | None:
+def cluster_options(command: Callable[..., Any]) -> Any:
+    """Gives a command that has ``host_options`` those of a cluster; it gets a ``Cluster``, or None without ``--on``."""
+
+    @wraps(command)
+    def clustered(on: str | None, replicas: int, resources: str, **given: Any) -> Any:
+        cluster = None if on is None else Cluster.parse(on, replicas, resources, _hosts_each(given["place"]))
+        return command(cluster=cluster, **given)
+
+    return _cluster_section(clustered)
+
+
+def _hosts_each(place: Mapping[str, Any]) -> Hosts | None:
     """How many hosts each worker has, and how long they wait for each other; None for one host.
 
     Args:
@@ -42,33 +68,21 @@ def hosts_each(place: Mapping[str, Any]) -> Hosts | None:
 
 @contextmanager
 def on_cluster(
-    command: str,
-    on: str,
-    replicas: int,
-    resources: str,
-    make: "Callable[[], PoolWorker]",
-    *,
-    hosts: Hosts | None = None,
-    at_once: int = 1,
+    command: str, cluster: Cluster, make: "Callable[[], PoolWorker]", at_once: int = 1
 ) -> "Iterator[WorkerPool]":
-    """A pool of workers on the cluster that ``on`` names. Within the block stdout is stderr: Ray prints there.
+    """A pool of workers on a cluster. Within the block stdout is stderr: Ray prints there.
 
     Args:
         command: What messages call it.
-        on: The option, and the next two.
-        replicas: How many workers.
-        resources: What each needs, as JSON.
+        cluster: Which cluster, and how much of it.
         make: Makes a worker.
-        hosts: What ``hosts_each`` gave.
         at_once: Pieces that a worker gets at a time.
 
     Raises:
-        Ling3Error: The options name none, Ray is not installed, or the cluster is not there or has no room.
+        Ling3Error: Ray is not installed, or the cluster is not there or has no room.
     """
-    from ling3export.runners.fleet.cluster import Cluster
     from ling3export.runners.fleet.pool import WorkerPool
 
-    cluster = Cluster.parse(on, replicas, resources, hosts)
     require(f"{command} --on", "ray", "ray")
     report = partial(click.echo, err=True)
     with redirect_stdout(sys.stderr), WorkerPool(cluster, make, at_once=at_once, report=report) as pool:

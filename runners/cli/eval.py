@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,13 +13,12 @@ import click
 
 from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.shards import WHOLE, Shard
-from ling3export.runners.cli.cluster import hosts_each, on_cluster
+from ling3export.runners.cli.cluster import cluster_options, on_cluster
 from ling3export.runners.cli.command import INVALID, NOT_DETERMINISTIC, REGRESSION, Decorator, Group, section
 from ling3export.runners.cli.hosts import host_options, keep_stdout, leading
 from ling3export.runners.cli.options import (
     PATH,
     check_option,
-    cluster_options,
     engine_options,
     programs_option,
     shard_option,
@@ -32,6 +30,7 @@ from ling3export.runners.cli.options import (
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.evals.trials import RunConfig
+from ling3export.runners.fleet.cluster import Cluster
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.hosts.rendezvous import announced
 
@@ -131,8 +130,8 @@ def evaluate() -> None:
 )
 @section("Work", shard_option("batch"))
 @engine_options("target", "programs", "step_timeout", "prefix_cache", prefix_cache="off")
-@cluster_options
 @host_options
+@cluster_options
 def run(
     artifact: Path,
     run_folder: Path,
@@ -143,9 +142,7 @@ def run(
     engine: EngineConfig,
     shard: Shard,
     place: dict[str, Any],
-    on: str | None,
-    replicas: int,
-    resources: str,
+    cluster: Cluster | None,
     **settings: Any,
 ) -> None:
     """Run a suite on ARTIFACT, or go on with it; write RUN.
@@ -156,15 +153,11 @@ def run(
     from ling3export.runners.evals.run import run_suite
 
     engine = replace(engine, overlap=OVERLAP)
-    options = {"artifact": artifact.resolve(), "config": engine}
-    each = None if on is None else hosts_each(place)
-    hosts = leading(artifact, place, engine) if on is None else None
+    hosts = leading(artifact, place, engine) if cluster is None else None
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
     opened: AbstractContextManager[EvalBackend] = (
-        open_backend(artifact, engine, hosts)
-        if on is None
-        else _on(on, replicas, resources, loaded, each, options, engine.step_timeout)
+        open_backend(artifact, engine, hosts) if cluster is None else _on(cluster, loaded, artifact.resolve(), engine)
     )
     with opened as backend, progress(f"eval {loaded.name}") as told:
         summary = run_suite(loaded, backend, run_folder, config, shard=shard, force=force, progress=told)
@@ -334,29 +327,21 @@ def check(task: Path) -> None:
 
 def open_backend(artifact: Path, config: EngineConfig, hosts: Hosts | None) -> "EngineBackend":
     """The engine that answers an evaluation's prompts; loads jax."""
+    from ling3export.runners.engine.engine import Engine
     from ling3export.runners.evals.backend import EngineBackend
 
-    return EngineBackend(artifact, config, hosts=hosts)
+    return EngineBackend(Engine(artifact, config, hosts=hosts))
 
 
 @contextmanager
-def _on(
-    on: str,
-    replicas: int,
-    resources: str,
-    suite: "Suite",
-    hosts: Hosts | None,
-    options: dict[str, Any],
-    step_timeout: float | None,
-) -> Iterator["EvalBackend"]:
+def _on(cluster: Cluster, suite: "Suite", artifact: Path, config: EngineConfig) -> Iterator["EvalBackend"]:
     """What answers an evaluation's prompts on a cluster."""
-    from ling3export.runners.evals.backend import EvalWorker, PoolBackend
+    from ling3export.runners.evals.backend import PoolBackend, eval_worker
 
     if suite.product:
         hint = "run it on each node without --on"
         raise Ling3Error(f"--on: expected a suite that looks at answers alone, found `{suite.name}`", hint)
-    worker = partial(EvalWorker, options, step_timeout)
-    with on_cluster("eval run", on, replicas, resources, worker, hosts=hosts) as pool:
+    with on_cluster("eval run", cluster, eval_worker(artifact, config)) as pool:
         yield PoolBackend(pool)
 
 

@@ -1,4 +1,4 @@
-"""The options that commands share: those of a configuration's fields, of sampling, of a work's share, of a cluster.
+"""The options that commands share: those of a configuration's fields, of sampling, of a work's share.
 
 The sampling options have the bounds, defaults and words that Python and HTTP have.
 """
@@ -298,18 +298,6 @@ def shard_option(what: str, does: str = "") -> Decorator:
     return click.option("--shard", type=Shard.parse, default=str(WHOLE), metavar="I/N", help=text)
 
 
-cluster_options = section(
-    "Cluster",
-    click.option("--on", metavar="ray[://HOST:PORT]", help="Work on a Ray cluster, of which this machine is a node."),
-    click.option("--replicas", type=POSITIVE, default=1, show_default=True, help="Workers there."),
-    click.option(
-        "--resources",
-        default='{"CPU": 1}',
-        show_default=True,
-        metavar="JSON",
-        help='What each of them needs, such as {"TPU": 4}.',
-    ),
-)
 # The options of Sampling by its fields.
 SAMPLING = {
     "temperature": "0 takes the most likely token; at most 2.",

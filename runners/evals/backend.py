@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,15 +14,15 @@ from typing import Any, Protocol
 from ling3export.foundation.errors import RankDivergence, RequestError
 from ling3export.machine.environment import compiler_flags, memory_limit
 from ling3export.runners.engine.config import EngineConfig
+from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
+from ling3export.runners.engine.worker import EngineWorker
 from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.evals.trials import EvalError, InfraError
-from ling3export.runners.fleet.pool import WorkerLost, WorkerPool
-from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.fleet.pool import WorkerPool
 
-OVERLAP = False  # of the reference evaluation, like the next
-REFERENCE = EngineConfig(overlap=OVERLAP, prefix_cache=False)
+OVERLAP = False  # of the reference evaluation
 
 
 @dataclass(frozen=True)
@@ -103,25 +104,10 @@ class LocalBackend(EvalBackend, Protocol):
 
 
 class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
-    """An artifact, loaded by the engine.
+    """An artifact, loaded by an engine, which is closed with this."""
 
-    Args:
-        artifact: The artifact's folder.
-        config: How it runs.
-        hosts: This process's place among several hosts, which is the first; None if it runs alone.
-        settings: Fields of ``EngineConfig`` that replace those of ``config``.
-
-    Raises:
-        ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
-        HostsError: The other hosts are not there in time, or load something else.
-    """
-
-    def __init__(
-        self, artifact: str | Path, config: EngineConfig = REFERENCE, *, hosts: Hosts | None = None, **settings: Any
-    ) -> None:
-        from ling3export.runners.engine.engine import Engine
-
-        self._engine = Engine(artifact, config, hosts=hosts, **settings)
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def check(self, ask: PromptRequest) -> None:
         self._engine.check(self._request(ask))
@@ -180,39 +166,21 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
         self._engine.close()
 
 
-@dataclass
-class EvalWorker:
-    """An engine on a node of a cluster, or on several, for ``WorkerPool``: it answers whole batches.
+def eval_worker(artifact: Path, config: EngineConfig) -> Callable[[], EngineWorker]:
+    """Makes workers of a cluster that answer whole batches."""
+    return partial(EngineWorker, artifact, config, _answered_piece, _about)
 
-    Args:
-        options: The arguments of EngineBackend; ``artifact`` is a path that every node sees.
-        step_timeout: Seconds after which a call of the devices that did not return stops the engine.
-    """
 
-    options: dict[str, Any]
-    step_timeout: float | None = None
-    backend: EngineBackend = field(init=False)
+def _answered_piece(engine: Engine, piece: tuple[Sequence[PromptRequest], int]) -> list[PromptResult]:
+    return answered(EngineBackend(engine), *piece)
 
-    def start(self, hosts: Hosts | None) -> dict[str, Any]:
-        """Loads the artifact; the environment of the run."""
-        if hosts is not None and hosts.number:
-            from ling3export.runners.engine.follower import follow
 
-            follow(**self.options, hosts=hosts, overlap=OVERLAP)
-            return {}
-        self.backend = EngineBackend(**self.options, hosts=hosts, step_timeout=self.step_timeout)
-        return self.backend.environment()
-
-    def work(self, piece: tuple[Sequence[PromptRequest], int]) -> list[PromptResult]:
-        """The answers to a batch."""
-        try:
-            return answered(self.backend, *piece)
-        except EngineStopped as error:
-            raise WorkerLost(error.message) from None
+def _about(engine: Engine) -> dict[str, Any]:
+    return EngineBackend(engine).environment()
 
 
 class PoolBackend(EvalBackend):
-    """A pool of EvalWorker.
+    """A pool of what ``eval_worker`` makes.
 
     Args:
         pool: Its workers have one batch each at a time, so that batches are what they are on one engine.

@@ -20,7 +20,6 @@ PACKAGES = {
     "machine": {"jax", "jaxlib", "numpy"},
     "model": {"flax", "jax", "jaxtyping", "numpy"},
     "plan": {"numpy"},
-    "report": {"jinja2", "ml_dtypes", "numpy"},
     "runners.adapters": {"inspect_ai", "lm_eval"},
     "runners.bench_serving": {"h11", "numpy", "prometheus_client"},
     "runners.calibrate": {"jax", "numpy", "safetensors"},

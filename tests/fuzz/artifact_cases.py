@@ -23,7 +23,6 @@ from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.machine.environment import prepare_cpu
 from ling3export.machine.verdict import Verdict, VerdictStatus, measuring
 from ling3export.report.inspect import describe
-from ling3export.report.page import render
 from ling3export.runners.load import recompile
 from ling3export.runners.load.loader import calls_measured
 from ling3export.runners.text import chat
@@ -88,7 +87,7 @@ def manifests(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def calibrations(folder: Path) -> Iterator[Case]:
-    """A calibration beside the toy, mostly with its digests: shown by inspect and report, and asked for costs."""
+    """A calibration beside the toy, mostly with its digests: shown by inspect, and asked for costs."""
     toy = toy_copy(folder)
     manifest = read_manifest(toy)
     ((name, target),) = manifest.targets.items()
@@ -117,15 +116,13 @@ def calibrations(folder: Path) -> Iterator[Case]:
     def case(rng: Random) -> None:
         data = json.dumps(mutated(rng, original)).encode()
         beside(toy).write_bytes(data if rng.random() < 0.8 else mutated_bytes(rng, data))
-        look(drawn=rng.random() < 0.1)
+        look()
 
-    def look(drawn: bool) -> None:
+    def look() -> None:
         notes: list[str] = []
         calls_measured(toy, manifest, name, notes.append, None)
         found, note = found_beside(toy, manifest)
         texts = [describe(manifest, calibration=found, note=note or ""), *notes]
-        if drawn:
-            render(manifest, found, note)
         if found is not None:
             texts.append("\n".join(executed(found)))
         if not all(line.isprintable() for text in texts for line in text.split("\n")):
@@ -134,7 +131,7 @@ def calibrations(folder: Path) -> Iterator[Case]:
             raise ArtifactError(notes[0])
 
     beside(toy).write_text(json.dumps(original))
-    look(drawn=True)
+    look()
     yield case
 
 

@@ -15,7 +15,7 @@ from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
-from ling3export.compile import attach, replay
+from ling3export.compile import attach
 from ling3export.plan import pricing
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.cli.options import FOLDER
@@ -59,7 +59,7 @@ def test_every_command_takes_a_reference_for_an_artifact_that_it_reads():
     assert found["written"] == {"build", "sign"}
     assert found["read"] == {
         "attach", "bench compare", "bench serve", "batch run", "calibrate", "catalog publish", "chat",
-        "doctor", "eval determinism", "eval run", "ffn-worker", "generate", "inspect", "plan", "profile", "report",
+        "doctor", "eval determinism", "eval run", "ffn-worker", "generate", "inspect", "plan", "profile",
         "serve", "verify",
     }  # fmt: skip
 
@@ -70,9 +70,6 @@ def test_what_needs_the_manifest_alone_pulls_no_more(toy, reference, tmp_path, m
         if blob.stat().st_size == (toy / "weights/toy.safetensors").stat().st_size:
             blob.unlink()
     assert said(cli.main, "inspect", reference, "--json") == said(cli.main, "inspect", toy, "--json")
-    said(cli.main, "report", reference, tmp_path / "one.html")
-    said(cli.main, "report", toy, tmp_path / "two.html")
-    assert (tmp_path / "one.html").read_bytes() == (tmp_path / "two.html").read_bytes()
     given: list[Path] = []
 
     def priced(config, options, requests, artifact, ignore):
@@ -112,17 +109,6 @@ def test_verify_publish_and_attach_pull_what_they_read(toy, reference, kept, tmp
     said(cli.main, "attach", reference, tmp_path, tmp_path / "out.ling3", "--no-run")
 
 
-def test_a_cell_of_a_reference_is_built_again(toy, reference, kept, monkeypatch):
-    def replayed(artifact, cell, *build):
-        assert (contents(artifact), cell) == (contents(toy), "decode@2")
-        return ["built"], True
-
-    monkeypatch.setattr(replay, "replay", replayed)
-    assert said(cli.main, "build", reference, "--replay", "decode@2") == "built\n"
-    found = refusal(cli.main, "build", reference, code=2)
-    assert f"expected a folder, or --replay beside the reference {reference}." in found
-
-
 @pytest.mark.parametrize(
     "words",
     [
@@ -138,9 +124,8 @@ def test_a_reference_where_a_folder_is_written_is_refused(words, reference):
     assert f"expected a folder to write, found the reference {reference}; pull it, and publish another." in found
 
 
-@pytest.mark.parametrize(("command", "more"), [("attach", ("checkpoint",)), ("report", ())])
-def test_a_reference_whose_folder_would_be_written_needs_another(command, more, reference, kept):
-    found = refusal(cli.main, command, reference, *more, code=2)
+def test_a_reference_whose_folder_would_be_written_needs_another(reference, kept):
+    found = refusal(cli.main, "attach", reference, "checkpoint", code=2)
     assert f"expected OUT beside the reference {reference}, found none." in found
     assert not kept.exists()
 

@@ -119,7 +119,7 @@ def test_an_evaluation_records_which_trial(spoiled: Path, tmp_path: Path):
     """The others of its batch are answered."""
     prompts = {"good": [1, 2, 3], "bad": [ROW], "also": [5] * 20}
     tasks = [Task(id=name, input={"prompt_ids": ids}, target="42", graders=[NUMERIC]) for name, ids in prompts.items()]
-    with EngineBackend(spoiled, check="programs") as backend:
+    with EngineBackend(Engine(spoiled, check="programs", overlap=False, prefix_cache=False)) as backend:
         run_suite(Suite("nan", tasks), backend, tmp_path / "run", RunConfig(max_tokens=4))
     good, bad, also = read_predictions(tmp_path / "run")
     assert bad.infra is not None and bad.infra.ended
