@@ -30,6 +30,10 @@ class Registry:
 
     Args:
         text: ``HOST[:PORT][/PREFIX]``. On this machine it is spoken to without TLS.
+
+    Attributes:
+        session: What every request goes through.
+        credentials: What is sent to the registry's own host, and to no other.
     """
 
     def __init__(self, text: str) -> None:
@@ -37,9 +41,9 @@ class Registry:
         self._prefix = f"{prefix}/" if prefix else ""
         here = self._host.partition(":")[0] in ("localhost", "127.0.0.1")
         self._base = f"{'http' if here else 'https'}://{self._host}/v2/"
-        self._session = requests.Session()
-        self._session.headers["Accept-Encoding"] = "identity"  # bytes are counted, and parts of them asked for
-        self._session.auth = self._credentials = Credentials(self._host, authorization(self._host))
+        self.session = requests.Session()
+        self.session.headers["Accept-Encoding"] = "identity"  # bytes are counted, and parts of them asked for
+        self.session.auth = self.credentials = Credentials(self._host, authorization(self._host))
         self._homes: dict[str, str] = {}  # which repository a blob was named in
         self._repository = ""
         self._documents: dict[str, bytes] = {}
@@ -201,12 +205,12 @@ class Registry:
         """
         url = urljoin(self._base, path)
         reply = self._asked(method, url, options)
-        if reply.status_code == 401 and self._credentials.exchanged(reply, str(self)):
+        if reply.status_code == 401 and self.credentials.exchanged(reply, str(self)):
             if isinstance(body := options.get("data"), BlobBody):
                 body.rewind()
             reply = self._asked(method, url, options)
         if reply.status_code in (401, 403):
-            if self._credentials.header is None and reply.status_code == 401:
+            if self.credentials.header is None and reply.status_code == 401:
                 raise AuthRequired(
                     f"store `{self}`: expected a token, found none", f"put it into {TOKEN}, or log in with docker"
                 )
@@ -217,7 +221,7 @@ class Registry:
 
     def _asked(self, method: str, url: str, options: dict[str, Any]) -> requests.Response:
         try:
-            reply = self._session.request(method, url, timeout=TIMEOUT, stream=True, **options)
+            reply = self.session.request(method, url, timeout=TIMEOUT, stream=True, **options)
         except requests.RequestException as error:
             raise CatalogError(f"store `{self}`: expected an answer, found {type(error).__name__}") from None
         if reply.status_code >= 400:

@@ -154,7 +154,7 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
             "libtpu_init_args": flags.get("LIBTPU_INIT_ARGS", ""),
             "memory_fraction": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"),
             "memory_limit": memory_limit(),
-            "git_commit": _git_commit(Path(__file__).resolve()),
+            "git_commit": git_commit(Path(__file__).resolve()),
         }
 
     def _request(self, ask: PromptRequest) -> Request:
@@ -256,7 +256,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _git_commit(file: Path) -> str | None:
+def git_commit(file: Path) -> str | None:
     """The commit that is checked out where ``file`` lies; None if that repository does not track it.
 
     An installed package may lie in a repository of something else: in a project's virtual environment, for example.

@@ -17,6 +17,7 @@ class TextStream:
         skip_special: Special tokens have no text.
 
     Attributes:
+        stop: The strings that end the text.
         stopped: Whether a stop string was met.
     """
 
@@ -31,7 +32,7 @@ class TextStream:
         self.stopped = False
         self._include_stop, self._skip_special = include_stop, skip_special
         self._tokenizer = tokenizer
-        self._stop = tuple(stop)
+        self.stop = tuple(stop)
         self._held = ""  # decoded, not yet given away: it may be the begin of a stop string
         self._restart()
 
@@ -79,13 +80,13 @@ class TextStream:
     def _release(self, new: str, watch: bool = True) -> str:
         text, before = self._held + new, len(self._held)
         # One that lies before the new text was not to be watched for.
-        starts = ((text.find(stop, max(0, before - len(stop) + 1)), len(stop)) for stop in self._stop)
+        starts = ((text.find(stop, max(0, before - len(stop) + 1)), len(stop)) for stop in self.stop)
         found = [(place, size) for place, size in starts if place >= 0]
         if found and watch:
             self.stopped, self._held = True, ""
             place, size = min(found)
             return text[: place + size if self._include_stop else place]
-        keep = max((overlap(text, stop) for stop in self._stop), default=0)
+        keep = max((overlap(text, stop) for stop in self.stop), default=0)
         self._held = text[len(text) - keep :]
         return text[: len(text) - keep]
 

@@ -120,13 +120,13 @@ def test_a_registry_that_asks_gets_a_token_and_no_other_host_does(toy, tmp_path,
         Registry(host)
     (tmp_path / "token").chmod(0o600)
     store = Registry(host)
-    first = requests.Request("GET", f"http://{host}/v2/", auth=store._credentials).prepare()
+    first = requests.Request("GET", f"http://{host}/v2/", auth=store.credentials).prepare()
     assert first.headers["Authorization"] == "Bearer from-a-file"
     elsewhere = first.copy()
     elsewhere.url = "http://example.org/blob"
     answer = requests.Response()
     answer.request = first
-    store._session.rebuild_auth(elsewhere, answer)
+    store.session.rebuild_auth(elsewhere, answer)
     assert "Authorization" not in elsewhere.headers
 
 

@@ -116,7 +116,7 @@ def break_for_mine(patch: pytest.MonkeyPatch, owner: type, name: str, after: int
         if isinstance(self, (Sequence, Limits)):
             request = args[0] if isinstance(self, Limits) else self.request
             return bool(request.name == "mine")
-        return not isinstance(self, TextStream) or "mine" in (args[1] if name == "__init__" else self._stop)
+        return not isinstance(self, TextStream) or "mine" in (args[1] if name == "__init__" else self.stop)
 
     def call(self: Any, *args: Any, **options: Any) -> Any:
         if threading.current_thread().name == "ling3-engine" and is_mine(self, args) and next(calls, None) is None:

@@ -19,17 +19,17 @@ def test_a_commit_is_named_only_if_it_holds_the_package(tmp_path):
     package = tmp_path / ".venv/ling3export"
     package.mkdir(parents=True)
     file = Path(shutil.copy(backend.__file__, package / "backend.py"))
-    assert backend._git_commit(file) is None  # no repository
+    assert backend.git_commit(file) is None  # no repository
     (tmp_path / "theirs.py").write_text("")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", "theirs.py")
     git(tmp_path, "commit", "-q", "-m", "theirs")
-    assert backend._git_commit(file) is None
+    assert backend.git_commit(file) is None
     git(tmp_path, "add", "--force", str(file))
     git(tmp_path, "commit", "-q", "-m", "ours")
-    assert backend._git_commit(file) == git(tmp_path, "rev-parse", "HEAD")
+    assert backend.git_commit(file) == git(tmp_path, "rev-parse", "HEAD")
 
 
 def test_without_git_there_is_no_commit(monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert backend._git_commit(Path(sys.executable)) is None
+    assert backend.git_commit(Path(sys.executable)) is None
