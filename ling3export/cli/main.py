@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from ling3export.cli.options import IGNORE, JSON, ROUNDING, WIDE, build_options
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
+from ling3export.runners.cli.cluster import cluster_options, on_cluster
 from ling3export.runners.cli.command import Group, given, section
 from ling3export.runners.cli.options import FOLDER, PATH, shard_option, trust_option
 from ling3export.runners.cli.references import Artifact
@@ -28,10 +30,11 @@ if TYPE_CHECKING:
 
 # Options of `build` that ask for something else than a whole artifact, and what may not stand beside each of them.
 APART = {
-    "into": ("artifact", "checkpoint", "ignore", "allow_rounding"),
-    "shard": ("into", "kind"),
-    "no_weights": ("into", "shard", "kind", "allow_rounding"),
-    "kind": ("into", "cache", "cache_dir", "explain", "jobs"),
+    "into": ("artifact", "checkpoint", "ignore", "replay", "allow_rounding"),
+    "shard": ("into", "replay", "kind"),
+    "no_weights": ("into", "replay", "shard", "kind", "allow_rounding"),
+    "on": ("shard", "into", "replay", "no_weights", "kind"),
+    "kind": ("into", "replay", "cache", "cache_dir", "explain", "jobs"),
 }
 COMMON_BUILD = "paddings tp max_running context targets snapshots dtype into force no_weights".split()
 COMMON_PLAN = "paddings tp max_running context targets snapshots dtype lengths artifact as_json".split()
@@ -79,7 +82,7 @@ def main() -> None:
 
 
 @main.command(common=COMMON_BUILD)
-@click.argument("checkpoint", required=False, type=PATH)
+@click.argument("checkpoint", required=False, type=Artifact(elsewhere=True, beside="replay"))
 @click.argument("artifact", required=False, type=FOLDER)
 @build_options
 @section(
@@ -110,12 +113,7 @@ def main() -> None:
 )
 @section(
     "Compiling",
-    click.option(
-        "--jobs",
-        type=click.IntRange(1),
-        metavar="N",
-        help="Cells built at a time; 1 shows all that compilers say.  [default: one a core]",
-    ),
+    click.option("--jobs", type=click.IntRange(1), metavar="N", help="Cells built at a time.  [default: one a core]"),
     click.option(
         "--cache",
         type=click.Choice(POLICIES),
@@ -126,11 +124,17 @@ def main() -> None:
     cache_dir,
     click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache."),
     shard_option("cell", "Compile into the cache, and no more."),
+    click.option(
+        "--replay",
+        metavar="[TARGET/]CELL",
+        help="Build one cell of ARTIFACT, or of its failed build, again, and show all that its compiler says.",
+    ),
 )
+@cluster_options
 def build(
-    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None,
+    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
     force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, no_weights: bool,
-    dummy_weights: int | None, prove: bool | None, allow_rounding: bool,
+    dummy_weights: int | None, prove: bool | None, allow_rounding: bool, cluster: Any,
     **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
@@ -141,6 +145,7 @@ def build(
     Programs of --no-weights get weights from ling3export attach.
     """
     require("build", "build", "flax", "rich")
+    from ling3export.artifacts.manifest import MANIFEST
     from ling3export.cli.progress import Console
     from ling3export.compile import build as building
     from ling3export.model.config import Config
@@ -149,7 +154,9 @@ def build(
     chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir, explain)
     _check_alone(chosen if kind != "artifact" else chosen - {"kind"})
     source = checkpoint or building.DEMO
-    fits = checkpoint is not None and "tp" not in chosen and kind == "artifact"
+    fits = (
+        checkpoint is not None and "tp" not in chosen and kind == "artifact" and not (checkpoint / MANIFEST).is_file()
+    )
     ending = "ling3" if kind == "artifact" else kind
     destination = artifact or Path(f"{source.resolve().name.removesuffix('.json')}.{ending}")
     how: dict[str, Any] = {"ignore": ignore, "cache": use}
@@ -164,6 +171,15 @@ def build(
                 source, destination, what, console, force=force, ignore=ignore, allow_rounding=allow_rounding
             )
             console.note(f"wrote {destination}")
+        elif replay is not None:
+            from ling3export.compile import replay as replaying
+
+            if checkpoint is not None and artifact is None and (checkpoint / MANIFEST).is_file():
+                destination = checkpoint  # the one path is the artifact: no checkpoint is needed
+            lines, passed = replaying.replay(destination, replay, use, source, what, console.note, ignore)
+            click.echo("\n".join(lines))
+            if not passed:
+                sys.exit(1)
         elif shard != WHOLE:
             building.build_share(source, what, console, shard, **how)
         elif into is not None:
@@ -171,6 +187,10 @@ def build(
 
             console.summary(into, *add_targets(into, what, chosen, console, force=force, cache=use, prove=prove))
         else:
+            if cluster is not None:
+                from ling3export.compile.fleet import build_on
+
+                build_on(partial(on_cluster, "build", cluster), source, what, console, **how)
             manifest = building.build(
                 source, destination, what, console, no_weights=no_weights, dummy=dummy_weights, **whole
             )

@@ -360,10 +360,19 @@ def build_share(
     config = Config.from_path(checkpoint, ignore)
     plans = announced(make_plans(config, as_stored(options, checkpoint)), report)
     cells = opened(cache, report.note)
-    if not cells.use.writes:
-        hint = "write it with --cache on, in a folder of your own, or one that all shares share: --cache-dir"
-        raise PlanError(f"--shard: expected a cache that is written, found {cells.use.policy}", hint)
+    written(cells, "--shard")
     with tempfile.TemporaryDirectory(prefix="ling3-share-") as folder:
         with compiling(config, options, plans, Path(folder), cells, report, shard=shard) as compiled:
             outcomes = compiled()
         report.note(summary((built.program for each in outcomes for built in each.built.values()), cache))
+
+
+def written(cells: Cells, option: str) -> None:
+    """Refuses a cache that keeps nothing.
+
+    Raises:
+        PlanError: It is one; ``option`` needs another.
+    """
+    if not cells.use.writes:
+        hint = "write it with --cache on, in a folder of your own, or one that all shares share: --cache-dir"
+        raise PlanError(f"{option}: expected a cache that is written, found {cells.use.policy}", hint)

@@ -34,10 +34,10 @@ from ling3export.artifacts.schema import KERNELS, STATE, Manifest, Target
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.staging import adding
 from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
-from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.use import DEFAULT_USE, CacheUse
 from ling3export.compile.build import Reporter, announced, compiling, complete
 from ling3export.compile.pool import BuildOutcome
+from ling3export.compile.replay import changes_since
 from ling3export.foundation.errors import PlanError, listed
 from ling3export.model.geometry import CHUNK
 from ling3export.plan.options import AS_STORED, Options, check_paddings
@@ -157,20 +157,6 @@ def extended(manifest: Manifest, name: str, paddings: Sequence[int]) -> Plan:
             f"build all its programs again: --target {record.text}@{record.tp} --force",
         )
     return replace(plan, score_paddings=tuple(sorted({*plan.score_paddings, *paddings})))
-
-
-def changes_since(manifest: Manifest, plan: Plan) -> list[str]:
-    """What decides a target's programs and was other when they were built: packages, or else sources or flags."""
-    target, here = manifest.targets[plan.target.name], toolchain(plan.target)
-    before = target.toolchain
-    changed = [
-        f"{name} {before.get(name)}, here {here.get(name)}"
-        for name in {**before, **here}
-        if before.get(name) != here.get(name)
-    ]
-    if not changed and fingerprint(config_of(manifest), plan) != target.fingerprint:
-        return ["other sources of the model or of the lowering, or other flags"]
-    return changed
 
 
 def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> dict[str, Built]:

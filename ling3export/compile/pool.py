@@ -46,10 +46,10 @@ class Compilers:
         plan: Says the target and the geometry.
         config: The model.
         folder: Where the programs are written.
-        jobs: Processes; None is one a core. The stderr of a single one is ours; of several the end is kept, for the
-            message of one that dies.
+        jobs: Processes; None is one a core.
         cells: The cache; what it has is not compiled. None uses none.
         taken: Cells whose files are in ``folder`` already.
+        shown: The workers' stderr is ours; else its end is kept, for the message of one that dies.
         tell: Given a line as each cell begins to be compiled, and one with the seconds as it ends.
     """
 
@@ -62,12 +62,13 @@ class Compilers:
         cells: Cells | None = None,
         *,
         taken: Mapping[str, Built] = MappingProxyType({}),
+        shown: bool = False,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.plan = plan
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
         self.job = CompileJob(plan.target, plan.geometry, config, folder, self._cells.use)
-        self._jobs, self.taken, self._tell = jobs, taken, tell
+        self._jobs, self.taken, self._shown, self._tell = jobs, taken, shown, tell
         self._workers: list[Child] = []
         self._stopped = False
         self._lock = threading.Lock()
@@ -164,7 +165,7 @@ class Compilers:
                 return None
             if worker is None or not worker.alive:
                 try:
-                    worker = stack.enter_context(Child(MODULE, shown=self._jobs == 1))
+                    worker = stack.enter_context(Child(MODULE, shown=self._shown))
                 except OSError as error:
                     raise PlanError(f"no compiling process could be started: {error}") from error
                 worker.send({"job": to_json(self.job)})
@@ -200,7 +201,9 @@ def check(config: Config, outcomes: Sequence[BuildOutcome], kept: bool) -> None:
     if len(failures) < count:
         where = "are in the cache: the same build again takes them" if kept else "are lost without --cache on"
         hints.append(f"the {count - len(failures)} others {where}")
-    hints.append("to see all that compilers say: the same command with --jobs 1")
+    target, cell, _ = failures[0]
+    words = f"the same command with --replay {f'{target}/' * several}{cell}"
+    hints.append(f"to build one alone and see all that its compiler says: {words}")
     raise PlanError(message, "; ".join(hints))
 
 

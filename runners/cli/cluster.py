@@ -35,25 +35,27 @@ _cluster_section = section(
 
 
 def cluster_options(command: Callable[..., Any]) -> Any:
-    """Gives a command that has ``host_options`` those of a cluster; it gets a ``Cluster``, or None without ``--on``."""
+    """Gives a command the options of a cluster: it gets a ``Cluster``, or None without ``--on``."""
 
     @wraps(command)
     def clustered(on: str | None, replicas: int, resources: str, **given: Any) -> Any:
-        cluster = None if on is None else Cluster.parse(on, replicas, resources, _hosts_each(given["place"]))
+        cluster = None if on is None else Cluster.parse(on, replicas, resources, _hosts_each(given.get("place")))
         return command(cluster=cluster, **given)
 
     return _cluster_section(clustered)
 
 
-def _hosts_each(place: Mapping[str, Any]) -> Hosts | None:
+def _hosts_each(place: Mapping[str, Any] | None) -> Hosts | None:
     """How many hosts each worker has, and how long they wait for each other; None for one host.
 
     Args:
-        place: What ``host_options`` gave. Environment variables say nothing here.
+        place: What ``host_options`` gave; None for a command without them. Environment variables say nothing here.
 
     Raises:
         RequestError: It says more: which host this process is.
     """
+    if place is None:
+        return None
     said = [name for name in FOUND_THERE if place[name] is not None and place[name] is not False]
     given = [f"--{name.replace('_', '-')}" for name in said]
     given += ["DIST_INIT_ADDR"] if os.environ.get("DIST_INIT_ADDR") else []

@@ -29,11 +29,13 @@ class Artifact(click.ParamType):
         elsewhere: Take what this machine cannot run, too.
         manifest: Pull the manifest alone, into a folder that is removed when the command ends.
         out: The parameter that says what is written; by default that is the folder itself, or beside it.
+        beside: The parameter without which no artifact is meant, and no reference is taken.
     """
 
     elsewhere: bool = False
     manifest: bool = False
     out: str | None = None
+    beside: str | None = None
     name = "artifact"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
@@ -59,6 +61,10 @@ class _Reference:
         given, kind = context.params, self.kind
         if kind.out is not None and given[kind.out] is None:
             raise click.UsageError(f"expected {kind.out.upper()} beside the reference {self.text}, found none.")
+        if kind.beside is not None:
+            if given[kind.beside] is None:
+                raise click.UsageError(f"expected a folder, or --{kind.beside} beside the reference {self.text}.")
+            return folder_of(self.text, elsewhere=kind.elsewhere)
         if kind.manifest:
             folder = context.with_resource(TemporaryDirectory(prefix="ling3-"))
             return pulled_manifest(self.text, Path(folder))

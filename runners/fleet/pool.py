@@ -244,8 +244,12 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             self._ray.util.remove_placement_group(each.group)  # and ends what is in it
         self._ray.shutdown()
 
-    def map(self, pieces: Iterable[Any]) -> Iterator[Any]:
+    def map(self, pieces: Iterable[Any], ended: Callable[[int], None] = lambda number: None) -> Iterator[Any]:
         """The results of pieces, in order; pieces are taken as workers are free.
+
+        Args:
+            pieces: What the workers do.
+            ended: Called with the number of a piece when its result is there, in whatever order they end.
 
         Raises:
             ClusterError: A piece ends one worker after the other, or all workers are gone and find no room.
@@ -276,6 +280,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 job, group = running.pop(reference)
                 try:
                     done[job.number] = self._result(reference)
+                    ended(job.number)
                     idle.append(group)
                 except WorkerLost as error:
                     job.tries += 1

@@ -34,6 +34,7 @@ APART = {"model": {"machine", "artifacts"}}
 FROM_RUNNERS = {
     "cli": {"runners.cli"},
     "verify.measure": {"runners.calibrate", "runners.hosts", "runners.load", "runners.text"},
+    "compile.fleet": {"runners.fleet", "runners.hosts"},
 }
 
 

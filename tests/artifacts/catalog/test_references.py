@@ -15,7 +15,7 @@ from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
 from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
-from ling3export.compile import attach
+from ling3export.compile import attach, replay
 from ling3export.plan import pricing
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.cli.options import FOLDER
@@ -107,6 +107,17 @@ def test_verify_publish_and_attach_pull_what_they_read(toy, reference, kept, tmp
 
     monkeypatch.setattr(attach, "attach", attached)
     said(cli.main, "attach", reference, tmp_path, tmp_path / "out.ling3", "--no-run")
+
+
+def test_a_cell_of_a_reference_is_built_again(toy, reference, kept, monkeypatch):
+    def replayed(artifact, cell, *build):
+        assert (contents(artifact), cell) == (contents(toy), "decode@2")
+        return ["built"], True
+
+    monkeypatch.setattr(replay, "replay", replayed)
+    assert said(cli.main, "build", reference, "--replay", "decode@2") == "built\n"
+    found = refusal(cli.main, "build", reference, code=2)
+    assert f"expected a folder, or --replay beside the reference {reference}." in found
 
 
 @pytest.mark.parametrize(

@@ -145,14 +145,14 @@ def test_every_failed_cell_is_named_with_its_target():
         "cpu-tp2 sample@1: too large"
     )
     assert caught.value.hint == (
-        "lower it; the 5 others are in the cache: the same build again takes them; to see all that compilers say: the "
-        "same command with --jobs 1"
+        "lower it; the 5 others are in the cache: the same build again takes them; to build one alone and see all that "
+        "its compiler says: the same command with --replay cpu-tp1/prefill@16"
     )
     with pytest.raises(PlanError) as caught:
         pool.check(CONFIG, [outcome()], False)
     assert caught.value.hint == (
-        "lower it; the 3 others are lost without --cache on; to see all that compilers say: the same command with "
-        "--jobs 1"
+        "lower it; the 3 others are lost without --cache on; to build one alone and see all that its compiler says: "
+        "the same command with --replay prefill@16"
     )
 
 

@@ -133,7 +133,9 @@ def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifac
     assert read_manifest(alone).vectors.receipts["cpu-tp2"].passed
 
 
-def test_a_cell_is_explained_by_its_form(artifact: Artifacts, tmp_path: Path):
+def test_a_cell_is_replayed_and_explained_by_its_form(artifact: Artifacts, tmp_path: Path):
+    replayed = said(main, "build", artifact(NAME), "--replay", "combine@2")
+    assert "stablehlo    the recorded " in replayed
     words = ("--paddings", 16, "--decode-paddings", 2, "--max-running", 2, "--context", 64, "--tp", 2)
     config = artifact.checkpoint(NAME) / "config.json"
     told = ""
