@@ -25,13 +25,13 @@ from ling3export.model.quantized import Matrix, Quantized, group_of, leading, va
 # faster, which use a processor's matrix unit (docs/log/kernels-cpu.md, 2026-11-22).
 FEW = 16
 FEW_EACH = 2  # the same of one expert's rows, where all experts are chosen alike (docs/log/kernels-cpu.md)
-# Processors without dot products of bf16: XLA widens what it multiplies again and again. Kernels are faster up to more
-# rows, and over columns of a weight for any number (docs/log/kernels-cpu.md, 2026-11-24).
+# Processors without dot products of bf16: XLA widens what it multiplies again and again. Kernels over columns of a
+# weight are faster for any number of rows (docs/log/kernels-cpu.md, 2026-11-24).
 WIDENED = ("avx512_vnni", "avx2")
-FEW_WIDENED = 64
 GROUP = 32  # numbers that share a scale, where kernels multiply quantized weights, by any number of rows
-# Forms whose kernel for experts beats XLA's products at any number of rows: processors without a matrix unit.
-ANY_EXPERTS = ("avx512_bf16", *WIDENED)
+# Processors without a matrix unit: kernels for experts are faster for any number of rows, the others up to FEW_PLAIN.
+NO_UNIT = ("avx512_bf16", *WIDENED)
+FEW_PLAIN = 64
 
 
 class KdaWeights(NamedTuple):
@@ -59,7 +59,7 @@ def are_there(weights: Weight, few: bool, geometry: Geometry) -> bool:
 
 def are_few(rows: int, geometry: Geometry) -> bool:
     """Whether so many rows are few for the kernels of a geometry."""
-    return rows <= (FEW_WIDENED if geometry.kernels.startswith(WIDENED) else FEW)
+    return rows <= (FEW_PLAIN if geometry.kernels.startswith(NO_UNIT) else FEW)
 
 
 def do_columns(weights: Weight, rows: int, geometry: Geometry) -> bool:
@@ -69,7 +69,7 @@ def do_columns(weights: Weight, rows: int, geometry: Geometry) -> bool:
 
 def do_experts(stacks: Sequence[Weight], pairs: int, experts: int, geometry: Geometry) -> bool:
     """Whether the program calls a kernel for ``pairs`` of a token and one of a layer's ``experts``."""
-    few = geometry.kernels.startswith(ANY_EXPERTS) or pairs <= FEW_EACH * experts
+    few = geometry.kernels.startswith(NO_UNIT) or pairs <= FEW_EACH * experts
     return all(are_there(weights, few, geometry) for weights in stacks)
 
 

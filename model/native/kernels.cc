@@ -673,12 +673,13 @@ ffi::Error Columns(ffi::ThreadPool pool, Bf16s x, Bf16s w, Ints layer_of, ffi::R
   const Bf16* from = Data(x);
   const int64_t step = own ? stack.groups() * depth : depth, used = Used(from, rows, step);
   float* out = y->typed_data();
-  std::fill_n(out + used * width, (rows - used) * width, 0.0f);
 #ifdef __AMX_BF16__
   const bool tiled = !own && used >= kFewest && used <= kTile && depth % kDepth == 0 && MayUseTiles();
   const auto paired = std::make_shared<std::vector<Bf16>>(tiled ? Paired(from, used, depth) : std::vector<Bf16>());
 #endif
-  Parallel(pool, devices, stack.groups() * tasks, stack.range(layer), [=](int64_t task) {
+  Parallel(pool, devices, rows - used + stack.groups() * tasks, stack.range(layer), [=](int64_t task) {
+    if (task < rows - used) return void(std::fill_n(out + (used + task) * width, width, 0.0f));
+    task -= rows - used;
     const int64_t g = task / tasks, o = task % tasks * kOutputs, count = std::min(kOutputs, stack.rows - o);
     const Bf16* weights = stack.group(g, layer) + o * depth;
     float* to = out + g * stack.rows + o;
@@ -1013,6 +1014,18 @@ ffi::Error Route(ffi::ThreadPool pool, Floats x, Floats gate, Floats bias, Ints 
   return ffi::Error::Success();
 }
 
+bool AreZeros(const float* x, int64_t count) {
+  uint32_t any = 0;
+  for (int64_t from = 0; from < count && !any; from += kBlock) {
+    for (int64_t i = from; i < std::min(count, from + kBlock); ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, x + i, sizeof bits);
+      any |= bits;
+    }
+  }
+  return !any;
+}
+
 // What a part of a row of logits says: the largest number, where it is first found, and the sum of e^(x - largest).
 struct Best {
   float most = -std::numeric_limits<float>::infinity(), total = 0;
@@ -1021,8 +1034,9 @@ struct Best {
   // e^0 is the largest: of numbers that are all -inf the sum is 0.
   float base() const { return std::max(most, std::numeric_limits<float>::lowest()); }
 
-  // A NaN is in no maximum, but in the sum.
+  // A NaN is in no maximum, but in the sum. Rows of padding are zeros, whose powers need not be computed.
   void Look(const float* x, int64_t count) {
+    if (AreZeros(x, count)) return void((most = 0, total = float(count)));
     int64_t block = 0;
     for (int64_t from = 0; from < count; from += kBlock) {
       const int64_t size = std::min(kBlock, count - from);

@@ -187,13 +187,14 @@ def test_the_limits_of_a_models_layers_reach_the_kernel(geometry: Geometry, tmp_
 def test_the_best_of_many_logits(geometry: Geometry, seed: int) -> None:
     """As XLA finds it, in rows of any width, where several are the largest, and where logits are not usable, too."""
     rng = np.random.default_rng(seed)
-    rows, offset = int(rng.integers(6, 20)), int(rng.integers(1000))
+    rows, offset = int(rng.integers(8, 20)), int(rng.integers(1000))
     width = int(rng.integers(1, (40, 600, 20_000, 70_000)[seed]))
     logits = rng.normal(scale=10, size=(rows, width)).astype(np.float32)
     logits[0] = logits[0, 0]  # all alike
     logits[1, rng.integers(width, size=3)] = logits[1].max() + 1
     logits[2, 1:] = -np.inf
     logits[3], logits[4, rng.integers(width)], logits[5, rng.integers(width)] = -np.inf, np.inf, np.nan
+    logits[6], logits[7, : width // 2] = 0, 0  # rows of padding are zeros, which are passed over
     most, total, token = np.asarray(calls.best(jnp.asarray(logits), jnp.int32(offset), geometry))
     usable = np.array([0, 1, 2, *range(6, rows)])
     wide = logits[usable].astype(np.float64)

@@ -39,7 +39,7 @@ def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
     level = kernels.level_of(target.kernel_names)
     assert set(level.features) <= set(target.requires.cpu_features)
     # The prefill's 16 rows are more than two for each of the few experts.
-    experts = {"experts"} if level.name in calls.ANY_EXPERTS else set()
+    experts = {"experts"} if level.name in calls.NO_UNIT else set()
     called = {
         "prefill": {"columns", "rows", "route"} | experts,
         "decode": {"columns", "rows", "experts", "route", "token", "attention"},
