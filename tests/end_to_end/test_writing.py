@@ -29,7 +29,6 @@ UNSIGNED = {
     "cli.main": "inspect prints it",
     "compile.into": "compares it with the one that it read with trust",
     "plan.pricing": "times that were measured",
-    "report.page": "prints it",
 }
 # What turns bytes of an artifact into something that runs.
 EXECUTERS = {
