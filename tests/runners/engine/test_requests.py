@@ -17,6 +17,7 @@ from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle
 from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.load.model_runner import ModelRunner
 from tests.support import toy_artifact
 from tests.support.manifests import changed_targets
 
@@ -207,14 +208,18 @@ def test_the_same_is_refused_wherever_it_enters(engine, tmp_path):
 
 def test_an_engine_starts_again_over_the_weights_that_it_has(built, monkeypatch):
     """A program that fails in the middle of a step; twice, and once more while requests run."""
+    used: list[ModelRunner] = []
+    sample = ModelRunner.sample
+    monkeypatch.setattr(ModelRunner, "sample", lambda self, *given: used.append(self) or sample(self, *given))
     with Engine(built) as engine:
-        runner = engine._loop.core.backend
-        weights = [array for cell in runner.cells.values() for array in cell.params]
         toy_artifact.check_tokens(engine)
+        weights = [array for cell in used[-1].cells.values() for array in cell.params]
         seconds = dict(engine.timings.seconds)
         for count in (1, 3):
             with monkeypatch.context() as patch:
-                patch.setattr(runner, "sample", lambda *_: (_ for _ in ()).throw(RuntimeError("INTERNAL: no device")))
+                patch.setattr(
+                    ModelRunner, "sample", lambda *_: (_ for _ in ()).throw(RuntimeError("INTERNAL: no device"))
+                )
                 for handle in (handles := engine.submit(*(engine.request([n + 1], 30) for n in range(count)))):
                     with pytest.raises(EngineStopped, match="found RuntimeError: INTERNAL: no device"):
                         handle.result(60)
@@ -229,7 +234,7 @@ def test_an_engine_starts_again_over_the_weights_that_it_has(built, monkeypatch)
         stats = engine.stats()
         assert (stats["live"], stats["free"], stats["compile_events"]) == (0, stats["pools"], 0)
         assert engine.timings.seconds == seconds, "nothing was loaded again"
-        assert all(a is b for a, b in zip(weights, [w for c in runner.cells.values() for w in c.params], strict=True))
+        assert all(a is b for a, b in zip(weights, [w for c in used[-1].cells.values() for w in c.params], strict=True))
     with pytest.raises(EngineStopped, match="found it closed"):
         engine.restart()
 
