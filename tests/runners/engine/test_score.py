@@ -20,7 +20,7 @@ from ling3export.artifacts.schema import SequenceRecord as VectorSequence
 from ling3export.artifacts.schema import Tolerance
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.cli import main as cli
-from ling3export.compile import into
+from ling3export.compile import replay
 from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.calibrate.receipts import ScoredSequence, log_softmax, score_receipt
 from ling3export.runners.engine.engine import Engine
@@ -309,7 +309,9 @@ def test_greedy_answers_are_greedy(extended: Path):
     assert same.logprob > other.logprob
 
 
-def test_more_paddings(extended: Path, monkeypatch: pytest.MonkeyPatch):
+def test_replay_and_more_paddings(extended: Path, monkeypatch: pytest.MonkeyPatch):
+    done = run(sys.executable, "-m", "ling3export.cli", "build", extended, "--replay", "score@128")
+    assert "stablehlo    the recorded" in done.stdout
     again = ("build", "--into", extended, "--score-paddings", "128")
     assert refusal(cli.main, *again) == (
         "error: --score-paddings: expected paddings that `cpu-tp1` does not have, found 128 in it\n"
@@ -318,7 +320,7 @@ def test_more_paddings(extended: Path, monkeypatch: pytest.MonkeyPatch):
         "error: --score-paddings: expected a positive multiple of 16, found 40\n"
         "hint: the next one that can be built is 48\n"
     )
-    monkeypatch.setattr(into, "fingerprint", lambda config, plan: "another")
+    monkeypatch.setattr(replay, "fingerprint", lambda config, plan: "another")
     assert refusal(cli.main, "build", "--into", extended, "--score-paddings", "16") == (
         "error: --score-paddings: expected `cpu-tp1` built with what builds here, found other sources of the model or "
         "of the lowering, or other flags\n"
