@@ -202,6 +202,7 @@ def child(folder: str) -> None:
         last = prompt.rpartition("<role>HUMAN</role>")[2]
         return "</think>" + "more " * 3000 if last.startswith("endless") else "Hm.</think>Hello"
 
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
     with scripted(Path(folder), script) as (engine, _):
         os.chdir(folder)
         talk(Conversation(engine))
