@@ -194,8 +194,8 @@ def test_an_error_of_a_host_that_follows_is_the_runs_at_once(pool: Callable[...,
 
 def test_what_ray_prints_is_no_data_of_a_command(cluster: ray_nodes.Nodes, tmp_path: Path, capsys: Any) -> None:
     """A node that died was told on stdout, in front of the completion line of `eval run`."""
-    where = f"ray://{cluster.address}"
-    with on_cluster("batch", where, 1, '{"engine": 1}', lambda: Doubler(tmp_path, {})) as workers:
+    where = Cluster(cluster.address, 1, {"engine": 1})
+    with on_cluster("batch", where, lambda: Doubler(tmp_path, {})) as workers:
         print("(raylet) a node has been marked dead")
         assert list(workers.map([1, 2])) == [2, 4]
     print("data")
