@@ -218,8 +218,9 @@ def _remove_unnamed(artifact: Path, manifest: Manifest) -> None:
     be removed stays: readers tolerate it.
     """
     named = {Path(path).parts[1] for path in recorded_files(manifest) if path.startswith("programs/")}
-    for folder in (artifact / "programs").iterdir():
-        if folder.name not in named and TARGET_FOLDER.fullmatch(folder.name):
-            with suppress(OSError):
-                if all(PROGRAM_FILE.fullmatch(file) for file in os.listdir(folder)):
-                    remove_tree(folder, artifact)
+    with suppress(OSError):
+        for folder in (artifact / "programs").iterdir():
+            if folder.name not in named and TARGET_FOLDER.fullmatch(folder.name):
+                with suppress(OSError):
+                    if all(PROGRAM_FILE.fullmatch(file) for file in os.listdir(folder)):
+                        remove_tree(folder, artifact)

@@ -342,9 +342,11 @@ def _form_lines(target: PricedTarget, forms: Mapping[str, PricedForm]) -> list[s
     device, machine = target.device, target.machine
     step = min((name for name in target.cells if name.startswith("decode@")), key=lambda name: int(name[7:]))
     timed = any(form.seconds is not None for form in forms.values())
-    cost = lambda form: readable(form.read) if form.seconds is None else f"{1e3 * form.seconds:.3f} ms"  # noqa: E731
     weights = [f"{name} {readable(form.weights)}" for name, form in forms.items()]
-    costs = [f"{name} {cost(form)}" for name, form in forms.items()]
+    costs = [
+        f"{name} {readable(form.read) if form.seconds is None else f'{1e3 * form.seconds:.3f} ms'}"
+        for name, form in forms.items()
+    ]
     lines = [
         f"  weights a device, by --weights: {', '.join(weights)}",
         f"  {step} {'takes' if timed else 'reads'} at the least: {', '.join(costs)}",

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import numpy as np
 
-from ling3export.artifacts.files import ArtifactError, create_unnamed, give_name, open_lock, remove
-from ling3export.foundation.errors import Ling3Error
+from ling3export.artifacts.files import create_unnamed, give_name, open_lock, remove
+from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.ffn.context import ALIGNMENT, HEAD, SIZE, ContextError, ScheduleContext, get
 from ling3export.runners.ffn.schedule import TokenBuffers
 
