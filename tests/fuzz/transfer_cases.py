@@ -22,6 +22,7 @@ from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 from tests.support.transfers import DESCRIPTION, LAYOUT, address, file_of, name_of, random_state, same, store
 
 NAME, HOST = name_of(7), "127.0.0.1"
+PATIENCE = 60.0  # seconds; both ends close what they are done with, so that only a machine that stands still needs them
 
 
 @contextmanager
@@ -38,7 +39,7 @@ def objects(folder: Path) -> Iterator[Case]:
             path.write_bytes(mutated_bytes(rng, data[:split]) + data[split:])
             if rng.random() < 0.3:
                 list(folders.collect(path.parent))
-            found = end.get(StateAddress(NAME), time.monotonic() + 5)
+            found = end.get(StateAddress(NAME), time.monotonic() + PATIENCE)
             path.unlink(missing_ok=True)
             end.ended()
             if found is not None and not same(found, state):
@@ -50,7 +51,7 @@ def objects(folder: Path) -> Iterator[Case]:
 @contextmanager
 def pulls(folder: Path) -> Iterator[Case]:
     """Damaged words of a taker, behind its proof or before it; damaged words of a holder. Right ones are served."""
-    with closing(store("tcp", folder, deadline=2.0)) as holder, closing(store("tcp", folder)) as taker:
+    with closing(store("tcp", folder, deadline=PATIENCE)) as holder, closing(store("tcp", folder)) as taker:
 
         def case(rng: Random) -> None:
             state = random_state(20)
@@ -59,10 +60,10 @@ def pulls(folder: Path) -> Iterator[Case]:
             if rng.random() < 0.5:
                 _ask(rng, address(holder, NAME))
                 put(holder, NAME, state)  # which the damaged words may have taken
-                found, damaged = taker.get(address(holder, NAME), time.monotonic() + 5), False
+                found, damaged = taker.get(address(holder, NAME), time.monotonic() + PATIENCE), False
             else:
                 found, damaged = _answered(rng, taker, memory), True
-                taker.release(address(holder, NAME), time.monotonic() + 5)
+                taker.release(address(holder, NAME), time.monotonic() + PATIENCE)
             if not same(found, state) and not (damaged and found is None):
                 raise WrongResultError(f"a right pull got {found}; {dict(taker.counts)}")
 
@@ -105,9 +106,9 @@ def _ask(rng: Random, where: StateAddress) -> None:
     text = json_text(mutated(rng, {"what": TAKE, "name": NAME}))
     whole = HEAD.pack(ASK if rng.random() < 0.9 else rng.randbytes(1), len(text)) + text
     whole = mutated_bytes(rng, whole) if rng.random() < 0.3 else whole
-    with socket.create_connection((where.host, where.port), 2) as peer, suppress(OSError):
+    with socket.create_connection((where.host, where.port), PATIENCE) as peer, suppress(OSError):
         if rng.random() < 0.8:
-            prove(peer, "", 0, time.monotonic() + 2, ROLES)
+            prove(peer, "", 0, time.monotonic() + PATIENCE, ROLES)
         peer.sendall(whole)
         peer.shutdown(socket.SHUT_WR)
         while peer.recv(1 << 16):
@@ -120,18 +121,18 @@ def _answered(rng: Random, taker, data: bytes):
     whole = HEAD.pack(STATE, len(data)) + data
     whole = mutated_bytes(rng, whole[:split]) + whole[split:]
     with socket.create_server((HOST, 0)) as listener:
-        listener.settimeout(2)
+        listener.settimeout(PATIENCE)
 
         def serve() -> None:
             with suppress(OSError, ValueError):
                 peer, _ = listener.accept()
                 with peer:
-                    challenge(peer, "", time.monotonic() + 2, ROLES)
-                    receive(peer, 1 << 16, time.monotonic() + 2)
+                    challenge(peer, "", time.monotonic() + PATIENCE, ROLES)
+                    receive(peer, 1 << 16, time.monotonic() + PATIENCE)
                     peer.sendall(whole)
 
         thread = threading.Thread(target=serve)
         thread.start()
-        found = taker.get(StateAddress(NAME, HOST, listener.getsockname()[1], 20), time.monotonic() + 2)
+        found = taker.get(StateAddress(NAME, HOST, listener.getsockname()[1], 20), time.monotonic() + PATIENCE)
         thread.join()
     return found
