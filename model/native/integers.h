@@ -230,16 +230,94 @@ void Stream(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int
     }
   }
   if (const int64_t rest = x.groups - g; rest) {
-    alignas(64) uint8_t left[kBlock * kBytes<kBits>] = {};
     Bf16 left_scales[kBlock] = {};
-    std::memcpy(left, q + g * kBytes<kBits>, rest * kBytes<kBits>);
     std::copy_n(scale + g, rest, left_scales);
     scale_by(g, left_scales);
-    for (int64_t i = 0; i * kOf<kBits> < rest; ++i) piece(g, i, left + i * kPiece);
+    const uint8_t* const from = q + g * kBytes<kBits>;
+    int64_t i = 0;
+    for (; (i + 1) * kOf<kBits> <= rest; ++i) piece(g, i, from + i * kPiece);
+    if (const int64_t bytes = rest * kBytes<kBits> - i * kPiece; bytes) {
+      alignas(64) uint8_t left[kPiece] = {};
+      std::memcpy(left, from + i * kPiece, bytes);
+      piece(g, i, left);
+    }
   }
 #pragma GCC unroll 4
   for (int t = 0; t < T; ++t) out[t * stride] += Total(sums[t][0] + sums[t][1]);
 }
+
+// Sums over parts of products with rows of few groups, of which a block holds several whole ones: they are read as if they
+// were one row, and every vector of sums belongs to fixed outputs until the last part is in.
+template <int kBits> class Short {
+ public:
+  // Whether so many outputs of so many groups fill blocks.
+  static bool Fits(int64_t outputs, int64_t groups) {
+    return groups < kBlock && kBlock % groups == 0 && outputs * groups % kBlock == 0 && outputs <= kOutputs;
+  }
+
+  Short(int64_t outputs, int64_t groups, int64_t count)
+      : outputs_(outputs), groups_(groups), count_(count), each_(std::max<int64_t>(1, groups / kOf<kBits>)),
+        vectors_(outputs * groups / kOf<kBits> / each_) {
+    std::fill_n(sums_[0], count * kOutputs, Spread(0.0f));
+  }
+
+  // Adds a part: all outputs' rows of the weight, which follow each other. Meanwhile those of the next part, which lie
+  // elsewhere, are asked for.
+  void Add(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int32_t* rows, const uint8_t* next,
+           const Bf16* next_scale) {
+    for (int64_t t = 0; t < count_; ++t) {
+      for (int64_t g = 0; g < kBlock; ++g) {  // a block in which the row stands again and again
+        const int64_t from = First<kBits>(g % groups_), to = First<kBits>(g);
+        std::memcpy(x_[t] + to, x.q(rows[t]) + from, kHalf);
+        std::memcpy(x_[t] + to + kSecond<kBits>, x.q(rows[t]) + from + kSecond<kBits>, kHalf);
+        scales_[t][g] = x.scales(rows[t])[g % groups_];
+        std::copy_n(x.offsets(rows[t]) + g % groups_ * kOwn<kBits>, kOwn<kBits>, offsets_[t] + g * kOwn<kBits>);
+      }
+    }
+    for (int64_t g = 0; g < outputs_ * groups_; g += kBlock) {
+      const Floats32 wide = Scales(scale + g);
+      for (int64_t at = 0; at < kBlock * kBytes<kBits>; at += 64) __builtin_prefetch(next + g * kBytes<kBits> + at);
+      __builtin_prefetch(next_scale + g);
+      for (int64_t t = 0; t < count_; ++t) {
+        const Floats32 scales = wide * LoadFloats(scales_[t]);
+#pragma GCC unroll 8
+        for (int64_t i = 0; i < kBlock / kOf<kBits>; ++i) {
+          const Ints32 bits = Load(q + g * kBytes<kBits> + i * kPiece);
+          const Ints32 both[2] = {kBits == 8 ? Unsigned(bits) : Low(bits), High(bits)};
+          const int64_t at = i * kOf<kBits>;
+          const Ints32 sum = Multiply<kBits>(both, x_[t] + at * kGroup, offsets_[t] + at * kOwn<kBits>);
+          sums_[t][(g / kOf<kBits> + i) / each_] += Float(sum) * Each<kBits>(scales, i);
+        }
+      }
+    }
+  }
+
+  // out[t * stride + o] of all parts.
+  void Give(float* out, int64_t stride) const {
+    const int64_t own = kLanes * vectors_ / outputs_;  // lanes of an output
+    for (int64_t t = 0; t < count_; ++t) {
+      for (int64_t o = 0; o < outputs_; ++o) {
+        if (own == kLanes) out[t * stride + o] = Total(sums_[t][o]);
+        else out[t * stride + o] = Lanes(sums_[t], o * own, own);
+      }
+    }
+  }
+
+ private:
+  static float Lanes(const Floats32* sums, int64_t from, int64_t count) {
+    float total = 0;
+    for (int64_t i = from; i < from + count; ++i) total += sums[i / kLanes][i % kLanes];
+    return total;
+  }
+
+  const int64_t outputs_, groups_, count_;
+  const int64_t each_;     // vectors of a row of the weight, whose products are added up in one
+  const int64_t vectors_;  // of sums of a row of x
+  Floats32 sums_[kStream][kOutputs];
+  alignas(64) int8_t x_[kStream][kBlock * kGroup];
+  alignas(64) float scales_[kStream][kBlock];
+  alignas(64) int32_t offsets_[kStream][kBlock * kOwn<kBits>];
+};
 
 // Rows of a weight side by side: of each group 8 vectors with four numbers of every row, and one of the rows' scales.
 struct Panel {

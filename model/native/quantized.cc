@@ -86,9 +86,20 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_o
   for (int64_t i = 0; i < used * each; ++i) at[i] = int32_t(i % used * each + i / used);
   Parallel(pool, devices, out_width / stack.rows * tasks, stack.range(layer), [&](int64_t task) {
     const int64_t o = task % tasks * kOutputs, own = std::min(kOutputs, stack.rows - o);
+    float* const to = out + task / tasks * stack.rows + o;
+#ifdef __AVX2__
+    if (sum && used <= kStream && Short<kBits>::Fits(own, stack.groups)) {
+      Short<kBits> sums(own, stack.groups, used);
+      for (int64_t part = 0; part < each; ++part) {
+        const int64_t row = stack.first_row(part, layer) + o, next = stack.first_row(std::min(part + 1, each - 1), layer) + o;
+        sums.Add(stack.values(row), stack.scales(row), rows, at.data() + part * used, stack.values(next),
+                 stack.scales(next));
+      }
+      return sums.Give(to, out_width);
+    }
+#endif
     for (int64_t part = 0; part < each; ++part) {
       const int64_t row = stack.first_row(task / tasks + part, layer) + o;
-      float* const to = out + task / tasks * stack.rows + o;
       Outer(stack.values(row), stack.scales(row), own, rows, at.data() + part * used, used, to, out_width);
     }
   });

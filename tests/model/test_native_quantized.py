@@ -78,6 +78,26 @@ def test_products_of_any_shape(geometry: Geometry, bits: int, rows: int) -> None
 
 
 @BITS
+@pytest.mark.parametrize("groups", [1, 2, 4, 8, 9])
+def test_sums_over_shards_of_few_groups(geometry: Geometry, bits: int, groups: int) -> None:  # noqa: F811
+    """Rows of a weight so short that several fill a vector, and what is not finite in one of them."""
+    rng = np.random.default_rng(groups)
+    for out, rows in ((16, 1), (48, 5), (64, 2), (100, 3), (144, 4)):
+        stored, weights64 = weights(rng, bits, 3, 2, out, groups * 32)
+        wide = np.concatenate(weights64[:, 1], axis=1)
+        x, x64 = rows_of(rng, rows, 3 * groups * 32)
+        found = calls.rows(x, stored, 1, geometry)
+        check(found, x64 @ wide.T, np.abs(x64) @ np.abs(wide).T)
+        damaged = Quantized(stored.q, stored.scale.at[2, 1, 7, 0].set(np.nan))
+        bad = np.asarray(calls.rows(x, damaged, 1, geometry))[: len(x64)]
+        assert np.isnan(bad[:, 7]).all()
+        np.testing.assert_array_equal(np.delete(bad, 7, axis=1), np.delete(np.asarray(found)[: len(x64)], 7, axis=1))
+        bad = np.asarray(calls.rows(x.at[0, -1].set(np.inf), stored, 1, geometry))
+        assert np.isnan(bad[0]).all()
+        np.testing.assert_array_equal(bad[1:], np.asarray(found)[1:])
+
+
+@BITS
 @pytest.mark.parametrize("out", [15, 16, 17, 33, 65])
 def test_products_at_the_edges_of_tiles(geometry: Geometry, bits: int, out: int) -> None:  # noqa: F811
     rng = np.random.default_rng(out)
