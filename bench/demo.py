@@ -64,7 +64,7 @@ def spoken(url: str) -> str:
 
 
 def _answer(url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
-    body = {"model": "m", "messages": messages, "tools": [TOOL], "temperature": 0, "max_tokens": 64}
+    body = {"model": "m", "messages": messages, "tools": [TOOL], "seed": 0, "max_tokens": 64}
     answer = json.loads(asked(url, "/v1/chat/completions", body))
     message: dict[str, Any] = answer["choices"][0]["message"]
     return message

@@ -15,12 +15,18 @@ from typing import Any
 
 from bench.inputs import CACHE, ROOT, artifact, checkpoint, last_line, run, spawn
 from bench.report import machine, medians, say, show, table
+from ling3export.cost.chips import CHIPS
+from ling3export.cost.roofline import roofline_bound
+from ling3export.model.config import Config
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
 
 PARITY = ROOT / ".venv-parity" / "bin" / "python"
 HF = ROOT / "bench" / "hf_speed.py"
 PREFILLS, COUNTS = (128, 512), (1, 4, 16)
 ANSWER = 32  # tokens that llama.cpp decodes for each sequence
 STEPS = [f"prefill {length}" for length in PREFILLS] + [f"decode {count}" for count in COUNTS]
+READ = "plain read"  # GB/s, beside the tokens/s
 Flat = dict[str, float]
 # The forms of llama.cpp that stand beside each of ours; bf16 is the file that its converter makes.
 THEIRS = {"bf16": ("bf16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
@@ -119,6 +125,7 @@ def measure(
     source, threads = checkpoint(given, "full", layers), len(os.sched_getaffinity(0))
     arms: dict[str, Callable[[], Flat | None]] = {}
     sizes: dict[str, float] = {}
+    config, moved = Config.from_path(source), dict[str, float]()
     like: dict[str, list[str]] = {}  # by arm of ours, those that it is compared with
     for form in weights:
         whole = "" if form == "bf16" else f"-{form}"
@@ -128,6 +135,7 @@ def measure(
             built = artifact(source, f"peers-{each}{whole}", how)
             arm = f"ling3export {form}, kernels {each}"
             arms[arm], sizes[arm] = partial(ours, built), _bytes(*(built / "weights").iterdir())
+            moved[arm] = _step_bytes(config, form)
             first = f"ling3export {weights[0]}, kernels {each}"
             like[arm] = [*theirs, *([] if arm == first else [first])]
         for each in THEIRS[form]:
@@ -151,6 +159,7 @@ def measure(
         "rounds": rounds,
         "threads": threads,
         "gigabytes": sizes,
+        "gigabytes_of_a_step": moved,
         "like": like,
         "tokens_per_second": {arm: medians(found) for arm, found in runs.items()},
         "spread": {
@@ -165,6 +174,13 @@ def _bytes(*files: Path) -> float:
     return sum(file.stat().st_size for file in files) / 1e9
 
 
+def _step_bytes(config: Config, form: str) -> float:
+    """GB of weights that a decode step of one sequence reads."""
+    geometry = make_plan(config, Options(tp=1, weights=form), "cpu").geometry
+    any_chip = next(iter(CHIPS.values()))
+    return roofline_bound(config, geometry, "decode", 1, any_chip, 0).bytes["weights"] / 1e9
+
+
 def report(result: dict[str, Any]) -> dict[str, Any]:
     """Prints what :func:`measure` found, and gives it back."""
     speeds: dict[str, Flat] = result["tokens_per_second"]
@@ -174,13 +190,18 @@ def report(result: dict[str, Any]) -> dict[str, Any]:
         return speeds[arm][step] / speeds[peer][step] if step in speeds[peer] else None
 
     sizes = ["GB", *(result["gigabytes"].get(arm) for arm in speeds)]
+    rates = {
+        arm: each * speeds[arm]["decode 1"] for arm, each in result["gigabytes_of_a_step"].items() if arm in speeds
+    }
+    reads = ["decode 1 reads, GB/s", *(rates.get(arm) for arm in speeds)]
+    shares = ["of a plain read", *(rates[arm] / speeds[arm][READ] if arm in rates else None for arm in speeds)]
     show(
         f"{result['checkpoint']}, {result['threads']} threads, through each product, medians of "
         f"{result['rounds']}, load average {result['machine']['load_average'][0]}",
         [
             table(
                 ["tokens/s", *speeds],
-                [[step, *(flat.get(step) for flat in speeds.values())] for step in STEPS] + [sizes],
+                [[step, *(flat.get(step) for flat in speeds.values())] for step in STEPS] + [sizes, reads, shares],
             ),
             table(
                 ["ratio", *(f"{arm} / {peer}" for arm, peer in pairs)],

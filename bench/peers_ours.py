@@ -2,29 +2,50 @@
 
 Decode is what COUNTS sequences get from the moment at which all have their first token until the end: prompts are
 prefilled before. Prefill is the time until the first token of one prompt. Medians of REPEATS, after one call that is
-dropped.
+dropped. A plain read of the same weights, in GB/s, follows in the same process.
 """
 
 import json
+import os
 import statistics
 import sys
+import time
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from bench.inputs import numbers
+from bench.peers import READ
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 REPEATS, PROMPT, ANSWER = 3, 16, 49
+PART, MOST = 16 << 20, 1 << 30  # bytes that a thread of a plain read takes at a time, and of all
 
 
 def step_ms(engine: "Engine", prompts: list[list[int]], answer: int) -> float:
     """Milliseconds of a decode step, from the moment at which all prompts have their first token of ``answer``."""
     done = engine.generate(prompts, max_tokens=answer, ignore_eos=True)
     return (max(each.e2e_ms for each in done) - max(each.ttft_ms for each in done)) / (answer - 1)
+
+
+def plain_read(files: Iterable[Path]) -> float:
+    """GB/s at which all cores go through ``files``, mapped and in memory: the best of REPEATS after a dropped one."""
+    parts: list[np.ndarray] = []
+    for file in files:
+        mapped = np.memmap(file, np.uint8, "r")
+        parts += (mapped[at : at + PART].view(np.uint64) for at in range(0, len(mapped) - PART, PART))
+    parts, seconds = parts[: MOST // PART], []
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as threads:
+        for _ in range(REPEATS + 1):
+            started = time.perf_counter()
+            list(threads.map(np.max, parts))
+            seconds.append(time.perf_counter() - started)
+    return len(parts) * PART / min(seconds[1:]) / 1e9
 
 
 def main() -> None:
@@ -48,6 +69,7 @@ def main() -> None:
                 speeds.append(1e3 * count / step_ms(engine, prompts(count, PROMPT), ANSWER))
             found[f"decode {count}"] = statistics.median(speeds[1:])
         assert engine.stats()["compile_events"] == 0
+        found[READ] = plain_read((folder / "weights").iterdir())
     print(json.dumps(found))
 
 

@@ -158,7 +158,7 @@ def write_checkpoint(folder: Path, tree: Tree, tokenizer: Path) -> int:
     shutil.copyfile(CHAT_TEMPLATE, folder / CHAT_TEMPLATE.name)
     ids = {"eos_token_id": config_json["eos_token_id"], "pad_token_id": config_json["pad_token_id"]}
     write_json(folder / "config.json", config_json)
-    write_json(folder / "generation_config.json", {**ids, "do_sample": False})
+    write_json(folder / "generation_config.json", {**ids, "do_sample": True, "temperature": 0.1})
     write_json(
         folder / "tokenizer_config.json",
         {

@@ -71,7 +71,7 @@ class Checkpoint:
         Raises:
             ConfigError: config.json is not one that we model.
             CheckpointError: a file is absent or damaged; a tensor is missing, unknown, doubled, of another shape or
-                dtype, or not where the index says.
+                dtype, or not where the index says; a ``weight_shape`` of INT4 says another shape.
         """
         folder = Path(path)
         refuse_gguf(folder)
@@ -94,6 +94,9 @@ class Checkpoint:
         _check_names(homes, expected, config, folder)
         for name, info in expected.items():
             _check_tensor(name, info, homes[name])
+        for name, form in forms.items():
+            if form is INT4:
+                _check_said(name + SHAPE, weights[name].shape, homes[name + SHAPE])
         check_quantization(quantization(fields, where), forms, weights, where)
         return cls(folder, config, whole, shards, {name: homes[name] for name in expected}, forms)
 
@@ -143,7 +146,7 @@ class Checkpoint:
             (q, int8 ``[out, in]`` in -8 … 7; scale, bfloat16 ``[out, in / 32]``, one for 32 neighbouring inputs.)
 
         Raises:
-            CheckpointError: it has another form; ``weight_shape`` has another shape; a scale is not finite.
+            CheckpointError: it has another form; a scale is not finite.
         """
         if self._forms.get(name) is not INT4:
             raise CheckpointError(f"tensor `{name}`: expected int4, found {self.forms.get(name, 'bf16')}")
@@ -161,11 +164,7 @@ class Checkpoint:
 
     def _packed(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
         """An INT4 weight's codes, and the bits of its scales."""
-        codes = unpacked(self._read(name + INT4.codes))
-        if (found := self._read(name + SHAPE).tolist()) != list(codes.shape):
-            where = self._file(name + SHAPE)
-            raise CheckpointError(f"tensor `{name + SHAPE}`: expected {list(codes.shape)}, found {found}, in {where}")
-        return codes, self._read(name + INT4.scales).view(np.uint16)
+        return unpacked(self._read(name + INT4.codes)), self._read(name + INT4.scales).view(np.uint16)
 
     def _file(self, name: str) -> Path:
         return self._homes[name].path
@@ -194,7 +193,7 @@ class Checkpoint:
                 f"checkpoint `{self.path.name}`: expected all experts in int4, to be stored as they are, found "
                 f"{len(plain)} weights of {len(experts)} in bf16 ({listed([f'`{name}`' for name in plain], 1)}), in "
                 f"{self.path}",
-                "--allow-rounding rounds them to int4, --weights bf16 --dtype float32 keeps all numbers",
+                "--allow-rounding rounds them to int4, build --weights bf16 --dtype float32 keeps all numbers",
             )
         routed, other = (form == PLAIN for form in WEIGHTS[weights])
         rounded = [
@@ -204,7 +203,9 @@ class Checkpoint:
         ]
         if rounded and dtype != "float32" and not allow:
             keeping = (
-                "--weights as-stored or --dtype float32 keep" if routed else "--weights bf16 --dtype float32 keeps"
+                "build --weights as-stored or build --dtype float32 keep"
+                if routed
+                else "build --weights bf16 --dtype float32 keeps"
             )
             raise CheckpointError(
                 f"checkpoint `{self.path.name}`: expected numbers that {dtype} holds, found {len(rounded)} weights in "
@@ -354,3 +355,9 @@ def _check_tensor(name: str, info: TensorInfo, home: SafetensorsFile) -> None:
         raise CheckpointError(
             f"tensor `{name}`: expected dtype {expected}, found {entry.dtype}, in {home.path.name}", hint
         )
+
+
+def _check_said(name: str, shape: tuple[int, ...], home: SafetensorsFile) -> None:
+    """Passes where the tensor ``name`` has the numbers of ``shape``."""
+    if (found := home.scattered(name).tolist()) != list(shape):
+        raise CheckpointError(f"tensor `{name}`: expected {list(shape)}, found {found}, in {home.path}")

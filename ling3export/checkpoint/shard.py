@@ -79,6 +79,14 @@ class SafetensorsFile:
         count = math.prod(entry.shape)
         return np.frombuffer(self._map, READABLE[entry.dtype], count, entry.start).reshape(entry.shape)
 
+    def scattered(self, name: str) -> NDArray[Any]:
+        """A copy of a small tensor among large ones: nothing beside its page is read with it."""
+        self._map.madvise(mmap.MADV_RANDOM)
+        try:
+            return self.tensor(name).copy()
+        finally:
+            self._map.madvise(mmap.MADV_NORMAL)
+
     def _broken(self, expected: str, found: str) -> CheckpointError:
         return CheckpointError(f"shard `{self.path.name}`: expected {expected}, found {found}, in {self.path.parent}")
 

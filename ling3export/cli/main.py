@@ -4,7 +4,7 @@ import json
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -163,7 +163,9 @@ def build(
     whole: dict[str, Any] = how | {"force": force, "prove": prove, "allow_rounding": allow_rounding}
     with _unwinding(), Console() as console:
         if fits:
-            what = _fitted(Config.from_path(source, ignore), as_stored(what, source), chosen, console.note)
+            what, said = _fitted(Config.from_path(source, ignore), as_stored(what, source), chosen)
+            if said is not None:
+                console.note(": ".join(said))
         if kind == "savedmodel":
             from ling3export.savedmodel.export import build_savedmodel
 
@@ -197,15 +199,12 @@ def build(
             console.summary(destination, manifest)
 
 
-def _fitted(config: "Config", options: Options, chosen: set[str], note: Callable[[str], None]) -> Options:
-    """The options of a checkpoint's build: sizes that were not given follow from this machine; says which."""
+def _fitted(config: "Config", options: Options, chosen: set[str]) -> tuple[Options, tuple[str, str] | None]:
+    """The options of a checkpoint's build: sizes that were not given follow from this machine; which, and their sum."""
     from ling3export.machine.environment import usable_memory
     from ling3export.plan.here import fitted
 
-    options, said = fitted(config, options, chosen, usable_memory()[0])
-    if said is not None:
-        note(said)
-    return options
+    return fitted(config, options, chosen, usable_memory()[0])
 
 
 def _check_alone(chosen: set[str]) -> None:
@@ -277,7 +276,9 @@ def plan(
     what = as_stored(Options(**options), checkpoint or DEMO)
     if checkpoint is not None:
         chosen = given(click.get_current_context())
-        what = _fitted(config, what, chosen, lambda text: None if as_json else click.echo(text))
+        what, said = _fitted(config, what, chosen)
+        if said is not None and not as_json:
+            click.echo(said[0])  # the sum is shown with the target
     if fleet is not None and chips is not None:
         require("plan --fleet", "fleet", "simpy")
         from ling3export.simulation import divide

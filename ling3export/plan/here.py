@@ -20,7 +20,9 @@ MOST_SEQUENCES = 64
 MOST_CONTEXT = 32768  # longer ones are asked for: on a processor, a prompt of so many tokens takes minutes
 
 
-def fitted(config: Config, options: Options, given: Collection[str], total: int) -> tuple[Options, str | None]:
+def fitted(
+    config: Config, options: Options, given: Collection[str], total: int
+) -> tuple[Options, tuple[str, str] | None]:
     """The options of a build for the processor of this machine, where its user says nothing else.
 
     Half of what weights leave is for sequences' slots and snapshots, one snapshot for each two slots, and half for
@@ -33,7 +35,7 @@ def fitted(config: Config, options: Options, given: Collection[str], total: int)
         total: Bytes of memory that the machine has; 0 chooses no sizes.
 
     Returns:
-        The options, and a line for the user that has the sum; None where nothing but TP was chosen.
+        The options, and for the user the sizes that were chosen and the sum; None where nothing but TP was chosen.
 
     Raises:
         PlanError: As :func:`ling3export.plan.plan.make_plan`.
@@ -59,4 +61,4 @@ def fitted(config: Config, options: Options, given: Collection[str], total: int)
     chosen = replace(options, max_running=sequences, snapshots=snapshots, context=context, state_memory=room)
     plan = make_plan(config, chosen, "cpu")
     sizes = f"--tp 1 --max-running {sequences} --context {context} --snapshots {snapshots}"
-    return chosen, f"for this machine, {sizes}: {in_words(on_machine(config, plan.target, plan.geometry, (total, 0)))}"
+    return chosen, (f"for this machine, {sizes}", in_words(on_machine(config, plan.target, plan.geometry, (total, 0))))

@@ -312,10 +312,12 @@ def _target_lines(name: str, target: PricedTarget, wide: bool) -> list[str]:
     lines = [
         f"target {name}: {target.tp} device{'s' * (target.tp > 1)} on {hosts} host{'s' * (hosts > 1)}",
         *(f"  {note}" for note in target.notes),
-        f"  {sizes} = {total}",
     ]
-    if target.machine is not None:
-        lines.append(f"  one machine: {in_words(target.machine)}")
+    machine = target.machine
+    if machine is None or machine.total != device.total:  # else the device is the machine, and its sum is made once
+        lines.append(f"  {sizes} = {total}")
+    if machine is not None:
+        lines.append(f"  one machine: {in_words(machine)}")
     if target.forms is not None:
         lines += _form_lines(target, target.forms)
     if target.unknown is not None:

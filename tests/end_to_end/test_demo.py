@@ -23,6 +23,7 @@ from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import DEMO
 from ling3export.model.parameters import expected_tensors
 from ling3export.model.program import bind
+from ling3export.runners.engine.validation import generation_defaults
 from ling3export.runners.evals.demo import NAMES, Problems, demo_records, is_kept_pair, names, text
 from ling3export.runners.evals.suites import load_suite
 from ling3export.verify.reference import Reference
@@ -120,6 +121,7 @@ def test_the_packaged_checkpoint_is_small_and_of_the_true_structure():
         1,
         0,
     )
+    assert generation_defaults(json.loads((DEMO / "generation_config.json").read_text())) == {"temperature": 0.1}
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     assert tokenizer.encode("Tom has 149 pears").tokens[-6:] == ["Ġhas", "Ġ", "1", "4", "9", "Ġpears"]
     assert tokenizer.decode(tokenizer.encode("Łódź 17+8=25 🎉").ids) == "Łódź 17+8=25 🎉"
@@ -193,7 +195,7 @@ def as_written(url, turns, kind):
     asks["chat_template_kwargs"] = {"enable_thinking": kind == "thought"}
     for place, turn in enumerate(turns):
         if turn["role"] == "assistant":
-            body = {"model": "m", "messages": turns[:place], "temperature": 0, "max_tokens": 64, **asks}
+            body = {"model": "m", "messages": turns[:place], "seed": 0, "max_tokens": 64, **asks}
             found = json.loads(asked(url, "/v1/chat/completions", body))["choices"][0]["message"]
             calls = [json.loads(call["function"]["arguments"]) for call in found.get("tool_calls") or ()]
             if (found["content"] or "", found.get("reasoning_content") or "", calls) != wanted(turn):

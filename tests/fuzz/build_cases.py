@@ -16,6 +16,7 @@ from ling3export.cache.cells import SUFFIXES, Built, Cells
 from ling3export.cache.cleanup import clean_up, status
 from ling3export.cache.store import known_folder
 from ling3export.cache.use import CacheUse
+from ling3export.checkpoint.forms import SHAPE
 from ling3export.checkpoint.reader import INDEX, Checkpoint
 from ling3export.checkpoint.synth import synthesize
 from ling3export.machine.environment import prepare_cpu
@@ -79,6 +80,7 @@ def forms(folder: Path) -> Iterator[Case]:
         synthesize(each, "micro", 0, form=form, overrides=SMALL | {"num_nextn_predict_layers": 0})
         read_checkpoint(each)
     files = {path: path.read_bytes() for each in made.values() for path in each.glob("*") if path.is_file()}
+    shapes = {path: _places(data, SHAPE) for path, data in files.items() if path.suffix == ".safetensors"}
 
     def case(rng: Random) -> None:
         checkpoint = made[rng.choice([*made])]
@@ -86,17 +88,20 @@ def forms(folder: Path) -> Iterator[Case]:
         size = 8 + int.from_bytes(files[shard][:8], "little")
         header, data = files[shard][8:size], files[shard][size:]
         which = rng.random()
+        of_shape = which > 0.9 and bool(shapes[shard])
         if which < 0.4:
             fields = json.loads(files[config])
             fields["quantization_config"] = mutated(rng, fields["quantization_config"])
             config.write_bytes(json_text(fields))
         else:
             header = json_text(mutated(rng, json.loads(header), 1)) if which < 0.7 else header
-            start = rng.randrange(len(data))
+            start = rng.choice(shapes[shard]) if of_shape else rng.randrange(len(data))
             data = data if which < 0.7 else data[:start] + rng.randbytes(64) + data[start + 64 :]
             shard.write_bytes(len(header).to_bytes(8, "little") + header + data[: len(files[shard]) - size])
         try:
             read_checkpoint(checkpoint)
+            if of_shape:
+                raise WrongResultError("random bytes as a weight_shape, taken")
         finally:
             for path in (config, shard):
                 path.write_bytes(files[path])
@@ -217,6 +222,12 @@ def read_checkpoint(folder: Path) -> float:
 def _checkpoint(folder: Path) -> Path:
     fields = tiny_fields(**SMALL)
     return write_tiny(folder, fields, tiny_weights(fields))
+
+
+def _places(data: bytes, ending: str) -> list[int]:
+    """Where the tensors of a safetensors file begin whose names end so, counted from the end of its header."""
+    header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
+    return [info["data_offsets"][0] for name, info in header.items() if name.endswith(ending)]
 
 
 def _entry(tree: Any, path: Path) -> tuple[bytes, Path]:

@@ -31,16 +31,16 @@ def planned(*arguments: object) -> str:
 )
 def test_sizes_follow_from_the_memory_of_the_machine(gib, sequences, snapshots, context):
     """A laptop was planned 16 devices and 64 sequences, whatever its memory."""
-    options, line = fitted(FULL, Options(), (), gib * GIB)
+    options, said = fitted(FULL, Options(), (), gib * GIB)
     assert (options.tp, options.max_running, options.snapshots, options.context) == (1, sequences, snapshots, context)
     geometry = make_plan(FULL, options, "cpu").geometry
     weights, state = weight_bytes(FULL, geometry), state_bytes(FULL, geometry)
     assert state <= max(SHARE * gib * GIB - weights, LEAST * gib * GIB)
     assert geometry.pages >= geometry.max_pages, "one sequence of the whole context fits"
-    assert line == (
-        f"for this machine, --tp 1 --max-running {sequences} --context {context} --snapshots {snapshots}: "
+    assert said == (
+        f"for this machine, --tp 1 --max-running {sequences} --context {context} --snapshots {snapshots}",
         f"{readable(weights)} of weights + {readable(state)} of state = {readable(weights + state)} of the "
-        f"{gib}.00 GiB that are here" + ": too much" * (weights + state > gib * GIB)
+        f"{gib}.00 GiB that are here" + ": too much" * (weights + state > gib * GIB),
     )
 
 
@@ -83,11 +83,14 @@ def test_the_sum_of_a_machine_is_compared_with_what_is_free():
 def test_plan_shows_a_checkpoint_at_tp_1_and_the_demo_at_tp_16(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_fields("micro", {})))
     first, *_ = text = planned(tmp_path).splitlines()
-    assert first.startswith("for this machine, --tp 1 --max-running 64 --context 8192 --snapshots 32: ")
+    assert first == "for this machine, --tp 1 --max-running 64 --context 8192 --snapshots 32"
     assert "target cpu-tp1: 1 device on 1 host" in text
     machine = json.loads(planned(tmp_path, "--json"))["targets"]["cpu-tp1"]["machine"]
     assert machine["total"] == machine["weights"] + machine["state"]
-    assert f"{readable(machine['total'])} of the " in next(line for line in text if "  one machine: " in line)
+    (told,) = (line for line in text if f" = {readable(machine['total'])}" in line)
+    assert f"{readable(machine['total'])} of the " in told and told.startswith("  one machine: "), (
+        "the sum stood thrice"
+    )
     demo = planned()
     assert "target cpu-tp16: 16 devices on 1 host" in demo and not demo.startswith("for this machine")
     assert "  one machine: " not in planned("--target", "tpu:v6e:4x4")
