@@ -209,8 +209,8 @@ class Origin:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Program:
-    """A program of one phase and padding, as its compiler left it: how to call it, and what it costs."""
+class LoweredProgram:
+    """A program of one phase and padding before it is compiled: what it takes and gives, in flattening order."""
 
     phase: Phase
     padding: Padding
@@ -219,16 +219,6 @@ class Program:
     outputs: tuple[Leaf, ...]
     collectives: dict[str, Collective]
     lower_seconds: float
-    compile_seconds: float
-    memory: Memory
-    call: CallRecord | None = None
-    flops: float | None = None
-    bytes_accessed: float | None = None
-    estimate: Estimate | None = None
-    floor: RooflineBound | None = None
-    experts: Experts | None = None
-    lowering: Lowering | None = None
-    origin: Origin | None = None
 
     @property
     def name(self) -> str:
@@ -244,6 +234,22 @@ class Program:
     def rows(self) -> int:
         """Rows of logits that it gives; of ``sample``, those that it takes; 0 where it knows none."""
         return next((each.shape[0] for each in (*self.inputs, *self.outputs) if each.name == "logits"), 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program(LoweredProgram):
+    """A program as its compiler left it: how to call it, and what it costs."""
+
+    compile_seconds: float
+    memory: Memory
+    call: CallRecord | None = None
+    flops: float | None = None
+    bytes_accessed: float | None = None
+    estimate: Estimate | None = None
+    floor: RooflineBound | None = None
+    experts: Experts | None = None
+    lowering: Lowering | None = None
+    origin: Origin | None = None
 
     @property
     def estimated_seconds(self) -> float | None:

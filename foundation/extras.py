@@ -1,5 +1,6 @@
 """Extras of pyproject.toml: the packages that some parts of the product need, and the command that installs them."""
 
+from importlib import metadata
 from importlib.util import find_spec
 
 from ling3export.foundation.errors import Ling3Error, listed
@@ -16,6 +17,14 @@ def install(extra: str | None = None) -> str:
 def lacking(*packages: str) -> list[str]:
     """Those of ``packages``, by their names in an import, that are not installed."""
     return [name for name in packages if find_spec(name) is None]
+
+
+def installed(package: str) -> str | None:
+    """The version of a package, by its name on an index; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def require(what: str, extra: str, *packages: str, kind: type[Ling3Error] = Ling3Error) -> None:

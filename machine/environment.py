@@ -4,7 +4,6 @@ Imports no jax: it is imported once the environment is set.
 """
 
 import hashlib
-import importlib.metadata
 import os
 import platform
 import re
@@ -15,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.schema import Requirements
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.extras import installed
 from ling3export.foundation.reading import read_bytes
 
 if TYPE_CHECKING:
@@ -195,13 +195,8 @@ def compiler_flags() -> dict[str, Any]:
 
 def plugins(*platforms: str) -> dict[str, str]:
     """Installed compiler packages of ``platforms``, with their versions."""
-    found = {}
-    for name in (name for each in platforms for name in PLUGINS.get(each, ())):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: installed(name) for platform in platforms for name in PLUGINS.get(platform, ())}
+    return {name: version for name, version in found.items() if version is not None}
 
 
 def requirements(devices: "Sequence[jax.Device]", raw: bytes) -> Requirements:

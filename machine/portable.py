@@ -9,7 +9,7 @@ mesh, the shardings and the donation, is in the manifest, and the jax that compi
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,24 +21,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
-from ling3export.artifacts.program_records import Leaf
+from ling3export.artifacts.program_records import Leaf, LoweredProgram
 from ling3export.machine.promise import stablehlo_version
 
 # Custom calls that every compiler turns into something else: shardings, and what StableHLO has no operation for.
 EXPANDED = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "mhlo.topk", "mhlo.erf", "chlo.top_k"}
 CUSTOM_CALL = re.compile(r"stablehlo\.custom_call @\"?([\w.$]+)")
-
-
-class Described(Protocol):
-    """What the manifest says of a cell, or a build before it writes one."""
-
-    @property
-    def inputs(self) -> Sequence[Leaf]:
-        """Parameters, state and batch, in flattening order."""
-
-    @property
-    def outputs(self) -> Sequence[Leaf]:
-        """State and results, in flattening order."""
 
 
 def packed(exported: export.Exported) -> bytes:
@@ -125,7 +113,7 @@ def _call_decompositions(module: Any) -> None:
         operation.erase()
 
 
-def compile_portable(blob: bytes, program: Described, mesh: Mesh) -> stages.Compiled:
+def compile_portable(blob: bytes, program: LoweredProgram, mesh: Mesh) -> stages.Compiled:
     """Compiles a portable program for ``mesh``.
 
     The processor's compiler takes those of other platforms, too, as they stand: their operations are StableHLO's, apart
@@ -167,7 +155,7 @@ def compile_portable(blob: bytes, program: Described, mesh: Mesh) -> stages.Comp
     return jax.jit(whole, donate_argnums=(1,), keep_unused=True).lower(*arguments).compile()
 
 
-def _callable(blob: bytes, program: Described, mesh: Mesh) -> Callable[..., Any]:
+def _callable(blob: bytes, program: LoweredProgram, mesh: Mesh) -> Callable[..., Any]:
     """A module of StableHLO as a function that jax can trace: an export of as many arrays, with this module in it."""
 
     def of_a_device(rows: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:

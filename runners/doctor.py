@@ -12,13 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
 from ling3export.artifacts.files import REBUILD, try_writing, user_cache
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.foundation.extras import install
+from ling3export.foundation.extras import install, installed
 from ling3export.machine import environment
 from ling3export.machine.promise import promise, rebuild, today
 from ling3export.machine.targets import SIGNS, on_all, platforms_here
@@ -85,7 +84,7 @@ def look(cpu_devices: int = 1) -> MachineReport:
     return MachineReport(
         cores=environment.cores(),
         memory=environment.memory()[:2],
-        packages={name: _version(name) for name in (*NEEDED, *EXTRA)},
+        packages={name: installed(name) for name in (*NEEDED, *EXTRA)},
         variables={name: value for name, value in sorted(os.environ.items()) if name.startswith(VARIABLES)},
         signs={
             name: (any(Path(file).exists() for file in files), any(find_spec(each) is not None for each in names))
@@ -146,13 +145,6 @@ def _devices(runtime: JaxRuntime | str) -> str:
     where = f", at {runtime.coords}" if any(runtime.coords) else ""
     hosts = f", {runtime.processes} processes" if runtime.processes > 1 else ""
     return f"{len(ids)} × {runtime.device_kind} ({runtime.platform}), ids {ids}{where}{memory}{hosts}"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _cache_fault() -> str | None:

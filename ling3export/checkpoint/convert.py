@@ -16,6 +16,8 @@ from ling3export.artifacts import schema
 from ling3export.artifacts.schema import StoredTensor
 from ling3export.artifacts.store import StoreWriter, TensorSpec
 from ling3export.checkpoint.quantize import Pair, packed, quantize
+from ling3export.checkpoint.reader import Checkpoint
+from ling3export.checkpoint.synth_weights import DummyWeights
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
@@ -26,20 +28,7 @@ WORKERS = 2  # hashing and copying both release the interpreter lock
 Read = Callable[[str], np.ndarray]
 Stored = Callable[[str], Pair | None]
 Piece = tuple[int | None, tuple[np.ndarray, ...]]
-
-
-class WeightSource(Protocol):
-    """What conversion needs of a checkpoint."""
-
-    config: Config
-
-    def tensor(self, name: str) -> np.ndarray:
-        """A tensor by its published name."""
-        ...
-
-    def stored(self, name: str) -> Pair | None:
-        """q and scale of a tensor that the checkpoint has in int4; None of any other."""
-        ...
+WeightSource = Checkpoint | DummyWeights
 
 
 class Progress(Protocol):

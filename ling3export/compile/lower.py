@@ -22,6 +22,7 @@ from ling3export.artifacts.program_records import (
     Experts,
     FieldRecord,
     Leaf,
+    LoweredProgram,
     Lowering,
     Memory,
     Origin,
@@ -62,17 +63,10 @@ class Compiled:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lowered:
-    """The portable tier of one cell. The fields but ``blob`` are those of a Program."""
+class Lowered(LoweredProgram):
+    """The portable tier of one cell."""
 
     blob: bytes  # as ``machine/portable.py`` writes it, for one platform
-    phase: str
-    padding: int
-    fields: tuple[FieldRecord, ...]
-    inputs: tuple[Leaf, ...]
-    outputs: tuple[Leaf, ...]
-    collectives: dict[str, Collective]
-    lower_seconds: float
 
     def program(self, compiled: Compiled, origin: Origin | None = None) -> Program:
         """What the manifest says of the cell, once it is compiled; the compiler's counts go before the lowering's."""

@@ -6,7 +6,7 @@ from importlib import metadata
 
 from ling3export.cost.chips import CHIPS, HERE, Chip, kind_here
 from ling3export.foundation.errors import PlanError, listed
-from ling3export.foundation.extras import install
+from ling3export.foundation.extras import install, installed
 from ling3export.model.config import Config
 
 DEFAULT_CPU_TP = 16
@@ -189,20 +189,13 @@ def check_toolchain(target: TargetSpec) -> None:
     jax = metadata.version("jax")
     if target.platform == "cuda":
         for name in CUDA_PACKAGES:
-            if (found := _installed(name)) != jax:
+            if (found := installed(name)) != jax:
                 raise _lacking(target, f"{name} {jax} (of the version of jax)", name, found)
     if target.platform == "tpu":
-        wanted, found = wanted_libtpu(), _installed("libtpu")
+        wanted, found = wanted_libtpu(), installed("libtpu")
         if not f"{found}.".startswith(f"{wanted}."):
             expected = f"libtpu {wanted} (the compiler that belongs to jax {jax})"
             raise _lacking(target, expected, "libtpu", found)
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _lacking(target: TargetSpec, expected: str, package: str, version: str | None) -> PlanError:

@@ -18,7 +18,7 @@ from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import Progress, write_weights
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError
-from ling3export.foundation.extras import install
+from ling3export.foundation.extras import install, installed
 from ling3export.foundation.processes import Child
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
@@ -48,13 +48,7 @@ def check_packages() -> None:
     Raises:
         Ling3Error: Names the packages that are missing.
     """
-    missing = []
-    for package in EXTRA:
-        try:
-            metadata.version(package)
-        except metadata.PackageNotFoundError:
-            missing.append(package)
-    if missing:
+    if missing := [package for package in EXTRA if installed(package) is None]:
         raise Ling3Error(
             f"--format savedmodel: expected the packages of the extra `savedmodel`, found no {', '.join(missing)}",
             install("savedmodel"),

@@ -122,8 +122,9 @@ class OutputProcessor:
                 self.fail(sequence, unusable(sequence, "NaN or infinity", first + int(finite.argmin()) + 1))
                 continue
             try:
-                best = said["best_logprob"].tolist() if "best_logprob" in said else None
-                over = sequence.accept_scores(span.start, said["logprob"].tolist(), said["best"].tolist(), best)
+                best = said.get("best_logprob", np.full_like(said["logprob"], np.nan))  # older programs have none
+                each = zip(said["logprob"].tolist(), said["best"].tolist(), best.tolist(), strict=True)
+                over = sequence.accept_scores(span.start, [Logprobs(own, ((id, top),)) for own, id, top in each])
             except BaseException as error:
                 self.fail(sequence, broken(sequence.request, "its scores to be taken", error))
                 continue

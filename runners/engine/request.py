@@ -253,11 +253,9 @@ class Completion:
         queue_ms: Milliseconds from submission until its first call was dispatched.
         token_ms: Milliseconds from submission until each token was read.
         steps: The calls that it took part in. A request that gave its pages back was prefilled again.
-        logprobs: For a request that scores: the log-probability of each token from ``score_from`` on.
-        best_ids: For a request that scores: the best token in the place of each.
         cached_tokens: How many of the prompt's first tokens the prefix cache had, so that they were not computed.
-        best_logprobs: Their log-probabilities; None where the score programs, which are older, do not give them.
-        likely: How likely each generated token was, if asked for.
+        likely: How likely each generated token was, if asked for. For a request that scores, each token from
+            ``score_from`` on, beside the best one in its place, of which older score programs give the id alone.
         kv_transfer_params: Where the prompt's state left: what the request that goes on from it has to have. Where it
             came: ``phases_ms``, the milliseconds of each phase up to the first token, and ``transfer_bytes``, the
             state's.
@@ -273,10 +271,7 @@ class Completion:
     queue_ms: float = 0.0
     token_ms: list[float] = field(default_factory=list)
     steps: list[EngineStep] = field(default_factory=list)
-    logprobs: list[float] | None = None
-    best_ids: list[int] | None = None
     cached_tokens: int = 0
-    best_logprobs: list[float] | None = None
     likely: list[Logprobs] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 

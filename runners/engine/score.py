@@ -69,10 +69,11 @@ def scored(completion: Completion, request: Request) -> Score:
         Ling3Error: The request was cancelled.
     """
     first = request.score_from
-    if first is None or completion.logprobs is None or completion.best_ids is None:
+    if first is None or completion.likely is None:
         raise Ling3Error(f"{request.name}: expected it scored, found it {completion.stop_reason}")
     ids = list(request.prompt_ids)
-    return Score(ids[:first], ids[first:], completion.logprobs, completion.best_ids)
+    logprobs, best = [each.logprob for each in completion.likely], [each.top[0][0] for each in completion.likely]
+    return Score(ids[:first], ids[first:], logprobs, best)
 
 
 def check_cells(target: Target, name: str, artifact: object) -> None:

@@ -1,6 +1,7 @@
 """A request on its way through the scheduler."""
 
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from time import perf_counter as now
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,7 +112,7 @@ class Sequence:
         self.exported_state: Callable[[], ShardedState | SequenceState] | None = None
         self.saved_early = False
         # By position: log-probabilities of the next token and of the best one there, and the latter's id.
-        self._scores: dict[int, tuple[float, float | None, int]] = {}
+        self._scores: dict[int, Logprobs] = {}
 
     @property
     def order(self) -> tuple[int, int]:
@@ -197,13 +198,10 @@ class Sequence:
         if stream is not None:
             self.output.text = f"{self.output.text}{piece}{stream.finish() if self.over else ''}"
 
-    def accept_scores(
-        self, start: int, logprobs: list[float], best: list[int], best_logprobs: list[float] | None = None
-    ) -> bool:
+    def accept_scores(self, start: int, scores: Many[Logprobs]) -> bool:
         """Takes what a call said behind the positions from ``start`` on; ends with the last one, and then is True."""
-        those = [None] * len(best) if best_logprobs is None else best_logprobs
-        self._scores.update(enumerate(zip(logprobs, those, best, strict=True), start))
-        if start + len(logprobs) == self.num_tokens_in_the_end:
+        self._scores.update(enumerate(scores, start))
+        if start + len(scores) == self.num_tokens_in_the_end:
             self.stop_reason = "scored"
         return self.over
 
@@ -221,11 +219,10 @@ class Sequence:
 
             logits = np.stack(self.rows)
         token_ms = [self._ms(at) for at in self.times]
-        first, logprobs, best, best_logprobs = self.request.score_from, None, None, None
-        if first is not None and self.stop_reason == "scored":
-            scores = [self._scores[at - 1] for at in range(first, self.num_prompt_tokens)]
-            logprobs, best_logprobs, best = map(list, zip(*scores, strict=True))
-            best_logprobs = None if best_logprobs[0] is None else best_logprobs
+        likely = None if self.request.logprobs is None else list(self.output.logprobs)
+        if (first := self.request.score_from) is not None:
+            behind = range(first - 1, self.num_prompt_tokens - 1)
+            likely = [self._scores[at] for at in behind] if self.stop_reason == "scored" else None
         return Completion(
             prompt_ids=list(self.request.prompt_ids),
             token_ids=list(self.generated),
@@ -237,11 +234,8 @@ class Sequence:
             queue_ms=0.0 if self.started is None else self._ms(self.started),
             token_ms=token_ms,
             steps=[EngineStep(self._ms(at), kind, padding, tokens) for at, kind, padding, tokens in self.calls],
-            logprobs=logprobs,
-            best_ids=best,
             cached_tokens=self.num_cached_tokens,
-            best_logprobs=best_logprobs,
-            likely=None if self.request.logprobs is None else list(self.output.logprobs),
+            likely=likely,
             kv_transfer_params=self._transfer_times(),
         )
 

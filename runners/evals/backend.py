@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Protocol
 
 from ling3export.foundation.errors import RankDivergence, RequestError
+from ling3export.foundation.extras import installed
 from ling3export.machine.environment import compiler_flags, memory_limit
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
@@ -90,26 +90,17 @@ class EvalBackend(Protocol):
         """What decides the tokens beside the prompts: artifact, versions, devices, paddings, as JSON."""
 
 
-class LocalBackend(EvalBackend, Protocol):
-    """What answers prompts in this process."""
+class EngineBackend(EvalBackend, AbstractContextManager["EngineBackend"]):
+    """An artifact, loaded by an engine, which is closed with this."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
 
     def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
         return (answered(self, batch, retry) for batch in batches)
 
     def check(self, ask: PromptRequest) -> None:
         """Raises RequestError for a prompt that can never be served: it is too long, for example."""
-
-    def generate(self, asks: Sequence[PromptRequest]) -> list[Completion]:
-        """Completes a batch, in order. An exception is an infrastructure error of the whole batch."""
-
-
-class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
-    """An artifact, loaded by an engine, which is closed with this."""
-
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-
-    def check(self, ask: PromptRequest) -> None:
         self._engine.check(self._request(ask))
 
     def generate(self, asks: Sequence[PromptRequest]) -> list[Completion]:
@@ -149,7 +140,7 @@ class EngineBackend(LocalBackend, AbstractContextManager["EngineBackend"]):
             "prefix_cache": self._engine.config.prefix_cache,
             "devices": f"{len(devices)} × {devices[0].device_kind}",
             "python": ".".join(map(str, sys.version_info[:3])),
-            "versions": {name: _version(name) for name in ("ling3export", "jax", "jaxlib", "numpy", "tokenizers")},
+            "versions": {name: installed(name) for name in ("ling3export", "jax", "jaxlib", "numpy", "tokenizers")},
             "xla_flags": flags.get("XLA_FLAGS", ""),
             "libtpu_init_args": flags.get("LIBTPU_INIT_ARGS", ""),
             "memory_fraction": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"),
@@ -204,7 +195,7 @@ class PoolBackend(EvalBackend):
         return dict(self._pool.about)
 
 
-def answered(backend: LocalBackend, asks: Sequence[PromptRequest], retry: int) -> list[PromptResult]:
+def answered(backend: EngineBackend, asks: Sequence[PromptRequest], retry: int) -> list[PromptResult]:
     """The answers to a batch. Prompts that are refused are left out first."""
     refused: dict[int, PromptResult] = {}
     served: list[PromptRequest] = []
@@ -220,7 +211,7 @@ def answered(backend: LocalBackend, asks: Sequence[PromptRequest], retry: int) -
 
 
 def _answers(
-    backend: LocalBackend, asks: Sequence[PromptRequest], tries: int, failed: tuple[InfraError, ...] | None = None
+    backend: EngineBackend, asks: Sequence[PromptRequest], tries: int, failed: tuple[InfraError, ...] | None = None
 ) -> list[PromptResult]:
     """Completes a batch. After an error it tries the halves, down to the prompts that are at fault.
 
@@ -247,13 +238,6 @@ def _answers(
         failed = attempt if failed is None else failed
     halves = asks[: len(asks) // 2], asks[len(asks) // 2 :]
     return [each for half in halves for each in _answers(backend, half, tries - (len(half) == 1), failed)]
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def git_commit(file: Path) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling3export.runners.evals.backend import LocalBackend, PromptRequest
+from ling3export.runners.evals.backend import EngineBackend, PromptRequest
 from ling3export.runners.evals.folder import Prediction, read_predictions, read_run, read_tasks
 from ling3export.runners.evals.statistics import Summary, mcnemar
 from ling3export.runners.evals.trials import EvalError
@@ -51,7 +51,7 @@ class Determinism(Sameness):
 
 
 def determinism(
-    backend: LocalBackend,
+    backend: EngineBackend,
     asks: Sequence[PromptRequest],
     *,
     runs: int = 2,
@@ -90,7 +90,7 @@ def determinism(
 
 
 def _sameness(
-    backend: LocalBackend,
+    backend: EngineBackend,
     asks: Sequence[PromptRequest],
     first: Sequence[list[int]],
     runs: Sequence[Sequence[list[int]]],
@@ -106,7 +106,7 @@ def _sameness(
     return Sameness(f"{total - len(differing)}/{total}", shown)
 
 
-def _divergence(backend: LocalBackend, ask: PromptRequest, a: list[int], b: list[int]) -> Divergence:
+def _divergence(backend: EngineBackend, ask: PromptRequest, a: list[int], b: list[int]) -> Divergence:
     """Where two answers to a prompt part, and how close the model was there."""
     place = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     id_a, id_b = (run[place] if place < len(run) else None for run in (a, b))

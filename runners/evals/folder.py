@@ -120,7 +120,7 @@ class RunRecord:
     format: Literal[1]
     suite: SuiteRecord
     config: RunConfig
-    environment: dict[Text, Any]  # what decides the tokens beside the prompts (``LocalBackend.environment``)
+    environment: dict[Text, Any]  # what decides the tokens beside the prompts (``EvalBackend.environment``)
     sha256: Digest  # digest of suite, settings and environment: of all that decides the predictions
     totals: dict[Text, Any] | None = (
         None  # the totals (Summary), and whether the run is ``invalid``; None while it runs

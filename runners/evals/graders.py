@@ -12,11 +12,14 @@ from dataclasses import MISSING, dataclass, field, make_dataclass
 from decimal import Decimal
 from functools import cache
 from inspect import signature
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.records import Text
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.evals.trials import GraderError, GraderResult, Outcome, text_of
+
+if TYPE_CHECKING:
+    from ling3export.runners.evals.tasks import Task
 
 Verdict = Mapping[str, Any]
 Grader = Callable[..., Verdict]
@@ -81,22 +84,6 @@ class GraderSpec:
         return AUTHORITY.get(self.kind, TRANSCRIPT)
 
 
-class Gradable(Protocol):
-    """What graders know of a task.
-
-    Attributes:
-        id: Its name, for messages.
-        target: The right answer.
-        choices: The options of a multiple-choice question.
-        graders: The graders that a trial has to pass.
-    """
-
-    id: str
-    target: str
-    choices: list[str] | None
-    graders: list[GraderSpec]
-
-
 def extract_answer(text: str) -> str | None:
     """The last number in a text, without currency sign and grouping marks; None if there is none.
 
@@ -136,31 +123,31 @@ def choice_letter(text: str, choices: int = len(LETTERS)) -> str | None:
     return None
 
 
-def last_numeric(task: Gradable, transcript: object, outcome: object) -> Verdict:
+def last_numeric(task: "Task", transcript: object, outcome: object) -> Verdict:
     """The text's last number equals the target's."""
     answer, gold = extract_answer(text_of(transcript)), gold_answer(task.target)
     return _compared(same_number(answer, gold), gold, answer)
 
 
-def choice(task: Gradable, transcript: object, outcome: object) -> Verdict:
+def choice(task: "Task", transcript: object, outcome: object) -> Verdict:
     """The letter that the text settles on is the target."""
     answer = choice_letter(text_of(transcript), len(LETTERS) if task.choices is None else len(task.choices))
     return _compared(answer == task.target.strip(), task.target, answer)
 
 
-def exact(task: Gradable, transcript: object, outcome: object) -> Verdict:
+def exact(task: "Task", transcript: object, outcome: object) -> Verdict:
     """The text is the target, but for white space around it."""
     answer = text_of(transcript).strip()
     return _compared(answer == task.target.strip(), task.target.strip(), answer)
 
 
-def regex(task: Gradable, transcript: object, outcome: object, pattern: Text) -> Verdict:
+def regex(task: "Task", transcript: object, outcome: object, pattern: Text) -> Verdict:
     """The text has a match of ``pattern``."""
     match = re.search(pattern, text_of(transcript))
     return _compared(match is not None, pattern, match and match.group())
 
 
-def response_contains(task: Gradable, transcript: object, outcome: object, value: list[Text] | Text) -> Verdict:
+def response_contains(task: "Task", transcript: object, outcome: object, value: list[Text] | Text) -> Verdict:
     """The text contains ``value``, or all of several values."""
     wanted = [value] if isinstance(value, str) else value
     missing = [item for item in wanted if item not in text_of(transcript)]
@@ -168,7 +155,7 @@ def response_contains(task: Gradable, transcript: object, outcome: object, value
 
 
 def transcript_constraints(
-    task: Gradable,
+    task: "Task",
     transcript: object,
     outcome: object,
     max_turns: int | None = None,
@@ -185,7 +172,7 @@ def transcript_constraints(
 
 
 def steps_required(
-    task: Gradable, transcript: object, outcome: object, steps: list[Text], ordered: bool = False
+    task: "Task", transcript: object, outcome: object, steps: list[Text], ordered: bool = False
 ) -> Verdict:
     """The transcript has every named step (a tool call by its name), in this order if ``ordered``."""
     names = [step.name or step.kind for step in getattr(transcript, "steps", ())]
@@ -196,7 +183,7 @@ def steps_required(
     return {"passed": not missing, "explanation": f"missing: {missing}, found {names}" if missing else ""}
 
 
-def state_check(task: Gradable, transcript: object, outcome: object, path: Text, **comparison: Any) -> Verdict:
+def state_check(task: "Task", transcript: object, outcome: object, path: Text, **comparison: Any) -> Verdict:
     """The outcome has a value at ``path`` (``$.counters['prefill@16'].calls``), and it compares as asked."""
     state = outcome.state if isinstance(outcome, Outcome) else outcome
     try:
@@ -257,7 +244,7 @@ def arguments_of(kind: str) -> type:
     return make_dataclass(kind, given, kw_only=True, frozen=True)
 
 
-def grade(task: Gradable, transcript: object, outcome: object) -> tuple[list[GraderResult], bool, float]:
+def grade(task: "Task", transcript: object, outcome: object) -> tuple[list[GraderResult], bool, float]:
     """Grades a trial.
 
     Returns:
@@ -275,7 +262,7 @@ def grade(task: Gradable, transcript: object, outcome: object) -> tuple[list[Gra
     return grades, all(item.passed for item in grades if item.required), score
 
 
-def _result(spec: GraderSpec, task: Gradable, transcript: object, outcome: object) -> GraderResult:
+def _result(spec: GraderSpec, task: "Task", transcript: object, outcome: object) -> GraderResult:
     function = spec.function or KINDS[spec.kind]
     name = spec.name or spec.kind
     where = f"grader `{name}` of task `{task.id}`"

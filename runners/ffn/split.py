@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -13,28 +13,6 @@ from ling3export.runners.ffn.connector import AttentionConnector, Phases
 
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import ModelRunner
-
-
-class Exchange(Protocol):
-    """Where routed experts are computed.
-
-    Attributes:
-        tokens: The most tokens of a micro batch: a padding of ``attend``.
-        micro_batches: How many micro batches may be in flight; their numbers are below it.
-        synchronous: Whether each number must have as many micro batches as the others, in turn: empty ones, if need be.
-        phases: Where the programs' times go.
-    """
-
-    tokens: int
-    micro_batches: int
-    synchronous: bool
-    phases: Phases
-
-    def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
-        """Gives the tokens of a micro batch away."""
-
-    def recv_ffn_output(self, micro_batch: int) -> np.ndarray:
-        """Waits for what the experts made of them."""
 
 
 class Sizes:
@@ -144,6 +122,9 @@ class LocalExperts:
     def recv_ffn_output(self, micro_batch: int) -> np.ndarray:
         """What was computed."""
         return self._done.pop(micro_batch)
+
+
+Exchange = AttentionConnector | LocalExperts  # where routed experts are computed
 
 
 def decode(runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -7,10 +7,9 @@ held until it is whole. Once bytes of a stream are out nothing can take its plac
 
 import asyncio
 import json
-import signal
 import socket
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
@@ -20,7 +19,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
@@ -31,11 +30,11 @@ from ling3export.runners.route.blocks import Tokens
 from ling3export.runners.route.events import KVEventSubscriber
 from ling3export.runners.route.prompts import Prompts
 from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, best, prefilled
-from ling3export.runners.serve.answers import event
+from ling3export.runners.serve.answers import event, unless_left
 from ling3export.runners.serve.app import Policy, RequestMiddleware, no_route, received
 from ling3export.runners.serve.connection import ConnectionLimits
 from ling3export.runners.serve.page import page_routes
-from ling3export.runners.serve.run import BACKLOG, address, affordable, http_server
+from ling3export.runners.serve.run import affordable, begin, http_server
 from ling3export.runners.serve.schema import ApiError, parse, refused
 
 RESPONSES = "/v1/responses"
@@ -252,13 +251,8 @@ class _Call:
         self._router, self._path, self._body = router, path, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        work, left = asyncio.create_task(self._work(scope, receive, send)), asyncio.create_task(_left(receive))
-        try:
-            await asyncio.wait((work, left), return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for task in (work, left):
-                task.cancel()
-            await asyncio.gather(work, left, return_exceptions=True)
+        with suppress(ClientDisconnect):
+            await unless_left(self._work(scope, receive, send), receive)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -282,11 +276,6 @@ class _Call:
                 await send({"type": "http.response.body", "body": event(over.body()).encode()})
             else:
                 await refused(over)(scope, receive, send)
-
-
-async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def workers_of(urls: Sequence[str], key: str | None, timeout: float) -> list[Worker]:
@@ -356,10 +345,6 @@ def serve(router: Router, policy: Policy, listener: socket.socket, bounds: Conne
         async with router.watching():
             await server.serve(sockets=[listener])
 
-    # For a signal that comes before uvicorn has its own handlers, and the one that it raises again after its end.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
     with listener:
-        listener.listen(BACKLOG)
-        print(address(listener), flush=True)
+        begin(server, listener)
         asyncio.run(run())

@@ -6,9 +6,9 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -31,6 +31,7 @@ from ling3export.runners.serve.schema import ApiError, ChoicesBody, Conversation
 from ling3export.runners.text.answer import REASONING, TEXT, TOOL, AnswerParser
 
 LOG = logging.getLogger(__name__)
+Found = TypeVar("Found")
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 FAILURES = {LogitsError: "logits_not_finite", GrammarFailed: "grammar_failed", EngineStalled: "engine_stalled"}
 
@@ -186,12 +187,8 @@ class ChoicesAnswer:
 
     def _scored(self, ids: Sequence[int], score: Completion | None) -> dict[str, Any]:
         """The log-probabilities of a prompt's tokens, in the form of /v1/completions; the first one has none."""
-        rest: list[Logprobs] = []
-        if score is not None:
-            logprobs, best = score.logprobs or [], score.best_ids or []
-            tops = zip(best, score.best_logprobs or logprobs, strict=True)
-            rest = [Logprobs(own, (top,)[: self._call.body.top]) for own, top in zip(logprobs, tops, strict=True)]
-        said = self._listed(0, ids[1:], rest)
+        likely = (score.likely or []) if score is not None else []
+        said = self._listed(0, ids[1:], [each._replace(top=each.top[: self._call.body.top]) for each in likely])
         first = self._spelled(ids[0])[0]
         return {
             "tokens": [first, *said["tokens"]],
@@ -269,14 +266,22 @@ async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Comp
         ClientDisconnect: The client left first.
         RequestFailed: A request ended without an answer.
     """
-    answers = asyncio.gather(*(handle.wait() for handle in handles))
-    left = asyncio.create_task(_left(receive))
-    both: list[asyncio.Future[Any]] = [answers, left]
+    return await unless_left(asyncio.gather(*(handle.wait() for handle in handles)), receive)
+
+
+async def unless_left(work: Awaitable[Found], receive: Receive) -> Found:
+    """What ``work`` comes to, which is cancelled when the client leaves.
+
+    Raises:
+        ClientDisconnect: The client left first.
+    """
+    answer, left = asyncio.ensure_future(work), asyncio.create_task(_left(receive))
+    both: list[asyncio.Future[Any]] = [answer, left]
     try:
         await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
-        if not answers.done():
+        if not answer.done():
             raise ClientDisconnect
-        return list(answers.result())
+        return answer.result()
     finally:
         for waiting in both:
             waiting.cancel()

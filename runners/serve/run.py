@@ -108,12 +108,7 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
             say(f"serve: who reaches {events.host} reads in the events which tokens prompts have: see --kv-events")
         bounds = affordable(ConnectionLimits(config.max_connections))
         server = http_server(application(engine, policy, events), bounds, config.grace)
-        # These handlers take a signal that comes before uvicorn sets its own handlers, and the one that uvicorn raises
-        # again after its end, when the engine has still to end.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-        listener.listen(BACKLOG)
-        print(address(listener), flush=True)
+        begin(server, listener)
         server.run(sockets=[listener])
         say("serve: ended")
         last = threading.Timer(LAST, flight.leave, [0])  # a thread that never returns would keep the process
@@ -177,6 +172,16 @@ def http_server(app: ASGIApp, bounds: ConnectionLimits, grace: float) -> uvicorn
         server_header=False,
     )
     return _Server(config)
+
+
+def begin(server: uvicorn.Server, listener: socket.socket) -> None:
+    """Lets signals end ``server`` and clients connect to ``listener``, and prints its address."""
+    # These handlers take a signal that comes before uvicorn sets its own handlers, and the one that uvicorn raises
+    # again after its end, when more has still to end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: setattr(server, "should_exit", True))
+    listener.listen(BACKLOG)
+    print(address(listener), flush=True)
 
 
 class _Server(uvicorn.Server):

@@ -8,11 +8,10 @@ grammar has no bound, so every new one is compiled in another process first (``t
 import json
 from collections.abc import Callable, Iterable
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ling3export.foundation.errors import ArtifactError, RequestError
-from ling3export.foundation.extras import require
+from ling3export.foundation.extras import installed, require
 
 if TYPE_CHECKING:
     import numpy as np
@@ -43,10 +42,7 @@ class Grammar(NamedTuple):
 
 def library() -> str:
     """The version of llguidance; ``none`` where it is not installed."""
-    try:
-        return version("llguidance")
-    except PackageNotFoundError:
-        return "none"
+    return installed("llguidance") or "none"
 
 
 class Matcher:

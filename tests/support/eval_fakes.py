@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.evals.backend import LocalBackend, PromptRequest
+from ling3export.runners.evals.backend import EngineBackend, PromptRequest
 from ling3export.runners.evals.graders import GraderSpec
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
@@ -32,7 +32,7 @@ ENVIRONMENT = {
 }
 
 
-class FakeBackend(LocalBackend):
+class FakeBackend(EngineBackend):
     """Answers a prompt by a function; tokens are the text's code points, times are constant.
 
     Args:
