@@ -1,6 +1,7 @@
 """Files on disk: errors a user can act on, paths that stay inside a folder, durability."""
 
 import errno
+import fcntl
 import os
 import re
 import resource
@@ -226,6 +227,17 @@ def open_lock(path: Path, flags: int) -> int:
         f"write `{path.name}`: expected a regular file with one name, found {found}, in {path.parent}",
         "this program makes no such file: look at who did, and remove it",
     )
+
+
+@contextmanager
+def locked(path: Path, how: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[int]:
+    """Waits for a lock file, as ``open_lock`` opens it; the system drops the lock with the process."""
+    descriptor = open_lock(path, flags)
+    try:
+        fcntl.flock(descriptor, how)
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def partial_path(path: Path) -> Path:

@@ -67,13 +67,11 @@ class Store:
         for file in dict.fromkeys(self.index[name].file for name, _ in slabs):
             self._map(file)
         with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
-            checks = [pool.submit(self._check_slab, name, slab) for name, slab in slabs]
-            try:
-                for check in checks:
-                    check.result()
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                raise
+            list(pool.map(lambda each: self._check_slab(*each), slabs))  # the first error cancels what has not begun
+
+    def nbytes(self, ranges: Iterable[Slabs]) -> int:
+        """Bytes of slabs."""
+        return sum(self.index[name].slab_bytes for each in ranges for name, _ in self._slabs(*each))
 
     def _stored(self, name: str) -> StoredTensor:
         if name not in self.index:

@@ -65,6 +65,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     prepare(record)
     import jax
 
+    from ling3export.artifacts.store import Store
     from ling3export.compile.lower import with_shardings
     from ling3export.machine.pjrt import CompileCounter, recorded_mesh
     from ling3export.model.config import Config
@@ -72,12 +73,12 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     from ling3export.model.program import build_step
     from ling3export.runners.load.fresh import state_source
     from ling3export.runners.load.model_runner import ModelRunner
-    from ling3export.runners.load.weights import Weights
+    from ling3export.runners.load.weights import parameters
 
     jax.devices()
     clock.lap("imports")
     mesh = recorded_mesh(record.mesh)
-    params = Weights(artifact, manifest, record).arrays(mesh)
+    params = parameters(Store(artifact, manifest.weights.index), record, mesh)
     clock.lap("weights")
     file = record.state_program
     source = state_source({} if file is None else {file: read_checked(artifact, file)}, record, mesh)

@@ -18,7 +18,7 @@ from ling3export.artifacts.catalog import oci
 from ling3export.artifacts.catalog.oci import Block, CatalogEntry, Descriptor, Index, LayerSource
 from ling3export.artifacts.catalog.record import LARGEST, parsed
 from ling3export.artifacts.catalog.versions import is_version, latest, order
-from ling3export.artifacts.files import PARTIAL, inside, leftovers, open_lock, refuse_links, remove, replacing, writing
+from ling3export.artifacts.files import PARTIAL, inside, leftovers, locked, refuse_links, remove, replacing, writing
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.foundation.errors import CatalogError, VersionExists
 from ling3export.foundation.reading import opened, read_bytes
@@ -134,8 +134,8 @@ class OciLayout:
         with writing(self.folder / LAYOUT):
             refuse_links(self.folder, (BLOBS,))
             (self.folder / BLOBS).mkdir(parents=True, exist_ok=True)
-        with self._locked(PUBLISHERS_LOCK, fcntl.LOCK_SH):
-            with self._locked(INDEX_LOCK):
+        with locked(self.folder / PUBLISHERS_LOCK, fcntl.LOCK_SH):
+            with locked(self.folder / INDEX_LOCK):
                 for left in leftovers(self.folder / INDEX):  # by a writer that was killed
                     remove(left)
                 if not self._there(LAYOUT):
@@ -176,7 +176,7 @@ class OciLayout:
         Raises:
             VersionExists: It is there.
         """
-        with self._locked(INDEX_LOCK):
+        with locked(self.folder / INDEX_LOCK):
             index = self._index()
             entries = _entries(index)
             if any((each.id, each.version) == (id, version) for each in entries):
@@ -199,7 +199,7 @@ class OciLayout:
         Raises:
             ArtifactError: A link leads out of the layout, to where files could be somebody else's.
         """
-        with self._locked(PUBLISHERS_LOCK), self._locked(INDEX_LOCK):
+        with locked(self.folder / PUBLISHERS_LOCK), locked(self.folder / INDEX_LOCK):
             refuse_links(self.folder, (BLOBS,))
             kept: set[str] = set()
             for each in self._index().manifests:
@@ -229,16 +229,6 @@ class OciLayout:
 
     def _put_index(self, manifests: tuple[Descriptor, ...]) -> None:
         self._put(INDEX, canonical(to_json(Index(schemaVersion=2, mediaType=oci.INDEX, manifests=manifests))))
-
-    @contextmanager
-    def _locked(self, name: str, how: int = fcntl.LOCK_EX) -> Iterator[None]:
-        """Waits for a lock of the layout, which the system drops with the process."""
-        descriptor = open_lock(self.folder / name, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, how)
-            yield
-        finally:
-            os.close(descriptor)
 
 
 def _entries(index: Index, id: str | None = None) -> list[CatalogEntry]:

@@ -1,12 +1,12 @@
 """From a version in a store to a folder: resumed after a break, every byte checked, there whole or not at all."""
 
-import fcntl
 import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from ling3export.artifacts.catalog.oci import Descriptor
 from ling3export.artifacts.catalog.record import File
 from ling3export.artifacts.catalog.slabs import Slab, begin, copied, holds, ranged, runs, slabs_of, tensors_of, write_at
 from ling3export.artifacts.catalog.stores import ResolvedVersion
-from ling3export.artifacts.files import link_or_copy, open_lock, refuse_links, remove, rename, writing
+from ling3export.artifacts.files import link_or_copy, locked, refuse_links, remove, rename, writing
 from ling3export.artifacts.manifest import MANIFEST, file_records, named_target
 from ling3export.artifacts.schema import Manifest, StoredTensor
 from ling3export.artifacts.share import write_share
@@ -97,29 +97,14 @@ def pull(
             needs = {name: sum(slab.stop - slab.start for slab in slabs) for name, slabs in shared.values()}
             check_room(found, blobs, folder, needs | {file.sha256: file.size for file in wanted})
         with ThreadPoolExecutor(PARALLEL) as pool:
-            jobs = [
-                pool.submit(_fetch, store, file, found.layers[file.path], blobs, moved)
+            jobs: list[Callable[[], None]] = [
+                partial(_fetch, store, file, found.layers[file.path], blobs, moved)
                 for file in {file.sha256: file for file in wanted}.values()
             ]
-            jobs += [
-                pool.submit(
-                    _fetch_share,
-                    store,
-                    files[path],
-                    found.layers[path],
-                    blobs / name,
-                    moved,
-                    tensors_of(manifest, path),
-                    slabs,
-                )
-                for path, (name, slabs) in shared.items()
-            ]
-            try:
-                for job in jobs:
-                    job.result()
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+            for path, (name, slabs) in shared.items():
+                share = files[path], found.layers[path], blobs / name, moved, tensors_of(manifest, path), slabs
+                jobs.append(partial(_fetch_share, store, *share))
+            list(pool.map(lambda job: job(), jobs))  # the first error cancels what has not begun
         for file in wanted:
             link_or_copy(blobs / file.sha256, folder / file.path)
         for path, (name, _) in shared.items():
@@ -286,9 +271,7 @@ def _partial(blob: Path) -> Iterator[int | None]:
     well; None where it is whole by now."""
     path = Path(f"{blob}.partial")
     while True:
-        descriptor = open_lock(path, os.O_RDWR | os.O_CREAT)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        with locked(path) as descriptor:
             if path.exists() and os.path.samestat(os.lstat(path), os.fstat(descriptor)):
                 yield descriptor
                 os.fsync(descriptor)
@@ -298,8 +281,6 @@ def _partial(blob: Path) -> Iterator[int | None]:
             if blob.exists():
                 yield None
                 return
-        finally:
-            os.close(descriptor)
 
 
 def _resumed(descriptor: int, size: int) -> tuple[Any, int]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling3export.artifacts.files import open_lock, user_cache
+from ling3export.artifacts import files
 
 POLICIES = ("on", "off", "redo", "readonly")
 SHARED, EXCLUSIVE = fcntl.LOCK_SH, fcntl.LOCK_EX
@@ -42,7 +42,7 @@ class CacheUse:
     @property
     def where(self) -> Path:
         """The folder, absolute."""
-        return (user_cache() if self.folder is None else self.folder).absolute()
+        return (files.user_cache() if self.folder is None else self.folder).absolute()
 
 
 DEFAULT_USE = CacheUse()
@@ -66,9 +66,5 @@ def locked(folder: Path, how: int, *, create: bool = True) -> Iterator[None]:
     elif not os.path.lexists(folder / LOCK):
         yield
         return
-    descriptor = open_lock(folder / LOCK, os.O_RDONLY | os.O_CREAT * create)
-    try:
-        fcntl.flock(descriptor, how)
+    with files.locked(folder / LOCK, how, os.O_RDONLY | os.O_CREAT * create):
         yield
-    finally:
-        os.close(descriptor)

@@ -172,19 +172,11 @@ def convert(
     """
     rows = sorted(parameters(source.config, weights), key=lambda row: -int(np.prod(row.shape)))
     writer = StoreWriter(folder, store_files(source.config, dtype, weights))
-    with ThreadPoolExecutor(WORKERS) as pool:
-        jobs = [pool.submit(convert_parameter, row, source, writer, dtype, progress) for row in rows]
-        try:
-            for job in jobs:
-                job.result()
-        except OSError as error:
-            for job in jobs:
-                job.cancel()
-            raise CheckpointError(f"checkpoint: could not be read: {error}") from error
-        except BaseException:
-            for job in jobs:
-                job.cancel()
-            raise
+    try:
+        with ThreadPoolExecutor(WORKERS) as pool:  # the first error cancels what has not begun
+            list(pool.map(lambda row: convert_parameter(row, source, writer, dtype, progress), rows))
+    except OSError as error:
+        raise CheckpointError(f"checkpoint: could not be read: {error}") from error
     return writer.finish()
 
 

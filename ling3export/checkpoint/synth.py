@@ -150,12 +150,7 @@ def synthesize(
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
         report = _Progress(progress, total)
         with ThreadPoolExecutor(max_workers=2) as pool:
-            written = [
-                pool.submit(_write_shard, folder / name, shard, config, seed, report)
-                for name, shard in zip(names, shards, strict=True)
-            ]
-            for shard in written:
-                shard.result()
+            list(pool.map(lambda name, shard: _write_shard(folder / name, shard, config, seed, report), names, shards))
     return total
 
 

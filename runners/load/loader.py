@@ -14,6 +14,7 @@ from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -212,17 +213,18 @@ def _load(
         record = _reduced(record, phases)
     checked: Future[None] | None = None
     with timings.stage("imports"), uncollected():
-        from ling3export.runners.load import programs  # numpy comes with what is imported from here on
-        from ling3export.runners.load.weights import Weights
+        from ling3export.artifacts.store import Store  # numpy comes with what is imported from here on
+        from ling3export.runners.load import programs
+        from ling3export.runners.load.weights import parameters
 
         executables = programs.read_executables(folder, record, pool)
         host = 0 if channel is None else channel.hosts.number
         check_share(folder, target, host)
-        weights = Weights(folder, manifest, record, host, copied=check == "copy")
+        store, slabs = Store(folder, manifest.weights.index, copied=check == "copy"), record.slabs(host)
         if check == "programs":
             report("weights are not checked (--check programs)")
         else:
-            checked = pool.submit(timed, "check", weights.check)
+            checked = pool.submit(timed, "check", partial(store.check_many, slabs))
         with unsearched() if record.platform == "cpu" and "jax" not in sys.modules else nullcontext():
             import jax
 
@@ -250,7 +252,7 @@ def _load(
     with ExitStack() as failed:
         failed.callback(loading.close)
         with timings.stage("weights"):
-            params = weights.arrays(mesh)
+            params = parameters(store, record, mesh)
         with timings.stage("programs"):
             for cell in loading if first is None else first:
                 loading[cell]
@@ -260,7 +262,7 @@ def _load(
         failed.pop_all()
     parts = None if channel is None else channel.parts
     ready = model_runner.ModelRunner(record, loading, params, state, source, mesh, parts)
-    return Loaded(folder, manifest, target, ready, loading, verdicts, timings, compiles, weights.nbytes, channel)
+    return Loaded(folder, manifest, target, ready, loading, verdicts, timings, compiles, store.nbytes(slabs), channel)
 
 
 def _reduced(target: Target, phases: Container[str]) -> Target:

@@ -3,17 +3,15 @@
 Nothing heavy is imported before something is pulled.
 """
 
-import fcntl
 import os
 import re
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ling3export.artifacts.files import open_lock, remove_tree, writing
+from ling3export.artifacts.files import locked, remove_tree, writing
 from ling3export.foundation.errors import CatalogError, listed, printable
 
 if TYPE_CHECKING:
@@ -74,7 +72,8 @@ def pulled(
         check_room(found, blobs, place.parent, {file.sha256: file.size for file in found.record.files})
     with writing(place):
         place.parent.mkdir(parents=True, exist_ok=True)
-    with _one_at_a_time(place, to):
+    # One process at a time pulls into a folder of the store: several servers may start with one reference.
+    with nullcontext() if to is not None else locked(place.with_name(f".{place.name}.pulling")):
         if to is None and place.is_dir():
             _say(f"{found.entry}: there already, at {place}")
             return place
@@ -95,20 +94,6 @@ def pulled_manifest(reference: str, folder: Path) -> Path:
     place.mkdir()
     pull_manifest(store, found, place, folder, Moved(), _say)
     return place
-
-
-@contextmanager
-def _one_at_a_time(place: Path, to: Path | None) -> Iterator[None]:
-    """Waits until no other process pulls into a folder of the store: several servers may start with one reference."""
-    if to is not None:
-        yield
-        return
-    descriptor = open_lock(place.with_name(f".{place.name}.pulling"), os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def _say(text: str) -> None:

@@ -25,6 +25,7 @@ from ling3export.artifacts.schema import Manifest, Vectors
 from ling3export.artifacts.schema import WeightsRecord as Stored
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import make_key, public_path, sign
+from ling3export.artifacts.store import Store
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import ArtifactError, CatalogError, TrustError, UnsafePath, VersionExists
 from ling3export.foundation.shards import WHOLE
@@ -32,7 +33,6 @@ from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.evals.folder import RunRecord, SuiteRecord, json_line
 from ling3export.runners.evals.trials import RunConfig
-from ling3export.runners.load.weights import Weights
 from tests.support import toy_artifact
 from tests.support.catalog_kills import contents, kill_publishers, kill_pulls, started
 from tests.support.manifests import parted
@@ -204,8 +204,7 @@ def test_a_host_pulls_the_slabs_of_its_own_devices_alone(hosts, store, tmp_path,
         parts = [data[start : start + size], data[start + size :]]
         assert parts[host] == whole[start + host * size :][:size] and not any(parts[1 - host])
         assert data[:start] == whole[:start] and len(data) == len(whole)
-        weights = Weights(out, manifest, manifest.targets["cpu-tp2"], host)
-        weights.check()
+        Store(out, manifest.weights.index).check_many(manifest.targets["cpu-tp2"].slabs(host))
         assert (contents(out).keys() - contents(hosts).keys()) == {"share.json"}
         check_share(out, "cpu-tp2", host)
         with pytest.raises(ArtifactError, match=f"expected the share of host {1 - host} of `cpu-tp2`, found a share"):
@@ -246,7 +245,7 @@ def test_a_share_that_breaks_off_goes_on_slab_by_slab_and_a_damaged_slab_is_refu
     assert not (tmp_path / "one").exists()
     blob.write_bytes(data)
     pulled(store, tmp_path / "one", target="cpu-tp2", host=1)
-    Weights(tmp_path / "one", manifest, manifest.targets["cpu-tp2"], 1).check()
+    Store(tmp_path / "one", manifest.weights.index).check_many(manifest.targets["cpu-tp2"].slabs(1))
 
 
 def test_the_score_of_an_evaluation_stands_in_the_record(toy, store, tmp_path):

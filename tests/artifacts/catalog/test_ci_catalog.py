@@ -13,10 +13,10 @@ from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.share import check_share
+from ling3export.artifacts.store import Store
 from ling3export.cli import main as cli
 from ling3export.compile import pool
 from ling3export.runners.cli import main as runner_cli
-from ling3export.runners.load.weights import Weights
 from tests.support.artifacts_fixture import RECIPES
 from tests.support.registries import docker_registry
 
@@ -77,8 +77,8 @@ def test_programs_weights_and_four_hosts_come_from_jobs_of_their_own(artifact, t
             monkeypatch.setenv("HOST", str(number))
             said = ran(pull)
             check_share(here / "model.ling3", TARGET, number)
-            weights = Weights(here / "model.ling3", manifest, target, number)
-            weights.check()
-            shares += weights.nbytes
-            assert f": {weights.nbytes + rest:,} bytes pulled, 0 were here" in said
+            store, slabs = Store(here / "model.ling3", manifest.weights.index), target.slabs(number)
+            store.check_many(slabs)
+            shares += store.nbytes(slabs)
+            assert f": {store.nbytes(slabs) + rest:,} bytes pulled, 0 were here" in said
         assert manifest.weights.nbytes < shares / 2 < 2 * manifest.weights.nbytes
