@@ -20,7 +20,7 @@ from ling3export.cli.options import IGNORE, JSON, ROUNDING, WIDE, build_options
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
-from ling3export.runners.cli.cluster import cluster_options, on_cluster
+from ling3export.runners.cli.cluster import Cluster, cluster_options, on_cluster
 from ling3export.runners.cli.command import Group, given, section
 from ling3export.runners.cli.options import FOLDER, PATH, shard_option, trust_option
 from ling3export.runners.cli.references import Artifact
@@ -134,7 +134,7 @@ def main() -> None:
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
     force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, no_weights: bool,
-    dummy_weights: int | None, prove: bool | None, allow_rounding: bool, cluster: Any,
+    dummy_weights: int | None, prove: bool | None, allow_rounding: bool, cluster: Cluster | None,
     **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.

@@ -19,6 +19,8 @@ from ling3export.runners.hosts.hosts import Hosts
 if TYPE_CHECKING:
     from ling3export.runners.fleet.pool import PoolWorker, WorkerPool
 
+__all__ = ["Cluster", "cluster_options", "on_cluster"]
+
 FOUND_THERE = ("coordinator", "host_id", "secret_file", "trust_network")  # what a cluster knows of a worker's hosts
 _cluster_section = section(
     "Cluster",

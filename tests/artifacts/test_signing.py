@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts import signing
+from ling3export.artifacts import signing, store
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.schema import Manifest
@@ -28,7 +28,7 @@ from ling3export.compile.build import DEMO
 from ling3export.foundation.errors import ArtifactError, TrustError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.load import loader, programs, weights
+from ling3export.runners.load import loader, programs
 from tests.support import toy_artifact
 from tests.support.catalog_kills import contents
 from tests.support.refusals import refusal
@@ -57,7 +57,7 @@ def untouched(monkeypatch) -> None:
         raise AssertionError("something was loaded")
 
     monkeypatch.setattr(programs, "read_executables", refused)
-    monkeypatch.setattr(weights.Weights, "__init__", refused)
+    monkeypatch.setattr(store.Store, "__init__", refused)
 
 
 def other_key(folder: Path) -> Path:
