@@ -23,7 +23,7 @@ COMPILERS = ("c++", "g++", "clang++")
 EXPECTED = f"expected a C++ compiler ({', '.join(COMPILERS)} or the package ziglang)"
 HINT = f"install g++, or {install('zig')}"
 CHOICES = ("auto", "on", "off")
-NARROW = 512  # hidden sizes below leave so little to read that what XLA makes itself is as fast
+NARROW = 256  # hidden sizes below leave so little to read that what XLA makes itself is as fast
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,14 @@ def test_only_kernels_round_activations():
         assert make_plan(FULL, Options(tp=1, weights=weights, kernels="off"), "cpu").geometry.activations == "bf16"
 
 
+@pytest.mark.parametrize(("preset", "called"), [("micro", False), ("small", True), ("full", True)])
+def test_models_of_256_and_wider_call_kernels(monkeypatch, preset, called):
+    """`small` called none, so that XLA computed all 16 rows of decode@16 for two sequences."""
+    monkeypatch.setattr(kernels, "compiler", lambda: ["c++"])
+    plan = make_plan(Config.from_dict(config_fields(preset, {})), Options(tp=1), "cpu")
+    assert bool(plan.geometry.kernels) == called
+
+
 def test_damaged_kernels_are_refused_before_they_are_loaded(whole, tmp_path):
     copy = shutil.copytree(whole, tmp_path / "copy.ling3")
     library = copy / "programs" / "cpu-tp1" / "kernels.so"
