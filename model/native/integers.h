@@ -19,7 +19,8 @@ namespace {
 constexpr int64_t kGroup = 32;   // numbers that share a scale
 constexpr int64_t kHalf = 16;    // numbers of a group in the low halves of its bytes, where it has 4 bits
 constexpr int64_t kStream = 5;   // rows of x up to which one row of w is read after the other
-constexpr int64_t kFar = 2048;   // bytes of a row of w that are asked for before they are read
+// Bytes of a row of w that the second cache is asked for before they are read.
+template <int kBits> constexpr int64_t kFar = kBits == 8 ? 2048 : 8192;
 
 #if defined(__AVX512VNNI__)
 constexpr int kLanes = 16;
@@ -221,11 +222,11 @@ void Stream(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int
   int64_t g = 0;
   for (; g + kBlock <= x.groups; g += kBlock) {
     scale_by(g, scale + g);
-    __builtin_prefetch(scale + g + 2 * kBlock);
+    __builtin_prefetch(scale + g + 2 * kBlock, 0, 2);
 #pragma GCC unroll 8
     for (int64_t i = 0; i < kPieces; ++i) {
       const uint8_t* from = q + g * kBytes<kBits> + i * kPiece;
-      __builtin_prefetch(from + kFar);
+      __builtin_prefetch(from + kFar<kBits>, 0, 2);
       piece(g, i, from);
     }
   }

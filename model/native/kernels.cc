@@ -41,7 +41,7 @@ constexpr int64_t kStream = 5;
 #endif
 constexpr int64_t kSums = 4096;   // numbers of a task that adds up parts
 constexpr int64_t kNear = 4 << 20;  // bytes of the next call that idle threads read ahead
-constexpr int64_t kFar = 1024;    // numbers of a single row of w that are asked for before they are read
+constexpr int64_t kFar = 1024;    // numbers of a single row of w that the second cache is asked for before they are read
 constexpr int64_t kBlock = 512;   // logits between two looks at the largest
 constexpr int64_t kLogits = 1 << 14;  // logits of a task
 constexpr int64_t kScores = 16;   // experts of a task of the router
@@ -102,7 +102,8 @@ void Dots(const Bf16* w, int64_t step, const Bf16* const* x, int64_t depth, floa
     __m512bh wide[O];
 #pragma GCC unroll 8
     for (int o = 0; o < O; ++o) {
-      __builtin_prefetch(O > 1 ? w + (O + o) * step + d : w + d + kFar);
+      if (O > 1) __builtin_prefetch(w + (O + o) * step + d);
+      else __builtin_prefetch(w + d + kFar, 0, 2);
       wide[o] = (__m512bh)_mm512_maskz_loadu_epi16(mask, w + o * step + d);
     }
 #pragma GCC unroll 8
@@ -202,7 +203,8 @@ void Tile(const Bf16* w, int64_t step, const float* x, int64_t depth, float* out
     Vector wide[2][O];
 #pragma GCC unroll 2
     for (int o = 0; o < O; ++o) {
-      __builtin_prefetch(O > 1 ? w + (O + o) * step + d : w + d + kFar);
+      if (O > 1) __builtin_prefetch(w + (O + o) * step + d);
+      else __builtin_prefetch(w + d + kFar, 0, 2);
       const Bits bits = Load(w + o * step + d);
       wide[0][o] = Even(bits), wide[1][o] = Odd(bits);
     }

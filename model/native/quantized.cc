@@ -91,7 +91,8 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_o
     if (sum && used <= kStream && Short<kBits>::Fits(own, stack.groups)) {
       Short<kBits> sums(own, stack.groups, used);
       for (int64_t part = 0; part < each; ++part) {
-        const int64_t row = stack.first_row(part, layer) + o, next = stack.first_row(std::min(part + 1, each - 1), layer) + o;
+        const int64_t row = stack.first_row(part, layer) + o;
+        const int64_t next = stack.first_row(std::min(part + 1, each - 1), layer) + o;
         sums.Add(stack.values(row), stack.scales(row), rows, at.data() + part * used, stack.values(next),
                  stack.scales(next));
       }
