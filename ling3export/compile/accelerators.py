@@ -27,6 +27,17 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.targets import TargetSpec
 
+# XLA:TPU's room for the tiles of one operation, KiB. A chip that reads all experts from HBM reads 8 bits in large tiles
+# as fast as the memory gives them (docs/log/programs-tpu.md); on a slice the room is better used for weights that are
+# brought ahead.
+LARGE_TILES = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
+
+
+def compiler_options(target: TargetSpec, geometry: Geometry) -> dict[str, str]:
+    """What the compiler is told beside the program; nothing but for 8-bit weights on one v6e chip."""
+    large = target.kind == "v6e" and target.tp == 1 and geometry.weights == "int8-channel"
+    return dict(LARGE_TILES) if large else {}
+
 
 def topology_mesh(target: TargetSpec) -> Mesh:
     """All devices of ``target`` on the one mesh axis, a slice's in the ring order that jax chooses for them.
@@ -66,6 +77,7 @@ class Direct:
     lowered: Any  # jax's
     mesh: Mesh  # the target's devices
     seconds: float  # how long lowering took
+    options: dict[str, str]  # :func:`compiler_options`
 
     @property
     def digest(self) -> str:
@@ -78,7 +90,8 @@ def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, targ
     started = time.perf_counter()
     mesh = topology_mesh(target)
     _, function, arguments = prepared(config, geometry, phase, padding, mesh)
-    return Direct(function.lower(*arguments), mesh, time.perf_counter() - started)
+    options = compiler_options(target, geometry)
+    return Direct(function.lower(*arguments), mesh, time.perf_counter() - started, options)
 
 
 def compile_for(
@@ -102,7 +115,7 @@ def compiled_for(direct: Direct, cell: str, target: TargetSpec) -> tuple[bytes, 
     started = time.perf_counter()
     with pjrt.no_compilation_cache():
         try:
-            compiled = direct.lowered.compile()
+            compiled = direct.lowered.compile(compiler_options=direct.options)
         except jax.errors.JaxRuntimeError as error:
             raise _too_large(error, target, cell) from error
         raw, executable = pjrt.serialized(compiled)
