@@ -140,8 +140,7 @@ def convert_parameter(
     tensors = parameter.tensors(dtype)
     offsets: dict[tuple[str, int | None], int] = {}
     for layer in parameter.layers or (None,):
-        stored = source.stored if parameter.form == "int4" else no_pair
-        for shard, parts in pieces(parameter, layer, source.config, source.tensor, stored):
+        for shard, parts in pieces(parameter, layer, source.config, source.tensor, source.stored):
             for tensor, part in zip(tensors, parts, strict=True):
                 target, at = BY_NAME[tensor.dtype].numpy, (tensor.name, shard)
                 value = part if part.dtype == target else part.astype(target)
