@@ -115,7 +115,7 @@ def marked(artifact: Path, containing: str = "") -> list[int]:
     return found
 
 
-def wait_until_gone(artifact: Path, seconds: float = 20) -> None:
+def wait_until_gone(artifact: Path, seconds: float = 120) -> None:
     """Waits until no process of a build of ``artifact`` is left."""
     until = time.monotonic() + seconds
     while (left := marked(artifact)) and time.monotonic() < until:

@@ -83,9 +83,9 @@ def serving(answer: Answer, models: object = None) -> Iterator[tuple[str, list[B
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
     thread.start()
     try:
-        assert ready.wait(30)
+        assert ready.wait(120)
         yield f"http://127.0.0.1:{address[0]}", bodies
     finally:
         loop.call_soon_threadsafe(stop.set)
-        thread.join(30)
+        thread.join(120)
         loop.close()

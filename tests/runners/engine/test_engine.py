@@ -12,9 +12,11 @@ import pytest
 from ling3export.compile.build import build
 from ling3export.plan import plan
 from ling3export.plan.options import Options
+from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.load.loader import load
+from ling3export.runners.load.model_runner import ModelRunner
 from tests.support.artifacts_fixture import RECIPES, Artifacts
 from tests.support.driver import Driver
 
@@ -103,13 +105,14 @@ def test_striped_pages_give_the_same_tokens(
     (target,) = manifest.targets.values()
     (latent,) = [row for row in target.state.arrays if row.name == "mla_latent"]
     assert (target.state.placement, latent.spec) == ("striped", (None, "tp"))
+    tables: list[np.ndarray] = []
+    step = ModelRunner.step
+    monkeypatch.setattr(
+        ModelRunner,
+        "step",
+        lambda runner, p, n, fields: tables.append(fields["page_table"]) or step(runner, p, n, fields),
+    )
     with Engine(tmp_path / "striped.ling3", report=silent) as engine:
-        tables: list[np.ndarray] = []
-        runner = engine._loop.core.backend  # type: ignore[union-attr]
-        step = runner.step  # type: ignore[attr-defined]
-        monkeypatch.setattr(
-            runner, "step", lambda p, n, fields: tables.append(fields["page_table"]) or step(p, n, fields)
-        )
         for place, tokens in run_in_random_order(engine, 2):
             assert tokens == naive[place], place
         stats = engine.stats()
@@ -122,11 +125,14 @@ def test_striped_pages_give_the_same_tokens(
     assert stats["free"] == stats["pools"] == {"slots": 8, "pages": 24}
 
 
-def test_giving_pages_back_changes_no_token_in_fp32(artifact: Artifacts, naive: list[list[int]]):
+def test_giving_pages_back_changes_no_token_in_fp32(
+    artifact: Artifacts, naive: list[list[int]], monkeypatch: pytest.MonkeyPatch
+):
     """Eight sequences in eight pages all want a second one. docs/engine.md says what holds in bf16."""
     place = LENGTHS.index(50)
+    few = BlockManager(slots=8, pages=8, page_size=64, max_pages=16)
+    monkeypatch.setattr(BlockManager, "of", lambda target: few)
     with Engine(artifact(NAME), report=silent) as engine:
-        del engine._parts.blocks._pools[0][8:]
         done = engine.complete([greedy(prompts()[place]) for _ in range(8)])
         stats = engine.stats()
     assert [each.token_ids for each in done] == [naive[place]] * 8

@@ -125,7 +125,7 @@ def test_every_pair_comes_back_from_the_worker_that_has_its_expert(
     first.close()
     second.close()
     for thread in threads:
-        thread.join(10)
+        thread.join(120)
         assert not thread.is_alive()
 
 
@@ -171,13 +171,13 @@ def test_the_name_goes_once_all_sessions_came(name: str):
     time.sleep(0.2)
     assert path_of(name).exists()
     second = link(name)
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 120
     while path_of(name).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     assert not path_of(name).exists()
     first.close()
     second.close()
-    thread.join(10)
+    thread.join(120)
 
 
 def test_a_worker_that_dies_ends_who_waits_for_it(name: str):
@@ -188,7 +188,7 @@ def test_a_worker_that_dies_ends_who_waits_for_it(name: str):
     started = time.monotonic()
     with pytest.raises(FfnGone, match="found its process gone"):
         side.recv_ffn_output(0)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < 60
     assert not path_of(name).exists()
     side.close()
     segment.close()
@@ -209,7 +209,7 @@ def test_a_cleared_run_flag_ends_both_sides(name: str):
     thread = serve(segment, errors)
     side = link(name)
     segment.buffers.stop()
-    thread.join(10)
+    thread.join(120)
     assert not thread.is_alive() and errors == []
     side.send_attn_output(0, 0, tokens(0), IDS)
     with pytest.raises(FfnGone, match="found it ended: in order"):
@@ -224,7 +224,7 @@ def test_a_session_that_dies_ends_the_worker_and_with_it_the_others(name: str):
     assert first.claim() == 0
     second = link(name)
     first.unlock(1)
-    thread.join(10)
+    thread.join(120)
     assert str(errors[0]) == f"session 0 of `{name}`: expected a live process, found none"
     second.send_attn_output(0, 0, tokens(0), IDS)
     with pytest.raises(FfnGone, match="found it ended: session 0 of"):
@@ -269,7 +269,7 @@ def test_ids_out_of_range_end_the_worker_by_name(name: str, layer: int, expert: 
     ids = np.full((TOKENS, CHOSEN), MASK, np.int32)
     ids[1, 0] = expert
     side.buffers.announce(side.claim(), 0, layer, ids)
-    thread.join(10)
+    thread.join(120)
     assert [error.message for error in errors] == [message]
     with pytest.raises(FfnGone, match=message):
         side.check_worker()

@@ -136,7 +136,7 @@ def test_a_synchronous_worker_takes_all_sessions_in_turn():
     buffers = segment()
     for micro in (0, 1, 0):
         wanted = [publish(buffers, session, micro, layer=5) for session in range(SESSIONS)]
-        taken = buffers.take(timeout=1)
+        taken = buffers.take(timeout=60)
         assert (taken.session_ids.tolist(), taken.micro_batch) == ([0, 1, 2], micro)
         assert taken.layer_ids.tolist() == [5] * 3
         for session, (ids, rows) in enumerate(wanted):
@@ -155,11 +155,11 @@ def test_a_synchronous_worker_takes_all_sessions_in_turn():
 def test_an_asynchronous_worker_takes_whoever_is_ready():
     buffers = segment()
     publish(buffers, 2, 1, layer=3)
-    taken = buffers.take(timeout=1, synchronous=False)
+    taken = buffers.take(timeout=60, synchronous=False)
     assert (taken.session_ids.tolist(), taken.micro_batch, taken.layer_ids.tolist()) == ([2], 1, [3])
     publish(buffers, 0, 1)
     publish(buffers, 1, 0)
-    order = [buffers.take(timeout=1, synchronous=False) for _ in range(2)]
+    order = [buffers.take(timeout=60, synchronous=False) for _ in range(2)]
     assert [(each.session_ids.tolist(), each.micro_batch) for each in order] == [([1], 0), ([0], 1)]
 
 

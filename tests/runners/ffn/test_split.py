@@ -111,7 +111,7 @@ def workers(folder: Path, count: int, sessions: int, micro_batches: int, **optio
         yield names
     finally:
         for thread in threads:
-            thread.join(30)
+            thread.join(120)
         assert not any(thread.is_alive() for thread in threads)
         assert errors == []
 

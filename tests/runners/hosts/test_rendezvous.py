@@ -241,10 +241,10 @@ def test_jax_is_served_at_another_port_where_one_was_taken(monkeypatch, taken):
 
 def called(place: Hosts) -> socket.socket:
     """A connection to host 0, as soon as it listens."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while True:
         try:
-            return socket.create_connection(place.address, timeout=10)
+            return socket.create_connection(place.address, timeout=120)
         except OSError:
             assert time.monotonic() < end
             time.sleep(0.02)
@@ -379,9 +379,9 @@ def test_a_host_that_restarts_takes_its_place_while_others_are_awaited():
         time.sleep(0.5)
         again = threading.Thread(target=lambda: met.append(join(second)))
         again.start()
-        killed.join(10)
+        killed.join(120)
         met.append(join(third))
-        again.join(10)
+        again.join(120)
 
     told: list[Any] = []
     met: list[Any] = []
@@ -467,7 +467,7 @@ def test_a_silent_host_is_given_up(no_service, monkeypatch):
     monkeypatch.setattr(channels, "BEATS", 0.1)
     lost: list[tuple[str, int]] = []
     with connected(lost, host_timeout=0.5):  # both beat every 5 s only
-        until = time.monotonic() + 10
+        until = time.monotonic() + 120
         while len(lost) < 2 and time.monotonic() < until:
             time.sleep(0.05)
     assert {code for _, code in lost} == {1}
@@ -516,7 +516,7 @@ def test_who_outlives_another_host_says_so_first_and_ends_then(no_service):
 
 
 def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
+    end = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -675,7 +675,7 @@ def test_an_error_that_follows_from_a_lost_host_comes_after_what_the_watch_says(
     try:
         with two.together():
             one.close()
-            assert found.wait(30)
+            assert found.wait(120)
             raise ValueError("a collective failed")
     except ValueError:
         order.append("raised")

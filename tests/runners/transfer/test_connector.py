@@ -35,7 +35,7 @@ class Request:
 class Engine:
     """Drives a connector as an engine does."""
 
-    def __init__(self, kind, folder, groups=WHOLE, deadline=5.0) -> None:
+    def __init__(self, kind, folder, groups=WHOLE, deadline=60.0) -> None:
         self.store, self.said, self.buffers = store(kind, folder, deadline=deadline), [], {}
         self.groups, self.loaded, self.ended = groups, threading.Event(), set()
         self.connector = Connector(
