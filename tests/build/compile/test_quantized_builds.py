@@ -116,7 +116,7 @@ def test_int4_checkpoints_are_stored_bit_by_bit(int4: Path, tmp_path: Path):
 
 def test_forms_that_would_round_an_int4_checkpoint_are_refused_and_others_are_not(int4: Path):
     source = Checkpoint.open(int4)
-    with pytest.raises(CheckpointError, match=r"--weights as-stored or --dtype float32 keep"):
+    with pytest.raises(CheckpointError, match=r"build --weights as-stored or build --dtype float32 keep"):
         source.check_rounding("bfloat16", allow=False, weights="bf16")
     for weights in ("int8", "int4", "int8-channel"):
         source.check_rounding("bfloat16", allow=False, weights=weights)
