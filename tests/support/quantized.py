@@ -25,6 +25,9 @@ class Plain:
         self.config = config
         self.tensor = tensors.__getitem__
 
+    def stored(self, name: str) -> None:
+        """None: nothing is quantized."""
+
 
 def dequantized(folder: Path) -> dict[str, np.ndarray]:
     """Every weight of a checkpoint by its published name; quantized ones in float64."""
