@@ -168,7 +168,7 @@ class TcpStore:
         """States that were taken, given back or broken off, or whose lease is over."""
         with self._lock:
             for name in [name for name, each in self._leased.items() if each.until < self._clock()]:
-                self._end(name, "expired")
+                self._end(name, self._leased.pop(name), "expired")
             found, self._ended = self._ended, set()
         return found
 
@@ -211,7 +211,7 @@ class TcpStore:
                 leased.until = self._clock() + self._lease
                 self.counts["renewed"] += 1
             elif leased is not None and what == RELEASE:
-                self._end(name, "given_back")
+                self._end(name, self._leased.pop(name), "given_back")
             elif leased is not None:
                 del self._leased[name]
             else:
@@ -234,11 +234,9 @@ class TcpStore:
                 outcome = "pulled"
         finally:
             with self._lock:
-                self._leased[name] = leased
-                self._end(name, outcome)
+                self._end(name, leased, outcome)
 
-    def _end(self, name: str, how: str) -> None:
-        leased = self._leased.pop(name)
+    def _end(self, name: str, leased: _Leased, how: str) -> None:
         self._bytes -= leased.memory.nbytes
         self._ended.add(name)
         self.counts[how] += 1

@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from safetensors.numpy import load_file
 
 from ling3export.runners.cli.main import main
-from ling3export.runners.hosts.handshake import CALLERS
+from ling3export.runners.hosts.handshake import CALLERS, prove, receive, send, tell
 from ling3export.runners.state.sequence_state import StateBytes
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer import tcp
@@ -374,6 +374,24 @@ def test_of_two_who_take_a_state_at_once_one_has_it(tmp_path):
     assert sum((each.counts for each in takers), Counter()) == {"hit": 1, "refused": 1}
     for end in (holder, *takers):
         end.close()
+
+
+def test_a_state_under_the_name_of_one_that_is_being_taken_stays(tmp_path):
+    """The end of the first took the second along."""
+    holder, taker, state = store("tcp", tmp_path, deadline=600.0), store("tcp", tmp_path), random_state(seed=2)
+    assert put(holder, NAME, random_state(seed=1))
+    with socket.create_connection(holder.address, 60) as peer:
+        prove(peer, "", 0, soon(), tcp.ROLES)
+        tell(peer, tcp.ASK, what=tcp.TAKE, name=NAME)
+        assert receive(peer, until=soon())[0] == tcp.STATE
+        assert put(holder, NAME, state)
+        send(peer, tcp.DONE, b"")
+        until_ended(holder)
+    assert same(taker.get(address(holder, NAME), soon()), state)
+    until_ended(holder)
+    assert holder.counts == {"stored": 2, "pulled": 2}
+    holder.close()
+    taker.close()
 
 
 def test_a_taker_with_another_secret_is_a_stranger(tmp_path):
