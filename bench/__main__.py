@@ -136,18 +136,6 @@ def card(folder: Path | None, layers: str, weights: str, transformers: Path | No
     run(Card((folder or CACHE.parent / "card").resolve(), transformers=transformers or PARITY, **settings))
 
 
-@main.command("serve-gap")
-@click.option("--checkpoint", type=PATH, help="[default: the demo checkpoint]")
-@click.option("--clients", type=click.IntRange(1), default=50, show_default=True)
-@click.option("--seconds", type=click.FloatRange(1), default=20, show_default=True, help="Of each phase.")
-@click.option("--apart", is_flag=True, help="Half of the processors for the server, the others for its clients.")
-def serve_gap(checkpoint: Path | None, clients: int, seconds: float, apart: bool) -> None:
-    """The longest gap of /health and of a stream while many send 4 MB that cannot fit, and while nobody does."""
-    from bench.serve_gap import main as run
-
-    run(checkpoint, clients, seconds, apart)
-
-
 @main.command()
 def afd() -> None:
     """Attention and FFN apart, on paper: where the split would pay."""

@@ -25,7 +25,7 @@ def main() -> None:
     many chips and as many sequences in two forms that are not split: replicas, each with all experts; and experts
     spread over all groups, whose link is hidden as well. A and F are the best of 1 to 8.
     """
-    full, rows, found = Config.from_dict(config_fields("full", {}), where="preset full"), [], []
+    full, rows = Config.from_dict(config_fields("full", {}), where="preset full"), []
     for width in WIDTHS:
         for batch in BATCHES:
             for link in LINKS:
@@ -35,17 +35,6 @@ def main() -> None:
                 gains = [best[name] / best["split"] for name in ("replicas", "spread")]
                 parts = [1e6 * best[name] for name in ("attention", "experts", "link")]
                 rows.append([width, batch, link, f"{best['A']}A{best['F']}F", *parts, *gains])
-                found.append(
-                    {
-                        "width": width,
-                        "batch": batch,
-                        "GB/s": link,
-                        "A": best["A"],
-                        "F": best["F"],
-                        "over_replicas": round(gains[0], 3),
-                        "over_spread": round(gains[1], 3),
-                    }
-                )
     head = [
         "expert width",
         "sequences",
@@ -60,7 +49,7 @@ def main() -> None:
     show(
         "one layer on v6e by roofline bounds, at equal chips and sequences: how much faster the split is",
         [table(head, rows)],
-        {"chip": "v6e", "rows": found},
+        {"chip": "v6e", "rows": [dict(zip(head, row, strict=True)) for row in rows]},
     )
 
 

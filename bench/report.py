@@ -9,6 +9,8 @@ from datetime import date
 from importlib import metadata
 from typing import Any
 
+from ling3export.foundation.tables import aligned
+
 
 def say(text: str) -> None:
     """A line on stderr."""
@@ -41,15 +43,8 @@ def cell(value: Any) -> str:
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:
     """Aligned columns, the first to the left."""
-    lines = [list(head), *([cell(value) for value in row] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
-    return "\n".join(
-        "  ".join(
-            text.ljust(width) if column == 0 else text.rjust(width)
-            for column, (text, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    lines = aligned([tuple(head), *(tuple(map(cell, row)) for row in rows)])
+    return "\n".join(line[2:].rstrip() for line in lines)
 
 
 def show(title: str, tables: Sequence[str], result: dict[str, Any]) -> None:

@@ -56,34 +56,36 @@ def aot(artifact: Path) -> dict[str, Any]:
 
 def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     """The same steps from the model's sources."""
-    clock = Clock()
-    from ling3export.artifacts.manifest import read_checked, read_manifest
-    from ling3export.machine.targets import prepare
+    from ling3export.runners.load.loader import Timings
 
-    manifest = read_manifest(artifact)
-    record = next(iter(manifest.targets.values()))
-    prepare(record)
-    import jax
+    timings = Timings()
+    with timings.stage("imports"):
+        from ling3export.artifacts.manifest import read_checked, read_manifest
+        from ling3export.machine.targets import prepare
 
-    from ling3export.artifacts.store import Store
-    from ling3export.compile.lower import with_shardings
-    from ling3export.machine.pjrt import CompileCounter, recorded_mesh
-    from ling3export.model.config import Config
-    from ling3export.model.geometry import Geometry
-    from ling3export.model.program import build_step
-    from ling3export.runners.load.fresh import state_source
-    from ling3export.runners.load.model_runner import ModelRunner
-    from ling3export.runners.load.weights import parameters
+        manifest = read_manifest(artifact)
+        record = next(iter(manifest.targets.values()))
+        prepare(record)
+        import jax
 
-    jax.devices()
-    clock.lap("imports")
+        from ling3export.artifacts.store import Store
+        from ling3export.compile.lower import with_shardings
+        from ling3export.machine.pjrt import CompileCounter, recorded_mesh
+        from ling3export.model.config import Config
+        from ling3export.model.geometry import Geometry
+        from ling3export.model.program import build_step
+        from ling3export.runners.load.fresh import state_source
+        from ling3export.runners.load.model_runner import ModelRunner
+        from ling3export.runners.load.weights import parameters
+
+        jax.devices()
     mesh = recorded_mesh(record.mesh)
-    params = parameters(Store(artifact, manifest.weights.index), record, mesh)
-    clock.lap("weights")
-    file = record.state_program
-    source = state_source({} if file is None else {file: read_checked(artifact, file)}, record, mesh)
-    state = source()
-    clock.lap("state")
+    with timings.stage("weights"):
+        params = parameters(Store(artifact, manifest.weights.index), record, mesh)
+    with timings.stage("state"):
+        file = record.state_program
+        source = state_source({} if file is None else {file: read_checked(artifact, file)}, record, mesh)
+        state = source()
     config = Config.from_file(checkpoint / "config.json")
     geometry = Geometry(**cast(dict[str, Any], record.geometry))
     events = CompileCounter()
@@ -95,25 +97,10 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
         tree = jax.tree.structure(step.arguments)
         return lambda *leaves: jax.tree.leaves(compiled(*jax.tree.unflatten(tree, leaves)))
 
-    with ThreadPoolExecutor(THREADS) as pool:
+    with timings.stage(PREPARATION), ThreadPoolExecutor(THREADS) as pool:
         found = dict(zip(record.cells, pool.map(prepared, record.cells.values()), strict=True))
-    clock.lap(PREPARATION)
-    result = finish(clock.seconds, ModelRunner(record, found, params, state, source, mesh), record)
+    result = finish(timings.seconds, ModelRunner(record, found, params, state, source, mesh), record)
     return result | {"compiles": events.count}
-
-
-class Clock:
-    """Seconds between laps."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """What went by since the last lap was ``name``."""
-        now = time.perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now
 
 
 def main() -> None:

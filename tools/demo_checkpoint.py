@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 
 from ling3export.checkpoint.convert import pieces
 from ling3export.checkpoint.synth import config_fields
-from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE
+from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE, write_json
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors, parameters
 from ling3export.runners.evals.demo import SEED, Problems, text
@@ -187,8 +187,3 @@ def write_checkpoint(folder: Path, tree: Tree, tokenizer: Path) -> int:
         {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))},
     )
     return sum(path.stat().st_size for path in folder.iterdir())
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Indented, as the published files are."""
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

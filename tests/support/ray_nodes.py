@@ -19,11 +19,10 @@ class Nodes:
 
     Attributes:
         address: HOST:PORT of its head.
-        pid: The process that has started all others.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process, self.pid = process, process.pid
+        self._process = process
         self.address = self._said()
 
     def add(self, labels: Mapping[str, str] | None = None, **resources: float) -> None:
