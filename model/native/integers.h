@@ -8,8 +8,12 @@
 #include <limits>
 #include <memory>
 
-#ifdef __AVX2__
+#if defined(__AVX2__)
 #include <immintrin.h>
+#define LING3_VECTORS
+#elif defined(__ARM_FEATURE_DOTPROD)
+#include <arm_neon.h>
+#define LING3_VECTORS
 #endif
 
 #include "shared.h"
@@ -32,6 +36,8 @@ constexpr int kPanels = 1;
 constexpr int64_t kTall = 4;
 #else
 constexpr int kLanes = 4;
+constexpr int kPanels = 2;
+constexpr int64_t kTall = 6;
 #endif
 constexpr int64_t kPiece = 4 * kLanes;  // bytes of a vector
 constexpr int64_t kBlock = kLanes;      // groups whose scales fill a vector
@@ -45,6 +51,7 @@ template <int kBits> constexpr int32_t kOffset = kBits == 8 ? 0 : 8;
 template <int kBits> constexpr int64_t kBytes = kBits * 4;  // of a group
 template <int kBits> constexpr int64_t kOf = std::max<int64_t>(1, kPiece / kBytes<kBits>);  // groups in a vector
 template <int kBits> constexpr int64_t kOwn = kLanes / kOf<kBits>;  // lanes of a vector that belong to one group
+template <int kBits> constexpr int64_t kStep = kOf<kBits> * kBytes<kBits>;  // bytes of q that are multiplied at once
 
 // Where the first half of a group lies in a row of x, and how far behind it the second: as q lies in vectors.
 template <int kBits> int64_t First(int64_t g) {
@@ -108,8 +115,8 @@ template <int kBits> class Rows {
   int32_t* offsets_;
 };
 
-#ifdef __AVX2__
-#ifdef __AVX512VNNI__
+#ifdef LING3_VECTORS
+#if defined(__AVX512VNNI__)
 using Ints32 = __m512i;
 using Floats32 = __m512;
 Ints32 Load(const void* from) { return _mm512_loadu_si512(from); }
@@ -135,10 +142,14 @@ Floats32 Scales(const Bf16* from) {
 }
 // q as the unsigned operand of products.
 Ints32 Unsigned(Ints32 q) { return _mm512_xor_si512(q, _mm512_set1_epi8(-128)); }
-// Products of a vector of q with one of x, and with another one, added up in fours.
+// A sum, and products of a vector of q with one of x, added up in fours.
+template <int kBits> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) { return _mm512_dpbusd_epi32(sum, q, x); }
+// What the sum of a group begins with, and what it is at the end.
+template <int kBits> Ints32 Begin(int32_t offset) { return Spread(offset); }
+template <int kBits> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
 template <int kBits> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
-  Ints32 sum = _mm512_dpbusd_epi32(Load(offsets), q[0], Load(x));
-  return kBits == 8 ? sum : _mm512_dpbusd_epi32(sum, q[1], Load(x + kPiece));
+  const Ints32 sum = Dot<kBits>(Load(offsets), q[0], Load(x));
+  return kBits == 8 ? sum : Dot<kBits>(sum, q[1], Load(x + kPiece));
 }
 // 16 bytes at `at` of rows i, i + 4, i + 8 and i + 12.
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
@@ -148,7 +159,7 @@ Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
   return _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
 }
 #define LING3_WIDE(name) _mm512_##name
-#else
+#elif defined(__AVX2__)
 using Ints32 = __m256i;
 using Floats32 = __m256;
 Ints32 Load(const void* from) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)); }
@@ -177,17 +188,66 @@ Ints32 Unsigned(Ints32 q) { return q; }
 Ints32 Pairs(Ints32 sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 // Magnitudes times x with the sign of q: two products, 2 * 128 * 127, fit 16 bits, as do four of 15 * 127.
 Ints32 Signed(Ints32 q, Ints32 x) { return Pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q))); }
+// Of 4 bits all 16 products of a pair of bytes in a group, 15 * 127 each, fit 16 bits: the sum is of 16 bits until it is whole.
+template <int kBits> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) {
+  if (kBits == 8) return _mm256_add_epi32(sum, Signed(q, x));
+  return _mm256_add_epi16(sum, _mm256_maddubs_epi16(q, x));
+}
+template <int kBits> Ints32 Begin(int32_t offset) { return Spread(0); }
+template <int kBits> Ints32 Whole(Ints32 sum, int32_t offset) {
+  return kBits == 8 ? sum : _mm256_add_epi32(Pairs(sum), Spread(offset));
+}
 template <int kBits> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
   if (kBits == 8) return Signed(q[0], Load(x));
-  const Ints32 low = _mm256_maddubs_epi16(q[0], Load(x)), high = _mm256_maddubs_epi16(q[1], Load(x + kPiece));
-  return _mm256_add_epi32(Load(offsets), Pairs(_mm256_add_epi16(low, high)));
+  const Ints32 sum = Dot<kBits>(_mm256_maddubs_epi16(q[0], Load(x)), q[1], Load(x + kPiece));
+  return _mm256_add_epi32(Load(offsets), Pairs(sum));
 }
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
   const auto load = [=](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + at)); };
   return _mm256_inserti128_si256(_mm256_castsi128_si256(load(i)), load(i + 4), 1);
 }
 #define LING3_WIDE(name) _mm256_##name
+#else
+using Ints32 = int32x4_t;
+using Floats32 = float32x4_t;
+Ints32 Load(const void* from) { return vreinterpretq_s32_u8(vld1q_u8(static_cast<const uint8_t*>(from))); }
+Floats32 LoadFloats(const float* from) { return vld1q_f32(from); }
+void Store(void* to, Ints32 value) { vst1q_u8(static_cast<uint8_t*>(to), vreinterpretq_u8_s32(value)); }
+void Store(float* to, Floats32 value) { vst1q_f32(to, value); }
+Ints32 Spread(int32_t value) { return vdupq_n_s32(value); }
+Floats32 Spread(float value) { return vdupq_n_f32(value); }
+Floats32 Float(Ints32 value) { return vcvtq_f32_s32(value); }
+float Total(Floats32 value) { return vaddvq_f32(value); }
+Ints32 Low(Ints32 value) { return value & Spread(0x0f0f0f0f); }
+Ints32 High(Ints32 value) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(value), 4)); }
+template <int kBits> Floats32 Each(Floats32 scales, int64_t i) { return Spread(scales[i]); }
+Floats32 Scales(const Bf16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(from), 16)); }
+Ints32 Unsigned(Ints32 q) { return q; }
+template <int kBits> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) {
+  return vdotq_s32(sum, vreinterpretq_s8_s32(q), vreinterpretq_s8_s32(x));
+}
+template <int kBits> Ints32 Begin(int32_t offset) { return Spread(kBits == 8 ? 0 : offset); }
+template <int kBits> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
+template <int kBits> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
+  const Ints32 sum = kBits == 8 ? Spread(0) : Load(offsets);
+  return Dot<kBits>(Dot<kBits>(sum, q[0], Load(x)), q[1], Load(x + kPiece));
+}
+Ints32 Across(const uint8_t* const* rows, int i, int64_t at) { return Load(rows[i] + at); }
+int64x2_t Wide(Ints32 value) { return vreinterpretq_s64_s32(value); }
+#define LING3_WIDE(name) Neon_##name
+Ints32 Neon_unpacklo_epi32(Ints32 a, Ints32 b) { return vzip1q_s32(a, b); }
+Ints32 Neon_unpackhi_epi32(Ints32 a, Ints32 b) { return vzip2q_s32(a, b); }
+Ints32 Neon_unpacklo_epi64(Ints32 a, Ints32 b) { return vreinterpretq_s32_s64(vzip1q_s64(Wide(a), Wide(b))); }
+Ints32 Neon_unpackhi_epi64(Ints32 a, Ints32 b) { return vreinterpretq_s32_s64(vzip2q_s64(Wide(a), Wide(b))); }
+Ints32 Neon_slli_epi32(Ints32 value, int bits) { return value << bits; }
 #endif
+
+// The next kStep bytes of q, as Multiply takes them.
+template <int kBits> void Take(const uint8_t* from, Ints32* out) {
+  const Ints32 bits = Load(from);
+  out[0] = kBits == 8 ? Unsigned(bits) : Low(bits);
+  out[1] = kStep<kBits> > kPiece ? Load(from + kPiece) : High(bits);
+}
 
 // out[t * stride] += <x[rows[t]], w> for T rows of x and one row of a weight.
 template <int kBits, int T>
@@ -210,8 +270,8 @@ void Stream(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int
     for (int t = 0; t < T; ++t) scales[t] = wide * LoadFloats(own_scales[t] + g);
   };
   const auto piece = [&](int64_t g, int64_t i, const uint8_t* from) __attribute__((always_inline)) {
-    const Ints32 bits = Load(from);
-    const Ints32 both[2] = {kBits == 8 ? Unsigned(bits) : Low(bits), High(bits)};
+    Ints32 both[2];
+    Take<kBits>(from, both);
     const int64_t at = g + i * kOf<kBits>;
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
@@ -225,8 +285,8 @@ void Stream(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int
     __builtin_prefetch(scale + g + 2 * kBlock, 0, 2);
 #pragma GCC unroll 8
     for (int64_t i = 0; i < kPieces; ++i) {
-      const uint8_t* from = q + g * kBytes<kBits> + i * kPiece;
-      __builtin_prefetch(from + kFar<kBits>, 0, 2);
+      const uint8_t* from = q + g * kBytes<kBits> + i * kStep<kBits>;
+      if (i * kStep<kBits> % 64 == 0) __builtin_prefetch(from + kFar<kBits>, 0, 2);
       piece(g, i, from);
     }
   }
@@ -236,10 +296,10 @@ void Stream(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int
     scale_by(g, left_scales);
     const uint8_t* const from = q + g * kBytes<kBits>;
     int64_t i = 0;
-    for (; (i + 1) * kOf<kBits> <= rest; ++i) piece(g, i, from + i * kPiece);
-    if (const int64_t bytes = rest * kBytes<kBits> - i * kPiece; bytes) {
-      alignas(64) uint8_t left[kPiece] = {};
-      std::memcpy(left, from + i * kPiece, bytes);
+    for (; (i + 1) * kOf<kBits> <= rest; ++i) piece(g, i, from + i * kStep<kBits>);
+    if (const int64_t bytes = rest * kBytes<kBits> - i * kStep<kBits>; bytes) {
+      alignas(64) uint8_t left[kStep<kBits>] = {};
+      std::memcpy(left, from + i * kStep<kBits>, bytes);
       piece(g, i, left);
     }
   }
@@ -283,8 +343,8 @@ template <int kBits> class Short {
         const Floats32 scales = wide * LoadFloats(scales_[t]);
 #pragma GCC unroll 8
         for (int64_t i = 0; i < kBlock / kOf<kBits>; ++i) {
-          const Ints32 bits = Load(q + g * kBytes<kBits> + i * kPiece);
-          const Ints32 both[2] = {kBits == 8 ? Unsigned(bits) : Low(bits), High(bits)};
+          Ints32 both[2];
+          Take<kBits>(q + g * kBytes<kBits> + i * kStep<kBits>, both);
           const int64_t at = i * kOf<kBits>;
           const Ints32 sum = Multiply<kBits>(both, x_[t] + at * kGroup, offsets_[t] + at * kOwn<kBits>);
           sums_[t][(g / kOf<kBits> + i) / each_] += Float(sum) * Each<kBits>(scales, i);
@@ -388,13 +448,8 @@ void Tile(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, float*
     const int64_t first = First<kBits>(g);
     for (int64_t i = 0; i < lines; ++i) __builtin_prefetch(next + (g * lines + i) * 64, 0, 2);
     Ints32 sum[T][P];
-#ifdef __AVX512VNNI__
-    const auto start = [&](int t) { return Spread(offsets[t][g * kOwn<kBits>]); };
-#else
-    const auto start = [](int) { return Spread(0); };
-#endif
 #pragma GCC unroll 16
-    for (int i = 0; i < T * P; ++i) sum[i / P][i % P] = start(i / P);
+    for (int i = 0; i < T * P; ++i) sum[i / P][i % P] = Begin<kBits>(offsets[i / P][g * kOwn<kBits>]);
 #pragma GCC unroll 8
     for (int j = 0; j < 8; ++j) {
       Ints32 q[P];
@@ -406,15 +461,7 @@ void Tile(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, float*
         std::memcpy(&four, own[t] + first + j / 4 * kSecond<kBits> + j % 4 * 4, 4);
         const Ints32 each = Spread(four);
 #pragma GCC unroll 2
-        for (int p = 0; p < P; ++p) {
-#ifdef __AVX512VNNI__
-          sum[t][p] = _mm512_dpbusd_epi32(sum[t][p], q[p], each);
-#else
-          // Of 4 bits all 16 products of a pair of bytes in a group, 15 * 127 each, fit 16 bits.
-          if (kBits == 8) sum[t][p] = _mm256_add_epi32(sum[t][p], Signed(q[p], each));
-          else sum[t][p] = _mm256_add_epi16(sum[t][p], _mm256_maddubs_epi16(q[p], each));
-#endif
-        }
+        for (int p = 0; p < P; ++p) sum[t][p] = Dot<kBits>(sum[t][p], q[p], each);
       }
     }
 #pragma GCC unroll 2
@@ -422,10 +469,8 @@ void Tile(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, float*
       const Floats32 scales = LoadFloats(panels[p].scales + g * kLanes);
 #pragma GCC unroll 8
       for (int t = 0; t < T; ++t) {
-#ifndef __AVX512VNNI__
-        if (kBits == 4) sum[t][p] = _mm256_add_epi32(Pairs(sum[t][p]), Spread(offsets[t][g * kOwn<kBits>]));
-#endif
-        total[t][p] += Float(sum[t][p]) * (scales * Spread(own_scales[t][g]));
+        const Ints32 whole = Whole<kBits>(sum[t][p], offsets[t][g * kOwn<kBits>]);
+        total[t][p] += Float(whole) * (scales * Spread(own_scales[t][g]));
       }
     }
   }
@@ -446,10 +491,10 @@ void Tiles(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, int64
     const int64_t lines = t ? 0 : P * kLanes * kBytes<kBits> / 64, groups = (count - t + kTall - 1) / kTall;
     own = (count - t + groups - 1) / groups;
     const auto take = [&](auto tile) { tile(panels, x, rows + t, out + t * stride, stride, outputs, next, lines); };
-#ifdef __AVX512VNNI__
-    if (own == 6) take(Tile<kBits, 6, P>);
-    if (own == 5) take(Tile<kBits, 5, P>);
-#endif
+    if constexpr (kTall == 6) {
+      if (own == 6) take(Tile<kBits, 6, P>);
+      if (own == 5) take(Tile<kBits, 5, P>);
+    }
     if (own == 4) take(Tile<kBits, 4, P>);
     if (own == 3) take(Tile<kBits, 3, P>);
     if (own == 2) take(Tile<kBits, 2, P>);

@@ -87,7 +87,7 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_o
   Parallel(pool, devices, out_width / stack.rows * tasks, stack.range(layer), [&](int64_t task) {
     const int64_t o = task % tasks * kOutputs, own = std::min(kOutputs, stack.rows - o);
     float* const to = out + task / tasks * stack.rows + o;
-#ifdef __AVX2__
+#ifdef LING3_VECTORS
     if (sum && used <= kStream && Short<kBits>::Fits(own, stack.groups)) {
       Short<kBits> sums(own, stack.groups, used);
       for (int64_t part = 0; part < each; ++part) {

@@ -2,7 +2,7 @@
 
 import ctypes
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from ling3export.model.native import calls
 from ling3export.model.program import bind
 from ling3export.plan.kernels import LEVELS, compiler, ending
 from ling3export.verify import formulas
+from tests.support import emulated
 from tests.support.artifacts_fixture import ROOT
 from tests.support.direct import Direct, relative
 from tests.support.kda_oracle import close, delta_rule
@@ -39,6 +40,12 @@ FORMS = [
     pytest.param(level, id=level.name, marks=[pytest.mark.extras] * (level not in (HERE[0], HERE[-1])))
     for level in HERE
 ]
+EMULATED = [
+    pytest.param(level, id=f"{level.name} emulated", marks=pytest.mark.extras)
+    for level in emulated.LEVELS
+    if level not in HERE
+]
+OF_XLA = pytest.mark.parametrize("geometry", FORMS, indirect=True, scope="module")  # in programs, or by its loader
 ERROR = 1e-6  # fp32 sums of at most 300 products of normal numbers; bf16 operands are exact in fp32
 HIDDEN = 4e-3  # between the two products of an expert stands a rounding to bf16: half an ulp is 2e-3
 WEIGHTS = 4e-3  # weights of the softmax are rounded to bf16: half an ulp is 2e-3
@@ -51,12 +58,17 @@ def kept_library(name: str) -> Path:
     return ROOT / ".cache" / "tests" / f"kernels-{name}-{platform.machine()}.so"
 
 
-@pytest.fixture(params=FORMS, scope="module")
-def geometry(request: pytest.FixtureRequest) -> Geometry:
+@pytest.fixture(params=[*FORMS, *EMULATED], scope="module")
+def geometry(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Geometry]:
     """A geometry whose programs call one form of the kernels, which is compiled once and kept between runs."""
     if (command := compiler()) is None:
         pytest.skip("no C++ compiler")
     name = ending(request.param)
+    own = Geometry(tp=1, dtype="bfloat16", slots=1, pages=1, page_size=16, max_pages=1, latent_row=16, kernels=name)
+    if request.param not in HERE:
+        with emulated.calling(request.param, name, tmp_path_factory.mktemp("emulated")):
+            yield own
+        return
     kept = kept_library(name)
     if not kept.exists():
         kept.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +76,7 @@ def geometry(request: pytest.FixtureRequest) -> Geometry:
     register(kept.read_bytes(), name)
     addresses.add(ctypes.cast(kernels.LIBRARIES[name].ling3_columns, ctypes.c_void_p).value)
     assert len(addresses) == len(kernels.LIBRARIES), "each form is a library of its own"
-    return Geometry(tp=1, dtype="bfloat16", slots=1, pages=1, page_size=16, max_pages=1, latent_row=16, kernels=name)
+    yield own
 
 
 def draw(rng: np.random.Generator, *shape: int) -> tuple[Any, np.ndarray]:
@@ -158,6 +170,7 @@ def check_experts(
         assert relative(found.ravel(), expected.ravel()) < HIDDEN
 
 
+@OF_XLA
 def test_the_limits_of_a_models_layers_reach_the_kernel(geometry: Geometry, tmp_path: Path) -> None:
     """Programs of models with limits called none. The last layer has no limit."""
     limits = {"expert_swiglu_limit_list": [0, 0.02]}
@@ -353,6 +366,7 @@ def test_a_layer_outside_of_its_stack_is_refused(geometry: Geometry) -> None:
         jax.block_until_ready(calls.columns(x, weight, 2, geometry))
 
 
+@OF_XLA
 def test_a_library_of_an_older_version_has_fewer_kernels(geometry: Geometry, monkeypatch: pytest.MonkeyPatch) -> None:
     library = kept_library(geometry.kernels).read_bytes()
     monkeypatch.setattr(kernels, "LIBRARIES", {})
