@@ -11,7 +11,7 @@ from ling3export.artifacts.files import write_new
 from ling3export.artifacts.schema import KERNELS
 from ling3export.cache.cells import Cells
 from ling3export.foundation.errors import PlanError
-from ling3export.plan.kernels import EXPECTED, FLAGS, HINT, SOURCES, Level, compiler, level_of
+from ling3export.plan.kernels import EXPECTED, FLAGS, HINT, SOURCES, ZIG, Level, compiler, level_of
 
 LIMIT = 900  # seconds; g++ takes some 15, ziglang two minutes or more at first, when it makes its own library
 
@@ -47,7 +47,8 @@ def _headers() -> tuple[str, str]:
 def compiled(command: list[str], level: Level) -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / KERNELS
-        _run([*command, *FLAGS, *level.flags, "-I", _headers()[0], *map(str, SOURCES), "-o", str(out)])
+        flags = [ZIG.get(flag, flag) if "ziglang" in command else flag for flag in level.flags]
+        _run([*command, *FLAGS, *flags, "-I", _headers()[0], *map(str, SOURCES), "-o", str(out)])
         return out.read_bytes()
 
 

@@ -43,12 +43,14 @@ _VNNI = (*_AVX2, *_AVX512, "avx512_vnni")
 _DOTS = (*_VNNI, "avx512_bf16")
 _WIDE = ("-mavx2", "-mfma", *(f"-m{name}" for name in _AVX512), "-mavx512vnni")
 _BF16 = (*_WIDE, "-mavx512bf16", "-DLING3_BYTES=64")
+_DOTPROD = "-march=armv8.2-a+dotprod"
+ZIG = {_DOTPROD: "-mcpu=generic+v8_2a+dotprod"}  # the package's compiler takes no architecture for a processor
 LEVELS = (  # the best first
     Level("amx_bf16", X86, (*_DOTS, "amx_tile", "amx_bf16"), (*_BF16, "-mamx-tile", "-mamx-bf16")),
     Level("avx512_bf16", X86, _DOTS, _BF16),
     Level("avx512_vnni", X86, _VNNI, (*_WIDE, "-DLING3_BYTES=32")),  # products of bf16 as avx2 has them
     Level("avx2", X86, _AVX2, ("-mavx2", "-mfma", "-DLING3_BYTES=32")),
-    Level("neon_dotprod", ARM, ("asimd", "asimddp"), ("-march=armv8.2-a+dotprod", "-DLING3_BYTES=16")),
+    Level("neon_dotprod", ARM, ("asimd", "asimddp"), (_DOTPROD, "-DLING3_BYTES=16")),
     Level("neon", ARM, ("asimd",), ("-DLING3_BYTES=16",)),
     Level("plain", (*X86, *ARM), (), ()),
 )

@@ -128,6 +128,9 @@ def test_where_the_system_has_no_compiler_that_of_a_package_compiles_them(monkey
     level = kernels.best_level()
     asked = compiled(kernels.compiler(), level).decode().split()
     assert asked[0] == "c++" and {*kernels.FLAGS, *level.flags, *map(str, kernels.SOURCES)} <= {*asked}
+    arm = next(each for each in kernels.LEVELS if each.name == "neon_dotprod")
+    asked = compiled(kernels.compiler(), arm).decode().split()  # it refused -march=armv8.2-a+dotprod
+    assert "-mcpu=generic+v8_2a+dotprod" in asked and not any(each.startswith("-march") for each in asked)
 
 
 def test_kernels_of_another_version_are_not_built():
