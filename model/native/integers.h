@@ -23,6 +23,7 @@ namespace {
 constexpr int64_t kGroup = 32;   // numbers that share a scale
 constexpr int64_t kHalf = 16;    // numbers of a group in the low halves of its bytes, where it has 4 bits
 constexpr int64_t kStream = 5;   // rows of x up to which one row of w is read after the other
+constexpr int64_t kLong = 256;   // most outputs of a task that adds up parts: what it reads of each follows itself
 // Bytes of a row of w that the second cache is asked for before they are read.
 template <int kBits> constexpr int64_t kFar = kBits == 8 ? 2048 : 8192;
 
@@ -140,6 +141,12 @@ Floats32 Scales(const Bf16* from) {
   const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return (Floats32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
 }
+// The first bytes of a vector, and zeros; and the first of its scales.
+Ints32 LoadSome(const void* from, int64_t bytes) { return _mm512_maskz_loadu_epi8((__mmask64(1) << bytes) - 1, from); }
+Floats32 SomeScales(const Bf16* from, int64_t count) {
+  const __m256i bits = _mm256_maskz_loadu_epi16(__mmask16((1 << count) - 1), from);
+  return (Floats32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+}
 // q as the unsigned operand of products.
 Ints32 Unsigned(Ints32 q) { return _mm512_xor_si512(q, _mm512_set1_epi8(-128)); }
 // A sum, and products of a vector of q with one of x, added up in fours.
@@ -184,6 +191,11 @@ Floats32 Scales(const Bf16* from) {
   const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return (Floats32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
 }
+Ints32 LoadSome(const void* from, int64_t bytes) {
+  alignas(32) uint8_t all[32] = {};
+  std::memcpy(all, from, bytes);
+  return Load(all);
+}
 Ints32 Unsigned(Ints32 q) { return q; }
 Ints32 Pairs(Ints32 sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 // Magnitudes times x with the sign of q: two products, 2 * 128 * 127, fit 16 bits, as do four of 15 * 127.
@@ -221,6 +233,7 @@ float Total(Floats32 value) { return vaddvq_f32(value); }
 Ints32 Low(Ints32 value) { return value & Spread(0x0f0f0f0f); }
 Ints32 High(Ints32 value) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(value), 4)); }
 template <int kBits> Floats32 Each(Floats32 scales, int64_t i) { return Spread(scales[i]); }
+Ints32 LoadSome(const void* from, int64_t) { return Load(from); }  // a vector holds one group at most
 Floats32 Scales(const Bf16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(from), 16)); }
 Ints32 Unsigned(Ints32 q) { return q; }
 template <int kBits> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) {
@@ -242,17 +255,25 @@ Ints32 Neon_unpackhi_epi64(Ints32 a, Ints32 b) { return vreinterpretq_s32_s64(vz
 Ints32 Neon_slli_epi32(Ints32 value, int bits) { return value << bits; }
 #endif
 
-// The next kStep bytes of q, as Multiply takes them.
-template <int kBits> void Take(const uint8_t* from, Ints32* out) {
-  const Ints32 bits = Load(from);
+#ifndef __AVX512VNNI__
+Floats32 SomeScales(const Bf16* from, int64_t count) {
+  Bf16 all[kBlock] = {};
+  std::copy_n(from, count, all);
+  return Scales(all);
+}
+#endif
+
+// The next kStep bytes of q, or so many of them and zeros, as Multiply takes them.
+template <int kBits> void Take(const uint8_t* from, int64_t bytes, Ints32* out) {
+  const Ints32 bits = bytes < kPiece ? LoadSome(from, bytes) : Load(from);
   out[0] = kBits == 8 ? Unsigned(bits) : Low(bits);
   out[1] = kStep<kBits> > kPiece ? Load(from + kPiece) : High(bits);
 }
 
-// out[t * stride] += <x[rows[t]], w> for T rows of x and one row of a weight.
+// out[t * stride] += <x[rows[t]], w> for T rows of x and one row of a weight. Meanwhile what is `ahead` is asked for.
 template <int kBits, int T>
-void Stream(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int32_t* rows, float* out,
-            int64_t stride) {
+void Stream(const uint8_t* q, const Bf16* scale, const uint8_t* ahead, const Rows<kBits>& x, const int32_t* rows,
+            float* out, int64_t stride) {
   constexpr int64_t kPieces = kBlock / kOf<kBits>;
   const int8_t* own[T];
   const float* own_scales[T];
@@ -264,14 +285,13 @@ void Stream(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int
     sums[t][0] = sums[t][1] = Spread(0.0f);
   }
   Floats32 scales[T];
-  const auto scale_by = [&](int64_t g, const Bf16* from) __attribute__((always_inline)) {
-    const Floats32 wide = Scales(from);
+  const auto scale_by = [&](int64_t g, Floats32 wide) __attribute__((always_inline)) {
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) scales[t] = wide * LoadFloats(own_scales[t] + g);
   };
-  const auto piece = [&](int64_t g, int64_t i, const uint8_t* from) __attribute__((always_inline)) {
+  const auto piece = [&](int64_t g, int64_t i, const uint8_t* from, int64_t bytes) __attribute__((always_inline)) {
     Ints32 both[2];
-    Take<kBits>(from, both);
+    Take<kBits>(from, bytes, both);
     const int64_t at = g + i * kOf<kBits>;
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
@@ -281,100 +301,132 @@ void Stream(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int
   };
   int64_t g = 0;
   for (; g + kBlock <= x.groups; g += kBlock) {
-    scale_by(g, scale + g);
+    scale_by(g, Scales(scale + g));
     __builtin_prefetch(scale + g + 2 * kBlock, 0, 2);
 #pragma GCC unroll 8
     for (int64_t i = 0; i < kPieces; ++i) {
-      const uint8_t* from = q + g * kBytes<kBits> + i * kStep<kBits>;
-      if (i * kStep<kBits> % 64 == 0) __builtin_prefetch(from + kFar<kBits>, 0, 2);
-      piece(g, i, from);
+      const int64_t at = g * kBytes<kBits> + i * kStep<kBits>;
+      if (i * kStep<kBits> % 64 == 0) __builtin_prefetch(ahead + at, 0, 2);
+      piece(g, i, q + at, kStep<kBits>);
     }
   }
   if (const int64_t rest = x.groups - g; rest) {
-    Bf16 left_scales[kBlock] = {};
-    std::copy_n(scale + g, rest, left_scales);
-    scale_by(g, left_scales);
+    scale_by(g, SomeScales(scale + g, rest));
     const uint8_t* const from = q + g * kBytes<kBits>;
     int64_t i = 0;
-    for (; (i + 1) * kOf<kBits> <= rest; ++i) piece(g, i, from + i * kStep<kBits>);
-    if (const int64_t bytes = rest * kBytes<kBits> - i * kStep<kBits>; bytes) {
-      alignas(64) uint8_t left[kStep<kBits>] = {};
-      std::memcpy(left, from + i * kStep<kBits>, bytes);
-      piece(g, i, left);
-    }
+    for (; (i + 1) * kOf<kBits> <= rest; ++i) piece(g, i, from + i * kStep<kBits>, kStep<kBits>);
+    if (const int64_t bytes = rest * kBytes<kBits> - i * kStep<kBits>; bytes) piece(g, i, from + i * kStep<kBits>, bytes);
   }
 #pragma GCC unroll 4
   for (int t = 0; t < T; ++t) out[t * stride] += Total(sums[t][0] + sums[t][1]);
 }
 
-// Sums over parts of products with rows of few groups, of which a block holds several whole ones: they are read as if they
-// were one row, and every vector of sums belongs to fixed outputs until the last part is in.
-template <int kBits> class Short {
+// Sums over parts of products with a few rows of x. Every vector of sums belongs to fixed outputs until the last part is in.
+// Rows of so few groups that a block holds several whole ones are read as if they were one row.
+template <int kBits> class Parts {
  public:
-  // Whether so many outputs of so many groups fill blocks.
-  static bool Fits(int64_t outputs, int64_t groups) {
-    return groups < kBlock && kBlock % groups == 0 && outputs * groups % kBlock == 0 && outputs <= kOutputs;
-  }
-
-  Short(int64_t outputs, int64_t groups, int64_t count)
-      : outputs_(outputs), groups_(groups), count_(count), each_(std::max<int64_t>(1, groups / kOf<kBits>)),
-        vectors_(outputs * groups / kOf<kBits> / each_) {
-    std::fill_n(sums_[0], count * kOutputs, Spread(0.0f));
+  Parts(int64_t outputs, int64_t groups, int64_t count)
+      : outputs_(outputs), groups_(groups), count_(count), joined_(groups < kBlock && kBlock % groups == 0),
+        each_(joined_ ? std::max<int64_t>(1, groups / kOf<kBits>) : kVectors) {
+    for (int64_t t = 0; t < count; ++t) std::fill_n(sums_[t], outputs, Spread(0.0f));
   }
 
   // Adds a part: all outputs' rows of the weight, which follow each other. Meanwhile those of the next part, which lie
   // elsewhere, are asked for.
   void Add(const uint8_t* q, const Bf16* scale, const Rows<kBits>& x, const int32_t* rows, const uint8_t* next,
            const Bf16* next_scale) {
-    for (int64_t t = 0; t < count_; ++t) {
-      for (int64_t g = 0; g < kBlock; ++g) {  // a block in which the row stands again and again
-        const int64_t from = First<kBits>(g % groups_), to = First<kBits>(g);
-        std::memcpy(x_[t] + to, x.q(rows[t]) + from, kHalf);
-        std::memcpy(x_[t] + to + kSecond<kBits>, x.q(rows[t]) + from + kSecond<kBits>, kHalf);
-        scales_[t][g] = x.scales(rows[t])[g % groups_];
-        std::copy_n(x.offsets(rows[t]) + g % groups_ * kOwn<kBits>, kOwn<kBits>, offsets_[t] + g * kOwn<kBits>);
-      }
-    }
-    for (int64_t g = 0; g < outputs_ * groups_; g += kBlock) {
-      const Floats32 wide = Scales(scale + g);
-      for (int64_t at = 0; at < kBlock * kBytes<kBits>; at += 64) __builtin_prefetch(next + g * kBytes<kBits> + at);
-      __builtin_prefetch(next_scale + g);
-      for (int64_t t = 0; t < count_; ++t) {
-        const Floats32 scales = wide * LoadFloats(scales_[t]);
-#pragma GCC unroll 8
-        for (int64_t i = 0; i < kBlock / kOf<kBits>; ++i) {
-          Ints32 both[2];
-          Take<kBits>(q + g * kBytes<kBits> + i * kStep<kBits>, both);
-          const int64_t at = i * kOf<kBits>;
-          const Ints32 sum = Multiply<kBits>(both, x_[t] + at * kGroup, offsets_[t] + at * kOwn<kBits>);
-          sums_[t][(g / kOf<kBits> + i) / each_] += Float(sum) * Each<kBits>(scales, i);
+    const int64_t step = joined_ ? outputs_ * groups_ : groups_;  // groups of a row that is read as one
+    for (int64_t t = 0; t < count_ && joined_; ++t) Repeat(t, x, rows[t]);
+    for (int64_t from = 0, sum = 0; from < outputs_ * groups_; from += step) {
+      for (int64_t g = 0; g < step; g += kBlock) {
+        const int64_t at = from + g, own = std::min(kBlock, step - g);
+        for (int64_t byte = 0; byte < own * kBytes<kBits>; byte += 64) {
+          __builtin_prefetch(next + at * kBytes<kBits> + byte, 0, 2);
         }
+        __builtin_prefetch(next_scale + at, 0, 2);
+        const Floats32 wide = own == kBlock ? Scales(scale + at) : SomeScales(scale + at, own);
+        for (int64_t t = 0; t < count_; ++t) {
+          const int8_t* const own_x = joined_ ? x_[t] : x.q(rows[t]) + g * kGroup;
+          const int32_t* const offsets = joined_ ? offsets_[t] : x.offsets(rows[t]) + g * kOwn<kBits>;
+          const Floats32 scales = wide * LoadFloats(joined_ ? scales_[t] : x.scales(rows[t]) + g);
+          const auto take = [&](auto block) {
+            block(q + at * kBytes<kBits>, own * kBytes<kBits>, scales, own_x, offsets, sums_[t] + sum);
+          };
+          if (each_ == 1) take(Block<1>);
+          if (each_ == 2) take(Block<2>);
+          if (each_ == 4) take(Block<4>);
+          if (each_ == 8) take(Block<8>);
+        }
+        if (joined_) sum += kVectors / each_;
       }
+      if (!joined_) ++sum;
     }
   }
 
   // out[t * stride + o] of all parts.
   void Give(float* out, int64_t stride) const {
-    const int64_t own = kLanes * vectors_ / outputs_;  // lanes of an output
+    const int64_t own = joined_ ? std::min<int64_t>(kLanes, groups_ * kOwn<kBits>) : kLanes;  // lanes of an output
     for (int64_t t = 0; t < count_; ++t) {
+      const auto lanes = reinterpret_cast<const float*>(sums_[t]);
       for (int64_t o = 0; o < outputs_; ++o) {
-        if (own == kLanes) out[t * stride + o] = Total(sums_[t][o]);
-        else out[t * stride + o] = Lanes(sums_[t], o * own, own);
+        float* const to = out + t * stride + o;
+        if (own == 16) *to = Tree<16>(lanes + o * 16);
+        if (own == 8) *to = Tree<8>(lanes + o * 8);
+        if (own == 4) *to = Tree<4>(lanes + o * 4);
       }
     }
   }
 
  private:
-  static float Lanes(const Floats32* sums, int64_t from, int64_t count) {
-    float total = 0;
-    for (int64_t i = from; i < from + count; ++i) total += sums[i / kLanes][i % kLanes];
-    return total;
+  static constexpr int64_t kVectors = kBlock / kOf<kBits>;  // of a block
+
+  // Adds the products of `bytes` of a weight, a block at most, to sums, kEach vectors to each.
+  template <int kEach>
+  static void Block(const uint8_t* q, int64_t bytes, Floats32 scales, const int8_t* x, const int32_t* offsets,
+                    Floats32* sums) {
+    const auto piece = [&](int64_t i, int64_t count) __attribute__((always_inline)) {
+      Ints32 both[2];
+      Take<kBits>(q + i * kStep<kBits>, count, both);
+      const int64_t g = i * kOf<kBits>;
+      return Float(Multiply<kBits>(both, x + g * kGroup, offsets + g * kOwn<kBits>)) * Each<kBits>(scales, i);
+    };
+    if (bytes == kBlock * kBytes<kBits>) {
+#pragma GCC unroll 8
+      for (int64_t first = 0; first < kVectors; first += kEach) {
+        Floats32 sum = sums[first / kEach];
+#pragma GCC unroll 8
+        for (int64_t i = first; i < std::min<int64_t>(kVectors, first + kEach); ++i) sum += piece(i, kStep<kBits>);
+        sums[first / kEach] = sum;
+      }
+      return;
+    }
+    for (int64_t i = 0; i * kStep<kBits> < bytes; ++i) {
+      sums[i / kEach] += piece(i, std::min(kStep<kBits>, bytes - i * kStep<kBits>));
+    }
+  }
+
+  // A block in which a row of x stands again and again.
+  void Repeat(int64_t t, const Rows<kBits>& x, int64_t row) {
+    for (int64_t first = 0; first < kBlock; first += groups_) {
+      for (int64_t g = 0; g < groups_; ++g) {
+        const int64_t from = First<kBits>(g), to = First<kBits>(first + g);
+        std::memcpy(x_[t] + to, x.q(row) + from, kHalf);
+        std::memcpy(x_[t] + to + kSecond<kBits>, x.q(row) + from + kSecond<kBits>, kHalf);
+        scales_[t][first + g] = x.scales(row)[g];
+        std::memcpy(offsets_[t] + (first + g) * kOwn<kBits>, x.offsets(row) + g * kOwn<kBits>, kOwn<kBits> * 4);
+      }
+    }
+  }
+
+  template <int kCount> static float Tree(const float* from) {
+    if constexpr (kCount == 1) return *from;
+    else return Tree<kCount / 2>(from) + Tree<kCount / 2>(from + kCount / 2);
   }
 
   const int64_t outputs_, groups_, count_;
-  const int64_t each_;     // vectors of a row of the weight, whose products are added up in one
-  const int64_t vectors_;  // of sums of a row of x
-  Floats32 sums_[kStream][kOutputs];
+  const bool joined_;   // whether a block holds several rows of the weight
+  const int64_t each_;  // vectors of a row in a block, whose products are added up in one
+  Floats32 sums_[kStream][kLong];
   alignas(64) int8_t x_[kStream][kBlock * kGroup];
   alignas(64) float scales_[kStream][kBlock];
   alignas(64) int32_t offsets_[kStream][kBlock * kOwn<kBits>];
@@ -502,18 +554,23 @@ void Tiles(const Panel* panels, const Rows<kBits>& x, const int32_t* rows, int64
   }
 }
 
-// out[t * stride + o] += <x[rows[t]], w[o]> for `count` rows of x and `outputs` rows of a weight.
+// out[t * stride + o] += <x[rows[t]], w[o]> for `count` rows of x and `outputs` rows of a weight. The caller reads `next`
+// then, or what follows.
 template <int kBits>
 void Outer(const uint8_t* q, const Bf16* scale, int64_t outputs, const Rows<kBits>& x, const int32_t* rows,
-           int64_t count, float* out, int64_t stride) {
+           int64_t count, float* out, int64_t stride, const uint8_t* next = nullptr) {
   const int64_t groups = x.groups, step = groups * kBytes<kBits>;
   if (count <= kStream) {
+    const int64_t last = outputs * step - kFar<kBits>;
     for (int64_t o = 0; o < outputs; ++o) {
+      const int64_t at = o * step;
+      const uint8_t* const ahead = next && at >= last ? next + std::max<int64_t>(0, at - last) : q + at + kFar<kBits>;
       for (int64_t t = 0, own; t < count; t += own) {
         const int64_t parts = (count - t + 3) / 4;
         own = (count - t + parts - 1) / parts;
-        float* const to = out + t * stride + o;
-        const auto take = [&](auto stream) { stream(q + o * step, scale + o * groups, x, rows + t, to, stride); };
+        const auto take = [&](auto stream) {
+          stream(q + at, scale + o * groups, ahead, x, rows + t, out + t * stride + o, stride);
+        };
         if (own == 4) take(Stream<kBits, 4>);
         if (own == 3) take(Stream<kBits, 3>);
         if (own == 2) take(Stream<kBits, 2>);
@@ -546,7 +603,7 @@ void Outer(const uint8_t* q, const Bf16* scale, int64_t outputs, const Rows<kBit
 #else
 template <int kBits>
 void Outer(const uint8_t* q, const Bf16* scale, int64_t outputs, const Rows<kBits>& x, const int32_t* rows,
-           int64_t count, float* out, int64_t stride) {
+           int64_t count, float* out, int64_t stride, const uint8_t* = nullptr) {
   for (int64_t o = 0; o < outputs; ++o) {
     const uint8_t* const weights = q + o * x.groups * kBytes<kBits>;
     for (int64_t t = 0; t < count; ++t) {

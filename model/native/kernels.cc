@@ -621,8 +621,7 @@ class Crew {
 
 void Parallel(ffi::ThreadPool pool, int32_t devices, int64_t count, Range own, std::function<void(int64_t)> run) {
   static Crew* const crew = new Crew;  // threads of the pool may outlive everything that is static
-  const int64_t cores = std::max<int64_t>(1, std::thread::hardware_concurrency() / devices);
-  const int64_t helpers = std::min({cores, pool.num_threads(), count}) - 1;
+  const int64_t helpers = std::min({Cores(devices), pool.num_threads(), count}) - 1;
   auto work = std::make_shared<Work>();
   work->run = std::move(run);
   work->count = count;

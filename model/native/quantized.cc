@@ -77,7 +77,15 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_o
   const int64_t each = sum ? stack.shards : 1, out_width = (sum ? 1 : stack.shards) * stack.rows;
   if (ffi::Error error = stack.Check(layer, width / each); error.failure()) return error;
   const Bf16* const from = reinterpret_cast<const Bf16*>(x.untyped_data());
-  const int64_t used = Used(from, count, width), tasks = (stack.rows + kOutputs - 1) / kOutputs;
+  const int64_t used = Used(from, count, width);
+#ifdef LING3_VECTORS
+  const bool few = each > 1 && used <= kStream;
+#else
+  const bool few = false;
+#endif
+  // As long as every core has some tasks of them.
+  const int64_t most = std::clamp(few ? stack.rows / (3 * Cores(devices)) / kOutputs * kOutputs : 0, kOutputs, kLong);
+  const int64_t tasks = (stack.rows + most - 1) / most;
   float* const out = y->typed_data();
   std::fill_n(out, count * out_width, 0.0f);
   Rows<kBits> rows(used * each, stack.groups);
@@ -85,11 +93,11 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_o
   std::vector<int32_t> at(used * each);  // of each s the rows of x one after the other
   for (int64_t i = 0; i < used * each; ++i) at[i] = int32_t(i % used * each + i / used);
   Parallel(pool, devices, out_width / stack.rows * tasks, stack.range(layer), [&](int64_t task) {
-    const int64_t o = task % tasks * kOutputs, own = std::min(kOutputs, stack.rows - o);
+    const int64_t o = task % tasks * most, own = std::min(most, stack.rows - o);
     float* const to = out + task / tasks * stack.rows + o;
 #ifdef LING3_VECTORS
-    if (sum && used <= kStream && Short<kBits>::Fits(own, stack.groups)) {
-      Short<kBits> sums(own, stack.groups, used);
+    if (few) {
+      Parts<kBits> sums(own, stack.groups, used);
       for (int64_t part = 0; part < each; ++part) {
         const int64_t row = stack.first_row(part, layer) + o;
         const int64_t next = stack.first_row(std::min(part + 1, each - 1), layer) + o;
@@ -151,7 +159,8 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Q gate_up, Bf16s gate_up_scale
       for (int half = 0; half < 2; ++half) {
         const int64_t row = up.first_row(e, layer) + half * width + f;
         std::fill_n(both[half], own * kOutputs, 0.0f);
-        Outer(up.values(row), up.scales(row), count, rows, token.data() + from, own, both[half], kOutputs);
+        const uint8_t* const next = half ? nullptr : up.values(row + width);
+        Outer(up.values(row), up.scales(row), count, rows, token.data() + from, own, both[half], kOutputs, next);
       }
       for (int64_t t = 0; t < own; ++t) {
         Bf16 narrow[kOutputs];
@@ -166,12 +175,13 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Q gate_up, Bf16s gate_up_scale
     const int64_t d = task * kOutputs, count = std::min(kOutputs, dim - d);
     for (int64_t t = 0; t < tokens; ++t) std::fill_n(out + t * dim + d, count, 0.0f);
     float found[kRows * kOutputs];
-    for (int64_t e : used) {
-      const int64_t row = out_of.first_row(e, layer) + d;
+    for (size_t i = 0; i < used.size(); ++i) {
+      const int64_t e = used[i], row = out_of.first_row(e, layer) + d;
+      const uint8_t* const next = i + 1 < used.size() ? out_of.values(out_of.first_row(used[i + 1], layer) + d) : nullptr;
       for (int64_t from = start[e]; from < start[e + 1]; from += kRows) {
         const int64_t own = std::min(kRows, start[e + 1] - from);
         std::fill_n(found, own * kOutputs, 0.0f);
-        Outer(out_of.values(row), out_of.scales(row), count, hidden, number.data() + from, own, found, kOutputs);
+        Outer(out_of.values(row), out_of.scales(row), count, hidden, number.data() + from, own, found, kOutputs, next);
         for (int64_t t = 0; t < own; ++t) {
           float* const to = out + token[from + t] * dim + d;
           for (int64_t o = 0; o < count; ++o) to[o] += part[from + t] * found[t * kOutputs + o];

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <thread>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -24,6 +25,9 @@ struct Range {
   const char* end = nullptr;
   int64_t bytes = 0, step = 0, groups = 1;
 };
+
+// How many cores each of so many devices has.
+inline int64_t Cores(int32_t devices) { return std::max<int64_t>(1, std::thread::hardware_concurrency() / devices); }
 
 // Calls run(0) … run(count - 1), by this thread and by others of XLA's pool where cores are left over.
 LING3_OWN void Parallel(ffi::ThreadPool pool, int32_t devices, int64_t count, Range own,

@@ -78,11 +78,11 @@ def test_products_of_any_shape(geometry: Geometry, bits: int, rows: int) -> None
 
 
 @BITS
-@pytest.mark.parametrize("groups", [1, 2, 4, 8, 9])
+@pytest.mark.parametrize("groups", [1, 2, 4, 8, 9, 17])
 def test_sums_over_shards_of_few_groups(geometry: Geometry, bits: int, groups: int) -> None:  # noqa: F811
     """Rows of a weight so short that several fill a vector, and what is not finite in one of them."""
     rng = np.random.default_rng(groups)
-    for out, rows in ((16, 1), (48, 5), (64, 2), (100, 3), (144, 4)):
+    for out, rows in ((16, 1), (48, 5), (64, 2), (100, 3), (144, 4), (1600, 1)):
         stored, weights64 = weights(rng, bits, 3, 2, out, groups * 32)
         wide = np.concatenate(weights64[:, 1], axis=1)
         x, x64 = rows_of(rng, rows, 3 * groups * 32)
