@@ -42,7 +42,7 @@ test: setup
 # What needs TensorFlow, Ray, lm-eval, inspect-ai, torch and transformers, Chromium, routers or schemas of others, or
 # minutes for a rare property.
 extras: setup parity .venv/tests
-	$(BIN)/python -m pytest -m extras -n 2 $(ARGS)
+	$(BIN)/python -m pytest -m extras -n 3 $(ARGS)
 
 # Damaged input, more of it than the tests have: ARGS="--times 25 --seed 1", or a case that failed; --help says more.
 fuzz: setup

@@ -16,6 +16,7 @@ install_import_hook("ling3export.model", "beartype.beartype")
 
 from ling3export.machine.environment import prepare_cpu  # noqa: E402
 from tests.support.artifacts_fixture import artifact, kept_folder, kept_programs, remove_old, tpu_artifact  # noqa: E402, F401
+from tests.support.builds import QUICKLY, UNOPTIMIZED  # noqa: E402
 from tests.support.seconds import Seconds  # noqa: E402
 
 # Never the user's cache. What one test builds serves others, and the next run. A test that counts what is compiled or
@@ -31,6 +32,11 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
 prepare_cpu(16)
 os.environ["JAX_NUMPY_DTYPE_PROMOTION"] = "strict"  # a bf16 array that meets an fp32 one by accident is an error
 
+# What this process compiles it calls a few times, so that compiling is what takes the time. jax reads this once, below;
+# processes that tests start are not told: their programs are as a user has them, unless a test says otherwise.
+FLAGS = os.environ["XLA_FLAGS"]
+os.environ["XLA_FLAGS"] = f"{FLAGS} {QUICKLY}"
+
 import jax  # noqa: E402
 
 # What a test compiles in this process under plain jit is kept between runs, by jax, under a digest of the program and
@@ -38,6 +44,15 @@ import jax  # noqa: E402
 jax.config.update("jax_compilation_cache_dir", str(kept_folder() / "jit"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)  # by default it keeps what took a second or more
 jax.devices()  # started here: a test that changes the environment must not be the one that starts it
+os.environ["XLA_FLAGS"] = FLAGS
+
+
+@pytest.fixture
+def unoptimized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What processes of a test compile costs less, and small artifacts' programs are in the cache."""
+    for name, value in UNOPTIMIZED.items():
+        monkeypatch.setenv(name, value)
+
 
 # A test that takes one of these fixtures gets the marker. Two modules have an `artifact` of their own, a toy.
 MARKED = {"artifact": "build", "tpu_artifact": "tpu"}

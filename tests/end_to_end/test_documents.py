@@ -21,6 +21,7 @@ import pytest
 
 from ling3export.checkpoint.synth import synthesize
 from tests.support.artifacts_fixture import DEMO, RECIPES, ROOT, Artifacts, sources_of
+from tests.support.builds import UNOPTIMIZED
 from tests.support.documents import Command, commands, is_whole, matches
 from tests.support.hosting import free_port
 from tests.support.package_copy import copied
@@ -30,7 +31,7 @@ LOG = sorted(f"docs/log/{page.name}" for page in (ROOT / "docs/log").glob("*.md"
 LINKING = [*PAGES, "CHANGELOG.md", *LOG, "artifacts/FORMAT.md"]
 WITH_COMMANDS = [page for page in PAGES if (ROOT / page).is_file() and commands((ROOT / page).read_text())]
 
-MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "2", "--context", "512", "--score-paddings", "16")
+MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "4", "--context", "512", "--score-paddings", "16")
 # The demo as other tests have it, a slice of four chips for the micro model: both are compiled once for all pages.
 DEMO_OPTIONS = " ".join(RECIPES["demo-tp1"].options())
 SLICE = "--target tpu:v6e:2x2 --paddings 16 --max-running 4 --context 512 --no-prove-portable"
@@ -128,7 +129,9 @@ class Reader:
             micro = self.artifact.kept(
                 "micro", [sources_of("ling3export.checkpoint.synth"), 0], lambda path: synthesize(path, "micro", 0)
             )
-            shutil.copytree(micro if name == "micro" else self.artifact.built(name, micro, *MICRO), place)
+            if name != "micro":
+                micro = self.artifact.built(name, micro, *MICRO, variables=UNOPTIMIZED)
+            shutil.copytree(micro, place)
 
     def swapped(self, text: str) -> str:
         for old, new in self.swaps:
@@ -150,7 +153,7 @@ class Reader:
         done = subprocess.run(
             ["bash", "-c", text],
             cwd=cwd,
-            env=self.environment,
+            env=self.environment | ({} if "tpu" in text else UNOPTIMIZED),
             capture_output=True,
             text=True,
             stdin=subprocess.DEVNULL,

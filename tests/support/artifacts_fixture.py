@@ -19,10 +19,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -33,6 +34,7 @@ from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cleanup import clean_up
 from ling3export.checkpoint.synth import synthesize
 from ling3export.machine import environment
+from tests.support.builds import UNOPTIMIZED
 from tests.support.probe import ROOT, Probe
 
 DEMO = ROOT / "ling3export" / "demo"
@@ -68,12 +70,18 @@ class Recipe:
     segments: str = "none"
     kernels: str = "off"
     weights: str = "bf16"
+    optimized: bool = False  # by LLVM: where its numbers are compared, or many tokens computed
 
     @property
     def checkpoint(self) -> str:
         """The name of its checkpoint; artifacts that differ in the build alone share one."""
         changes = "".join(f"-{name}-{value}" for name, value in sorted(self.overrides.items()))
         return f"{self.preset}-{self.seed}{changes}"
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Of the environment that it is built in."""
+        return {} if self.optimized or self.kernels == "on" or not self.target.startswith("cpu") else UNOPTIMIZED
 
     def options(self) -> list[str]:
         numbers = {
@@ -108,15 +116,15 @@ class Recipe:
 
 
 RECIPES = {
-    "small-tp16": Recipe(16, paddings=(16, 128)),
+    "small-tp16": Recipe(16, paddings=(16, 128), optimized=True),
     "micro-4x1": Recipe(4, "micro", target="cpu:4x1"),
     # Two hosts of one device each: the cheapest artifact of several hosts.
     "micro-2x1": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1"),
     "micro-2x1-snapshots": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1", snapshots=2),
-    "small-tp1": Recipe(1),
+    "small-tp1": Recipe(1, optimized=True),
     "micro-tp4": Recipe(4, "micro"),
     "micro-tp2": Recipe(2, "micro"),
-    "micro-tp1": Recipe(1, "micro"),
+    "micro-tp1": Recipe(1, "micro", optimized=True),
     # With everything that may stand beside quantized weights.
     "micro-tp2-int4": Recipe(
         2, "micro", paddings=(16,), decode=2, weights="int4", afd=1, snapshots=2, segments="group"
@@ -139,7 +147,7 @@ RECIPES = {
     ),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
-    "demo-tp1": Recipe(1, "demo", dtype="bfloat16", score=(128,), context=4096),
+    "demo-tp1": Recipe(1, "demo", dtype="bfloat16", score=(128,), context=4096, optimized=True),
     # Compiled for four chips that are not here (20 s).
     "micro-v6e": Recipe(4, "micro", dtype="bfloat16", paddings=(16,), decode=16, score=(16,), target="tpu:v6e:2x2"),
 }
@@ -268,10 +276,13 @@ class Artifacts:
         )
 
     def __call__(self, name: str) -> Path:
-        return self.built(f"{name}.ling3", self.checkpoint(name), *RECIPES[name].options())
+        recipe = RECIPES[name]
+        return self.built(f"{name}.ling3", self.checkpoint(name), *recipe.options(), variables=recipe.variables)
 
-    def built(self, name: str, checkpoint: Path, *options: str) -> Path:
-        """What ``ling3export build CHECKPOINT NAME OPTIONS`` makes."""
+    def built(
+        self, name: str, checkpoint: Path, *options: str, variables: Mapping[str, str] = MappingProxyType({})
+    ) -> Path:
+        """What ``ling3export build CHECKPOINT NAME OPTIONS`` makes, with ``variables`` in its environment."""
 
         def build(path: Path) -> None:
             run(
@@ -284,10 +295,13 @@ class Artifacts:
                 *options,
                 "--cache-dir",
                 self.programs,
+                "--jobs",  # other tests run beside it, and each process costs more than a small program
+                1,
+                environment=os.environ | variables,
             )
 
         source = digest_of(files_below(checkpoint) or {checkpoint.name: checkpoint})  # or a config alone
-        return self.kept(name, [sources_of(BUILDING), source, options, versions()], build)
+        return self.kept(name, [sources_of(BUILDING), source, options, dict(variables), versions()], build)
 
     def manifest(self, name: str) -> Manifest:
         return read_manifest(self(name))

@@ -19,9 +19,10 @@ from ling3export.machine.environment import PATIENCE
 
 ROOT = Path(__file__).parents[2]
 MARK = "LING3_TEST_MARK"
-# The smallest artifact: three cells, always compiled anew.
+# The smallest artifact: four cells, always compiled anew, by one process: a second one costs more than it saves.
 SMALLEST = (
-    "--cache off --tp 1 --paddings 16 --decode-paddings 1 --max-running 1 --context 64 --page-size 16 --dtype float32"
+    "--cache off --jobs 1 --tp 1 --paddings 16 --decode-paddings 1 --max-running 1 --context 64 --page-size 16 "
+    "--dtype float32"
 ).split()
 # Runs the module that its second argument names; the first one is the largest file that it may write, 0 for any. A test
 # that runs with SIGINT ignored hands that down.
@@ -34,8 +35,10 @@ if limit:
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 LONG = 300  # seconds: a machine may be busy
-# Two thirds of the processor seconds of compiling, for tests in which a program's numbers do not count.
-UNOPTIMIZED = {"XLA_FLAGS": f"{PATIENCE} --xla_backend_optimization_level=0"}
+# A quarter of the processor seconds of compiling: without LLVM's optimization, and without XLA's emitters of fusions in
+# MLIR, which are then half of the rest (docs/log/tests.md).
+QUICKLY = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
+UNOPTIMIZED = {"XLA_FLAGS": f"{PATIENCE} {QUICKLY}"}
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -38,6 +38,7 @@ def ran(line: str) -> str:
 
 
 @pytest.mark.hosts
+@pytest.mark.usefixtures("unoptimized")
 def test_programs_weights_and_four_hosts_come_from_jobs_of_their_own(artifact, tmp_path, monkeypatch):
     """The programs are those of a kept artifact, so the build takes them from the cache."""
     workflow = yaml.safe_load(WORKFLOW.read_text())

@@ -17,17 +17,7 @@ from ling3export.cli import main as cli
 from ling3export.cli import options
 from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.cli import main as runner_cli
-from tests.support.builds import (
-    SMALLEST,
-    UNOPTIMIZED,
-    building,
-    ended,
-    environment,
-    kill_one,
-    marked,
-    wait_for,
-    wait_until_gone,
-)
+from tests.support.builds import SMALLEST, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
 
 pytestmark = pytest.mark.build
@@ -41,13 +31,6 @@ def checkpoint(tmp_path_factory) -> Path:
     """A checkpoint without tokenizer files."""
     fields = tiny_fields()
     return write_tiny(tmp_path_factory.mktemp("checkpoint") / "tiny", fields, tiny_weights(fields))
-
-
-@pytest.fixture
-def unoptimized(monkeypatch) -> None:
-    """What a test's processes compile costs them less."""
-    for name, value in UNOPTIMIZED.items():
-        monkeypatch.setenv(name, value)
 
 
 def names(folder: Path) -> list[str]:
@@ -88,7 +71,7 @@ def test_an_installation_without_the_build_side_says_what_is_missing(checkpoint,
 def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint, tmp_path, number, code, unoptimized):
     """SIGTERM once left the temporary folder, and workers that compiled on."""
     artifact = tmp_path / "x.ling3"
-    with building(checkpoint, artifact) as process:
+    with building(checkpoint, artifact, options=["--jobs", "2"]) as process:
         wait_for(tmp_path, COMPILING, process)
         process.send_signal(number)
         found, err = ended(process)
@@ -155,7 +138,7 @@ def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_p
     """And: the failed cell is built alone by --replay; the same build again then compiles nothing."""
     artifact = tmp_path / "x.ling3"
     cache = ["--cache", "on", "--cache-dir", tmp_path / "cache"]
-    with building(checkpoint, artifact, options=["--jobs", "1", *cache]) as process:
+    with building(checkpoint, artifact, options=cache) as process:
         wait_for(tmp_path, COMPILING, process)
         kill_one(artifact, "ling3export.compile.recorded")
         code, err = ended(process)

@@ -90,6 +90,7 @@ def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Art
     assert "state of another artifact: expected the same weights, found others" in text
 
 
+@pytest.mark.usefixtures("unoptimized")
 @pytest.mark.hosts
 def test_hosts_pull_their_own_slabs_of_q_and_scale_and_answer_as_one(
     artifact: Artifacts, tmp_path: Path, expected: list[int]
@@ -115,6 +116,7 @@ def test_hosts_pull_their_own_slabs_of_q_and_scale_and_answer_as_one(
     assert "bytes of weights; following host 0" in done[1][1]
 
 
+@pytest.mark.usefixtures("unoptimized")
 def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifacts, tmp_path: Path):
     """Dummy weights are rounded to the form, too, and are not kept."""
     options, whole, alone = RECIPES[NAME].options(), artifact.manifest(NAME), tmp_path / "alone.ling3"
@@ -133,6 +135,7 @@ def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifac
     assert read_manifest(alone).vectors.receipts["cpu-tp2"].passed
 
 
+@pytest.mark.usefixtures("unoptimized")
 def test_a_cell_is_replayed_and_explained_by_its_form(artifact: Artifacts, tmp_path: Path):
     replayed = said(main, "build", artifact(NAME), "--replay", "combine@2")
     assert "stablehlo    the recorded " in replayed
