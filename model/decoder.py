@@ -121,12 +121,11 @@ class Ling3(nnx.Module):
     ) -> tuple[Float32[Array, "T D"], State]:
         """One pre-norm layer; ``x`` is the same on every device before and after it."""
         eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype)
-        sum_by_matmul = self.geometry.sum_by_matmul
         weight = take(self.layers["input_layernorm"][...], layer.number, split=False)
-        out, state = self.attention(rms_norm(x, weight, eps, sum_by_matmul).astype(dtype), layer, state, batch)
+        out, state = self.attention(rms_norm(x, weight, eps, self.geometry.sums).astype(dtype), layer, state, batch)
         x = self._without_padding(self._add(x, out), batch)
         weight = take(self.layers["post_attention_layernorm"][...], layer.number, split=False)
-        return self._add(x, self._mlp(rms_norm(x, weight, eps, sum_by_matmul), layer, batch.valid)), state
+        return self._add(x, self._mlp(rms_norm(x, weight, eps, self.geometry.sums), layer, batch.valid)), state
 
     def _add(self, x: Float32[Array, "T D"], out: Float32[Array, "T D"]) -> Float32[Array, "T D"]:
         """``x`` and the sum of all devices' ``out``.

@@ -70,6 +70,12 @@ class Geometry:
         return self.form == "tiles"
 
     @property
+    def sums(self) -> Literal["high", "highest"] | None:
+        """The precision of products that stand for sums of squares, where small sums are products; three passes, good
+        to some 2^-16, where what is scaled by their roots is rounded to bf16."""
+        return ("highest" if self.dtype == "float32" else "high") if self.sum_by_matmul else None
+
+    @property
     def unrolled(self) -> bool:
         """Whether small loops are unrolled and both sides of small conditions computed: on a card the host waits for
         each, and launches nothing meanwhile."""

@@ -36,36 +36,36 @@ def of_heads(weights: Weight, layer: Index) -> Shaped[Array, "H ..."]:
     return value.reshape(-1, *value.shape[2:])
 
 
-def sum_of_squares(x: Float32[Array, "*rows X"], sum_by_matmul: bool, parts: int = 1) -> Float32[Array, "*rows _"]:
-    """The sum of squares over the last axis: ``[..., 1]``, or X times, ``[..., X]``, with ``sum_by_matmul``.
+def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None, parts: int = 1) -> Float32[Array, "*rows _"]:
+    """The sum of squares over the last axis: ``[..., 1]``, or X times, ``[..., X]``, with ``sums``.
 
-    ``sum_by_matmul`` multiplies the squares by a matrix of ones, which has one column for what is wider than a latent;
-    with ``parts``, by one in which each of so many parts of the axis meets itself alone, so that each has a sum of its
-    own. XLA:TPU fuses the root and the scaling that follow into a product, but neither into a sum
-    (docs/log/programs-tpu.md): one operation instead of three.
+    With ``sums``, ``Geometry.sums``, the squares are multiplied in that precision by a matrix of ones, which has one
+    column for what is wider than a latent; with ``parts``, by one in which each of so many parts of the axis meets
+    itself alone, so that each has a sum of its own. XLA:TPU fuses the root and the scaling that follow into a product,
+    but neither into a sum (docs/log/programs-tpu.md): one operation instead of three.
     """
-    if not sum_by_matmul:
+    if sums is None:
         assert parts == 1
         return jnp.sum(x * x, axis=-1, keepdims=True)
     each = x.shape[-1] // parts
     if parts == 1 and each > WIDE:
-        return jnp.matmul(x * x, np.ones((each, COLUMNS), np.float32), precision=lax.Precision.HIGHEST)[..., :1]
+        return jnp.matmul(x * x, np.ones((each, COLUMNS), np.float32), precision=sums)[..., :1]
     ones = np.kron(np.eye(parts, dtype=np.float32), np.ones((each, each), np.float32))
-    return jnp.matmul(x * x, ones, precision=lax.Precision.HIGHEST)
+    return jnp.matmul(x * x, ones, precision=sums)
 
 
 def rms_norm(
-    x: Float[Array, "*rows X"], weight: Float[Array, "X"], eps: float, sum_by_matmul: bool = False
+    x: Float[Array, "*rows X"], weight: Float[Array, "X"], eps: float, sums: str | None = None
 ) -> Float32[Array, "*rows X"]:
     """``x * rsqrt(mean(x²) + eps) * weight`` over the last axis, in fp32 throughout (docs/model.md, "Layers")."""
     x = x.astype(jnp.float32)  # the mean of squares loses all meaning in bf16
-    mean = sum_of_squares(x, sum_by_matmul) / x.shape[-1]
+    mean = sum_of_squares(x, sums) / x.shape[-1]
     return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
 
 
-def l2_norm(x: Float32[Array, "*rows X"], sum_by_matmul: bool = False, parts: int = 1) -> Float32[Array, "*rows X"]:
+def l2_norm(x: Float32[Array, "*rows X"], sums: str | None = None, parts: int = 1) -> Float32[Array, "*rows X"]:
     """``x / sqrt(Σx² + 1e-6)`` over the last axis, or over each of ``parts`` of it."""
-    return x * lax.rsqrt(sum_of_squares(x, sum_by_matmul, parts) + NORM_L2_EPS)
+    return x * lax.rsqrt(sum_of_squares(x, sums, parts) + NORM_L2_EPS)
 
 
 def rope(

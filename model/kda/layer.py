@@ -84,7 +84,7 @@ class KimiDeltaAttention(nnx.Module):
         """Normalizes and scales what the convolution gave: q, k and v side by side."""
         q, k, v = jnp.split(conv, 3, axis=-1)
         if self.geometry.sum_by_matmul:  # both in one operation
-            q, k = jnp.split(l2_norm(conv[..., : -v.shape[-1]], sum_by_matmul=True, parts=2), 2, axis=-1)
+            q, k = jnp.split(l2_norm(conv[..., : -v.shape[-1]], self.geometry.sums, parts=2), 2, axis=-1)
         else:
             q, k = l2_norm(q), l2_norm(k)
         return Inputs(q * self.config.head_dim**-0.5, k, v, g, beta)
@@ -94,7 +94,7 @@ class KimiDeltaAttention(nnx.Module):
     ) -> Float32[Array, "T D"]:
         """Norm, elementwise sigmoid gate and o_proj: this device's partial sum."""
         weight = take(self.o_norm[...], layer, split=False)
-        y = rms_norm(o, weight, self.config.rms_norm_eps, self.geometry.sum_by_matmul) * jax.nn.sigmoid(gate)
+        y = rms_norm(o, weight, self.config.rms_norm_eps, self.geometry.sums) * jax.nn.sigmoid(gate)
         return row_parallel(y.reshape(o.shape[0], -1).astype(dtype), self.o_proj, layer, self.geometry)
 
     def decode(

@@ -72,7 +72,7 @@ class GatedMLA(nnx.Module):
             assert self.q_a_proj is not None and self.q_a_layernorm is not None and self.q_b_proj is not None
             low = replicated(x, self.q_a_proj, layer, self.geometry)
             weight = take(self.q_a_layernorm[...], layer, split=False)
-            low = rms_norm(low, weight, LATENT_NORM_EPS, self.geometry.sum_by_matmul).astype(x.dtype)
+            low = rms_norm(low, weight, LATENT_NORM_EPS, self.geometry.sums).astype(x.dtype)
             y = column_parallel(low, self.q_b_proj, layer, self.geometry)
         return y.reshape(x.shape[0], -1, self.config.qk_head_dim)
 
@@ -81,13 +81,13 @@ class GatedMLA(nnx.Module):
         query = self._query(x, layer) * config.softmax_scale
         compressed = replicated(x, self.kv_a_proj_with_mqa, layer, self.geometry)
         weight = take(self.kv_a_layernorm[...], layer, split=False)
-        nope, rank, sum_by_matmul = config.qk_nope_head_dim, config.kv_lora_rank, self.geometry.sum_by_matmul
-        turns = (position, config.rope_frequencies, config.rope_factor, sum_by_matmul)
+        nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
+        turns = (position, config.rope_frequencies, config.rope_factor, self.geometry.sum_by_matmul)
         gate = jax.nn.sigmoid(column_parallel(x, self.g_proj, layer, self.geometry).reshape(x.shape[0], -1))
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
             q_rope=rope(query[..., nope:], *turns).astype(x.dtype),
-            latent=rms_norm(compressed[:, :rank], weight, LATENT_NORM_EPS, sum_by_matmul).astype(x.dtype),
+            latent=rms_norm(compressed[:, :rank], weight, LATENT_NORM_EPS, self.geometry.sums).astype(x.dtype),
             k_rope=rope(compressed[:, rank:], *turns).astype(x.dtype),
             gate=gate,
         )

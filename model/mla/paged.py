@@ -344,6 +344,7 @@ def merge_devices(part: OnlineSoftmax) -> Float32[Array, "B h R"]:
     devices = lax.axis_size(AXIS)
     packed = packed.reshape(count, devices, heads // devices, width)
     packed = lax.all_to_all(packed, AXIS, split_axis=1, concat_axis=1, tiled=True)  # [B, devices, h, width]
-    m = packed[..., -2:-1]
-    sums = jnp.sum(packed * jnp.exp(m - jnp.max(m, axis=1, keepdims=True)), axis=1)
-    return sums[..., :-2] / sums[..., -1:]
+    acc, m, l = jnp.split(packed, (width - 2, width - 1), axis=-1)  # noqa: E741
+    # What each part is divided by: the sum over all parts, relative to its own `m`. Infinite where the part is nothing.
+    sums = jnp.sum(l[:, None] * jnp.exp(m[:, None] - m[:, :, None]), axis=2)
+    return jnp.sum(acc / sums, axis=1)

@@ -113,9 +113,11 @@ def test_reducing_chooses_what_sorting_chooses(case: Case, experts: int, ties: b
     np.testing.assert_array_equal(ranked, chosen)
     np.testing.assert_allclose(shares, weights, rtol=1e-6)
     for wanted in (np.arange(config.num_experts), np.arange(3, config.num_experts, 2)):
-        found = jax.jit(lambda s, b, w: moe.route_weights(s, b, config, w))(scores.T, bias, wanted).T
-        np.testing.assert_allclose(found, expected[:, wanted], rtol=1e-6)
-        assert np.array_equal(np.count_nonzero(found, axis=1), np.count_nonzero(expected[:, wanted], axis=1))
+        for rows, by_products in ((64, False), (64, True), (16, True)):
+            route = jax.jit(lambda s, b, w, by=by_products: moe.route_weights(s, b, config, w, by))
+            found, right = route(scores[:rows].T, bias, wanted).T, expected[:rows, wanted]
+            np.testing.assert_allclose(found, right, rtol=1e-6)
+            assert np.array_equal(np.count_nonzero(found, axis=1), np.count_nonzero(right, axis=1))
 
 
 @pytest.mark.parametrize(("count", "axis"), [(1, 0), (2, 1), (3, 0), (8, 1)])
