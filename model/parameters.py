@@ -406,7 +406,9 @@ def arguments(config: Config, geometry: Geometry) -> list[Argument]:
     """The weight arguments of a target's programs, in flattening order."""
     rows = []
     for row in parameters(config, geometry.weights):
-        layered = geometry.tiled and row.name in LAYERED
+        # On one chip 8-bit matrices are worth it, too; on a slice a scale of its own would be laid out anew.
+        alone = geometry.sum_by_matmul and geometry.tp == 1 and row.form == "int8-channel"
+        layered = geometry.tiled and (row.name in LAYERED or alone) and row.layers
         for layer in range(len(row.layers)) if layered else (None,):
             rows += [Argument(row, tensor, layer) for tensor in row.tensors(geometry.dtype)]
     return rows

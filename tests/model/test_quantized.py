@@ -10,7 +10,7 @@ import pytest
 from ling3export.checkpoint.convert import WeightSource
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.foundation.errors import PlanError
-from ling3export.model.parameters import WEIGHTS, parameters
+from ling3export.model.parameters import LAYERED, WEIGHTS, arguments, parameters
 from ling3export.verify.dequantized import Dequantized
 from ling3export.verify.reference import Reference
 from tests.support.direct import relative
@@ -95,6 +95,18 @@ def test_a_matrix_without_groups_is_refused_with_the_sum(case):
     with pytest.raises(PlanError, match=r"dense.down_proj .*found 164 = 5 \* 32 \+ 4"):
         parameters(odd, "int8")
     assert parameters(odd, "int8-channel")
+
+
+def test_one_chip_takes_8_bit_matrices_a_layer_at_a_time(case):
+    """A stack would be copied to be sliced; on a slice of chips scales of their own would be laid out anew."""
+
+    def by_layer(tp: int, weights: str) -> set[str]:
+        geometry = Quick(case.config, case.read, tp=tp, form="tiles", weights=weights).geometry
+        return {each.parameter.name for each in arguments(case.config, geometry) if each.layer is not None}
+
+    quantized = {row.name for row in parameters(case.config, "int8-channel") if row.form != "bf16" and row.layers}
+    assert by_layer(1, "int8-channel") == quantized > set(LAYERED)
+    assert by_layer(4, "int8-channel") == by_layer(1, "bf16") == set(LAYERED)
 
 
 def test_what_is_held_of_a_layer_is_widened_alone(case):
