@@ -92,7 +92,7 @@ def route_weights(
 ) -> Float32[Array, "W T"]:
     """:func:`route` as weights of the experts that are ``wanted``, zero where not chosen; ties go to the lower id, too.
 
-    Groups of at most 16 rows are compared ``by_products``, which take XLA:TPU less time than a reduction.
+    Groups are compared with each other ``by_products``, which take XLA:TPU less time than a reduction.
 
     A handful of fused operations, where sorting needs dozens. Tokens are the last axis, so that what is compared lies
     across registers.
@@ -106,7 +106,7 @@ def route_weights(
     biased = scores + bias.reshape(groups, -1, 1)
     best, *second = (value for (value,) in largest((biased,), min(2, count // groups), (1,)))
     best = best + second[0] if second else best
-    if by_products and scores.shape[-1] <= 16:
+    if by_products:
         is_open = _open_groups(best, config.topk_group)
     else:
         kept = largest((best, group[:, 0]), config.topk_group, (0,))
