@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from click.testing import CliRunner
 
 from ling3export.artifacts import signing, store
 from ling3export.artifacts.files import TRUST
-from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
-from ling3export.artifacts.schema import Manifest
+from ling3export.artifacts.manifest import MANIFEST
 from ling3export.artifacts.signing import SIGNATURES, make_key, public_path, read_signatures, sign
 from ling3export.cli import main as cli
 from ling3export.compile import attach as attaching
@@ -31,6 +29,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import loader, programs
 from tests.support import toy_artifact
 from tests.support.catalog_kills import contents
+from tests.support.manifests import noted
 from tests.support.refusals import refusal
 from tests.support.said import unpromised
 
@@ -97,12 +96,12 @@ UNTRUSTED = {
         "found one by ",
     ),
     "changed manifest": (
-        lambda toy, key, folder: (sign(toy, key), write_manifest(toy, read_manifest_with_note(toy))),
+        lambda toy, key, folder: (sign(toy, key), noted(toy, "changed")),
         "that is not of this manifest.json",
     ),
     "another artifact's": (
         lambda toy, key, folder: (
-            write_manifest(toy, read_manifest_with_note(toy)),
+            noted(toy, "changed"),
             sign(toy, key),
             shutil.copy(toy_artifact.shared() / MANIFEST, toy),
         ),
@@ -121,10 +120,6 @@ UNTRUSTED = {
         "key `a.pem`: expected a readable file, found a folder",
     ),
 }
-
-
-def read_manifest_with_note(toy: Path) -> Manifest:
-    return replace(read_manifest(toy), notes=("changed",))
 
 
 @pytest.mark.parametrize("case", UNTRUSTED)
@@ -157,7 +152,7 @@ def test_one_good_signature_of_two_is_enough(toy, key, trusted, tmp_path):
 
 def test_a_key_signs_once_and_again_what_has_changed(toy, key, trusted):
     sign(toy, key)
-    write_manifest(toy, read_manifest_with_note(toy))
+    noted(toy, "changed")
     sign(toy, key)
     assert len(read_signatures(toy)) == 1
     loader.load(toy, report=lambda text: None)
@@ -305,19 +300,8 @@ def test_trusted_keys_without_the_package_that_reads_them_are_refused_by_name(to
 def test_openssl_reads_the_keys_and_checks_the_signature_of_the_plain_bytes(toy, key, tmp_path):
     sign(toy, key)
     (tmp_path / "raw").write_bytes(base64.b64decode(read_signatures(toy)[0].ed25519))
-    checked = [
-        "openssl",
-        "pkeyutl",
-        "-verify",
-        "-pubin",
-        "-inkey",
-        public_path(key),
-        "-rawin",
-        "-in",
-        toy / MANIFEST,
-        "-sigfile",
-        tmp_path / "raw",
-    ]
+    given = f"-inkey {public_path(key)} -rawin -in {toy / MANIFEST} -sigfile {tmp_path / 'raw'}"
+    checked = f"openssl pkeyutl -verify -pubin {given}".split()
     assert subprocess.run(checked, capture_output=True).returncode == 0
     flipped(toy / MANIFEST, 10)
     assert subprocess.run(checked, capture_output=True).returncode != 0

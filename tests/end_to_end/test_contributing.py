@@ -10,15 +10,8 @@ from tests.support.rooms import below, room
 
 ROOT = Path(__file__).parents[2]
 STEP = re.compile(r"`((?:ling3export|foundation|model|artifacts|runners)/[\w/]+\.py):([\w.]+)`")
-WALKS = (
-    "A tensor, built",
-    "A tensor, loaded",
-    "A token",
-    "An HTTP request",
-    "A cell",
-    "A state, given",
-    "A state, taken",
-)
+TENSORS, STATES = ("A tensor, built", "A tensor, loaded"), ("A state, given", "A state, taken")
+WALKS = (*TENSORS, "A token", "An HTTP request", "A cell", *STATES)
 MOST = 11  # files of a walk
 
 

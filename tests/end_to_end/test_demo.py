@@ -36,11 +36,8 @@ from tools.demo_loss import geometry, logits
 
 SCORE = 0.97
 TALKS = 12  # of each kind
-SPOKEN = {
-    "thought": 11,
-    "plain": 11,
-    "tool": 8,
-}  # of these, at least: numbers of three digits are copied wrongly now and then
+# Of these, at least: numbers of three digits are copied wrongly now and then.
+SPOKEN = {"thought": 11, "plain": 11, "tool": 8}
 STEP = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 
 

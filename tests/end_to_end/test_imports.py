@@ -32,16 +32,7 @@ PACKAGES = {
     "runners.hosts": {"jax"},
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
     "runners.route": {"h11", "msgspec", "prometheus_client", "starlette", "zmq"},
-    "runners.serve": {
-        "h11",
-        "msgspec",
-        "prometheus_client",
-        "pydantic",
-        "pydantic_core",
-        "starlette",
-        "uvicorn",
-        "zmq",
-    },
+    "runners.serve": {*"h11 msgspec prometheus_client pydantic pydantic_core starlette uvicorn zmq".split()},
     "runners.state": {"numpy"},
     "runners.text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "runners.transfer": {"numpy"},
@@ -50,38 +41,15 @@ PACKAGES = {
     "verify": {"numpy", "safetensors"},
 }
 PRIVATE_JAX = {f"ling3export.machine.{name}" for name in ("pjrt", "portable", "service")}
-NEVER_IN_RUNNER = {
-    "flax",
-    "ling3export.model",
-    "optax",
-    "orbax",
-    "ray",
-    "rich",
-    "simpy",
-    "tensorflow",
-    "torch",
-    "transformers",
-}
+NEVER_IN_RUNNER = set("flax ling3export.model optax orbax ray rich simpy tensorflow torch transformers".split())
 SERVER = {"msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq"}
 # Rooms and modules that read files, configurations and arguments, and load no jax.
-WITHOUT_JAX = (
-    "artifacts",
-    "checkpoint",
-    "cli",
-    "foundation",
-    "model.config",
-    "report",
-    "runners.bench_serving.workloads",
-    "runners.cli",
-    "runners.doctor",
-    "runners.evals",
-    "runners.hosts.channel",
-    "runners.hosts.hosts",
-    "machine.environment",
-    "machine.targets",
-    "runners.serve.schema",
-    "runners.transfer",
-    "verify.reference",
+WITHOUT_JAX = tuple(
+    (
+        "artifacts checkpoint cli foundation model.config report runners.bench_serving.workloads runners.cli "
+        "runners.doctor runners.evals runners.hosts.channel runners.hosts.hosts machine.environment machine.targets "
+        "runners.serve.schema runners.transfer verify.reference"
+    ).split()
 )
 
 

@@ -12,16 +12,7 @@ from typing import Any
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.processes import LOOPBACK
-from ling3export.runners.hosts.handshake import (
-    CHALLENGE,
-    HEAD,
-    HELLO,
-    PROTOCOL,
-    challenge,
-    listening,
-    proof_of,
-    receive,
-)
+from ling3export.runners.hosts import handshake
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTITY_OF
 from ling3export.runners.hosts.rendezvous import ROLES, WELCOME, meet, welcome
@@ -91,7 +82,7 @@ def greetings(folder: Path) -> Iterator[Case]:
     """Hosts that meet while strangers, who have no secret to miss, call host 0; or a stranger answers in its place."""
 
     def case(rng: Random) -> None:
-        bound = listening(LOOPBACK, 0)
+        bound = handshake.listening(LOOPBACK, 0)
         address = f"{LOOPBACK}:{bound.getsockname()[1]}"
         first, second = (Hosts(address, 2, number, 2.0, bound=(bound, None)[number]) for number in (0, 1))
         with ThreadPoolExecutor() as pool:
@@ -207,7 +198,7 @@ def _check_alive(server: Server, rng: Random | None) -> None:
 def _message(rng: Random, kind: bytes, tree: Any) -> bytes:
     """A message between hosts, damaged or not."""
     text = json_text(mutated(rng, tree) if rng.random() < 0.6 else tree)
-    whole = HEAD.pack(kind if rng.random() < 0.9 else rng.randbytes(1), len(text)) + text
+    whole = handshake.HEAD.pack(kind if rng.random() < 0.9 else rng.randbytes(1), len(text)) + text
     return mutated_bytes(rng, whole) if rng.random() < 0.2 else whole
 
 
@@ -221,9 +212,9 @@ def _welcomed(host: Hosts) -> tuple[dict[int, socket.socket], int]:
 def _call(host: Hosts, rng: Random) -> None:
     """Greets host 0 as host 1 would or nearly so, and leaves."""
     with suppress(OSError), socket.create_connection(host.address, 1) as peer:
-        theirs = json.loads(receive(peer)[1])["nonce"]
-        proof = proof_of(host.secret, ROLES[0], (theirs, NONCE), 1)
-        peer.sendall(_message(rng, HELLO, {"host": 1, "nonce": NONCE, "proof": proof}))
+        theirs = json.loads(handshake.receive(peer)[1])["nonce"]
+        proof = handshake.proof_of(host.secret, ROLES[0], (theirs, NONCE), 1)
+        peer.sendall(_message(rng, handshake.HELLO, {"host": 1, "nonce": NONCE, "proof": proof}))
         peer.sendall(_message(rng, IDENTITY_OF, {"hosts": 2, "identity": IDENTITY}))
 
 
@@ -235,8 +226,8 @@ def _answer(rng: Random, bound: socket.socket) -> None:
         with peer:
             peer.settimeout(3)
             if rng.random() < 0.5:
-                peer.sendall(_message(rng, CHALLENGE, {"protocol": PROTOCOL, "nonce": NONCE}))
+                peer.sendall(_message(rng, handshake.CHALLENGE, {"protocol": handshake.PROTOCOL, "nonce": NONCE}))
             else:
-                challenge(peer, "", time.monotonic() + 3, ROLES)
+                handshake.challenge(peer, "", time.monotonic() + 3, ROLES)
                 peer.sendall(_message(rng, WELCOME, 4711))
             peer.recv(1 << 16)

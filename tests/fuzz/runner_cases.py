@@ -98,12 +98,8 @@ def together(folder: Path) -> Iterator[Case]:
                 alone = [engine.complete([each])[0] for each in single]
                 alone += alone[:1] * (len(asked) - len(alone))
                 for request, done, other in zip(asked, found, alone, strict=True):
-                    same = (done.token_ids, done.text, done.stop_reason) == (
-                        other.token_ids,
-                        other.text,
-                        other.stop_reason,
-                    )
-                    if not same or (done.likely or ()) != (other.likely or ()):
+                    both = [(each.token_ids, each.text, each.stop_reason) for each in (done, other)]
+                    if both[0] != both[1] or (done.likely or ()) != (other.likely or ()):
                         raise WrongResultError(f"not as alone: {request}: {done}, and {other}")
             finally:
                 stats = engine.stats()

@@ -81,12 +81,8 @@ def test_the_record(record):
         CallInput("[0][1]['count']", (4,), "int32", (), donated=True, kept=True),
         CallInput("[0][2]", (8,), "int32", (), donated=False, kept=True),
     )
-    assert [row.name for row in record.call.outputs] == [
-        "[0]['cache']",
-        "[0]['count']",
-        "[1]['logits']",
-        "[1]['token']",
-    ]
+    names = [row.name for row in record.call.outputs]
+    assert names == ["[0]['cache']", "[0]['count']", "[1]['logits']", "[1]['token']"]
     assert record.call.outputs[2].shape == (8, 64)
     assert record.call.custom_calls == ()
 

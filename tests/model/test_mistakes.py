@@ -5,17 +5,7 @@ import pytest
 from tests.support.direct import Direct
 from tests.support.numerics import Case
 from tests.support.tolerances import FLOAT32, MISTAKE
-from tools.campaigns.mistakes import (
-    FLASH,
-    FLASH_MISTAKES,
-    MISTAKES,
-    PHASES,
-    PLANTED,
-    models,
-    planted,
-    recurrence,
-    right_token,
-)
+from tools.campaigns import mistakes
 
 pytestmark = [pytest.mark.extras, pytest.mark.jit]
 
@@ -23,26 +13,26 @@ pytestmark = [pytest.mark.extras, pytest.mark.jit]
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Direct]:
     """The reference, and the model without a mistake; traced before any is planted."""
-    return models(tmp_path_factory.mktemp("mistakes") / "checkpoint")
+    return mistakes.models(tmp_path_factory.mktemp("mistakes") / "checkpoint")
 
 
-@pytest.mark.parametrize(("mistake", "phase"), PLANTED)
+@pytest.mark.parametrize(("mistake", "phase"), mistakes.PLANTED)
 def test_a_mistake_moves_the_logits(without: tuple[Case, Direct], mistake: str, phase: str):
-    assert planted(*without, phase, MISTAKES[mistake]) > MISTAKE
+    assert mistakes.planted(*without, phase, mistakes.MISTAKES[mistake]) > MISTAKE
 
 
 @pytest.fixture(scope="module")
 def flash(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Direct]:
     """The same with YaRN and limits of SwiGLU, as Ling-3.0-flash has them."""
-    return models(tmp_path_factory.mktemp("mistakes") / "flash", **FLASH)
+    return mistakes.models(tmp_path_factory.mktemp("mistakes") / "flash", **mistakes.FLASH)
 
 
-@pytest.mark.parametrize("mistake", FLASH_MISTAKES)
+@pytest.mark.parametrize("mistake", mistakes.FLASH_MISTAKES)
 def test_a_mistake_in_what_flash_adds_moves_the_logits(flash: tuple[Case, Direct], mistake: str):
-    assert planted(*flash, "prefill", FLASH_MISTAKES[mistake]) > MISTAKE
+    assert mistakes.planted(*flash, "prefill", mistakes.FLASH_MISTAKES[mistake]) > MISTAKE
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", mistakes.PHASES)
 def test_a_right_recurrence_planted_moves_nothing(without: tuple[Case, Direct], phase: str):
     """So it is the mistake that shows, not the way in which it is planted."""
-    assert planted(*without, phase, recurrence(right_token)) < FLOAT32
+    assert mistakes.planted(*without, phase, mistakes.recurrence(mistakes.right_token)) < FLOAT32

@@ -1,7 +1,6 @@
 """Which quantizations of a checkpoint config.json may name, and which modules they leave out."""
 
 import time
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -142,13 +141,3 @@ def test_modules_are_named_by_their_ends_at_a_dot():
 
 
 GGUF = "expected a folder with config.json and safetensors, found GGUF (ling3-q4.gguf)"
-
-
-def test_gguf_is_refused_by_name_with_what_to_take_instead(tmp_path: Path):
-    file = tmp_path / "ling3-q4.gguf"
-    file.write_bytes(b"GGUF")
-    for path in (file, tmp_path):
-        with pytest.raises(ConfigError) as error:
-            Config.from_path(path)
-        assert error.value.message == f"checkpoint `{path}`: {GGUF}"
-        assert "take the bf16, FP8 or INT4 checkpoint" in str(error.value)

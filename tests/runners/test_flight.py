@@ -2,13 +2,12 @@
 
 import signal
 import subprocess
-import sys
 
 import pytest
 
 from ling3export.runners import flight
 from tests.support import toy_artifact
-from tests.support.builds import environment
+from tests.support.builds import python
 
 END = "expected it to end by itself, found it crashed or killed"
 # Stands in for the runner: one of its functions dies by a signal when it gets to ``cell``.
@@ -30,8 +29,7 @@ SEGFAULT = "ctypes.string_at(0)"
 
 def generate(**dying: str) -> subprocess.CompletedProcess[str]:
     command = ["generate", toy_artifact.shared(), "--prompt-ids", "1,2,3", "--max-tokens", "9", "--ignore-eos"]
-    program = [sys.executable, "-c", DYING.format(**dying), *map(str, command)]
-    return subprocess.run(program, capture_output=True, text=True, env=environment({}), timeout=300, check=False)
+    return python("-c", DYING.format(**dying), *command)
 
 
 @pytest.mark.jit
@@ -80,9 +78,7 @@ def test_an_end_that_is_meant_leaves_no_last_line():
 def watched(body: str) -> subprocess.CompletedProcess[str]:
     """A small process that has a flight record."""
     program = f"import os, signal\nfrom ling3export.runners import flight\nwith flight.watched():\n    {body}"
-    return subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, env=environment({}), timeout=60, check=False
-    )
+    return python("-c", program)
 
 
 @pytest.mark.parametrize(

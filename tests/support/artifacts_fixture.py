@@ -285,20 +285,9 @@ class Artifacts:
         """What ``ling3export build CHECKPOINT NAME OPTIONS`` makes, with ``variables`` in its environment."""
 
         def build(path: Path) -> None:
-            run(
-                sys.executable,
-                "-m",
-                "ling3export.cli",
-                "build",
-                checkpoint,
-                path,
-                *options,
-                "--cache-dir",
-                self.programs,
-                "--jobs",  # other tests run beside it, and each process costs more than a small program
-                1,
-                environment=os.environ | variables,
-            )
+            words = ("build", checkpoint, path, *options, "--cache-dir", self.programs)
+            one = ("--jobs", 1)  # other tests run beside it, and each process costs more than a small program
+            run(sys.executable, "-m", "ling3export.cli", *words, *one, environment=os.environ | variables)
 
         source = digest_of(files_below(checkpoint) or {checkpoint.name: checkpoint})  # or a config alone
         return self.kept(name, [sources_of(BUILDING), source, options, dict(variables), versions()], build)

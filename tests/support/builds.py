@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +15,7 @@ from ling3export.artifacts.schema import Target
 from ling3export.cache.cells import Built
 from ling3export.compile.pool import BuildOutcome
 from ling3export.machine.environment import PATIENCE
+from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 MARK = "LING3_TEST_MARK"
@@ -45,6 +45,12 @@ def environment(variables: Mapping[str, str]) -> dict[str, str]:
     """Ours with ``variables``; a process of it finds the package from any working directory."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
+
+
+def python(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
+    """An interpreter of ours that was given these words, and has ended."""
+    command, env = [sys.executable, *map(str, words)], environment(variables)
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=LONG)
 
 
 @contextmanager
@@ -94,13 +100,7 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def wait_for(folder: Path, pattern: str, process: subprocess.Popen[Any]) -> Path:
     """The first file of ``pattern`` below ``folder``, as soon as it is there."""
-    until = time.monotonic() + LONG
-    while time.monotonic() < until:
-        if found := next(iter(folder.glob(pattern)), None):
-            return found
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.01)
-    raise AssertionError(f"no {pattern} after {LONG} s")
+    return until(lambda: next(iter(folder.glob(pattern)), None), of=process, seconds=LONG)
 
 
 def marked(artifact: Path, containing: str = "") -> list[int]:
@@ -120,10 +120,7 @@ def marked(artifact: Path, containing: str = "") -> list[int]:
 
 def wait_until_gone(artifact: Path, seconds: float = 120) -> None:
     """Waits until no process of a build of ``artifact`` is left."""
-    until = time.monotonic() + seconds
-    while (left := marked(artifact)) and time.monotonic() < until:
-        time.sleep(0.05)
-    assert left == []
+    until(lambda: not marked(artifact), seconds=seconds)
 
 
 def kill_one(artifact: Path, module: str) -> None:

@@ -1,8 +1,7 @@
-"""llama.cpp's Q8_0, Q4_0 and Q4_K in numpy, by the definitions that it publishes (ggml-quants.c, quantize_row_*_ref).
+"""llama.cpp's Q8_0 and Q4_0 in numpy, by the definitions that it publishes (ggml-quants.c, quantize_row_*_ref).
 
 ``python -m tests.support.gguf_forms CHECKPOINT TEXT`` says what they do to the plain model in float64, beside this
-project's forms. llama.cpp's Q4_K_M has some matrices in Q6_K, which this has not. A scale is stored in fp16; products
-are taken in fp32.
+project's forms. A scale is stored in fp16; products are taken in fp32.
 """
 
 import sys
@@ -53,51 +52,7 @@ def q4_0(x: Array) -> Array:
     return (q - 8) * _half(d)
 
 
-def q4_k(x: Array) -> Array:
-    """Blocks [B, 256] of 8 parts: w = d·s·q - dmin·m, s and m of 6 bits for each part, q from 0 to 15."""
-    parts = x.reshape(-1, 32)
-    weight = np.sqrt(np.mean(parts**2, axis=1, keepdims=True)) + np.abs(parts)
-    scale, least = (each.reshape(-1, 8, 1) for each in _fitted(parts, weight, 15))
-    (d, s), (dmin, m) = (_six_bits(each) for each in (scale, least))
-    step, low = d * s, dmin * m
-    q = np.clip(np.rint((x.reshape(-1, 8, 32) + low) * _inverse(step)), 0, 15)
-    return (step * q - low).reshape(x.shape)
-
-
-def _six_bits(values: Array) -> tuple[Array, Array]:
-    """A block's values [B, 8, 1] as fp16 times whole numbers from 0 to 63."""
-    most = np.max(values, axis=1, keepdims=True)
-    return _half(most / np.float32(63)), np.minimum(np.rint(values * _inverse(most) * np.float32(63)), 63)
-
-
-def _fitted(x: Array, weight: Array, most: int) -> tuple[Array, Array]:
-    """Scale and offset [B, 1] with which q·scale - offset, q from 0 to ``most``, is near x [B, n]: make_qkx2_quants."""
-
-    def total(values: Array) -> Array:
-        return np.sum(values, axis=1, keepdims=True, dtype=np.float32)
-
-    low, high = np.minimum(np.min(x, axis=1, keepdims=True), 0), np.max(x, axis=1, keepdims=True)
-    inverse, sum_w, sum_x = _inverse(high - low), total(weight), total(weight * x)
-    scale, least = (high - low) / np.float32(most), low
-    q = np.clip(np.rint(most * inverse * (x - low)), 0, most)
-    best = total(weight * (scale * q + least - x) ** 2)
-    for step in range(21):
-        q = np.clip(np.rint(np.float32(most - 1 + 0.1 * step) * inverse * (x - low)), 0, most)
-        sum_q, sum_q2, sum_xq = total(weight * q), total(weight * q * q), total(weight * q * x)
-        bottom = sum_w * sum_q2 - sum_q * sum_q
-        tried = (sum_w * sum_xq - sum_x * sum_q) * _inverse(bottom)
-        offset = (sum_q2 * sum_x - sum_q * sum_xq) * _inverse(bottom)
-        tried = np.where(offset > 0, sum_xq * _inverse(sum_q2), tried)
-        offset = np.minimum(offset, 0)
-        error = total(weight * (tried * q + offset - x) ** 2)
-        better = (bottom > 0) & (error < best)
-        scale, least, best = (
-            np.where(better, new, old) for new, old in ((tried, scale), (offset, least), (error, best))
-        )
-    return scale, -least
-
-
-FORMS: dict[str, tuple[int, Callable[[Array], Array]]] = {"Q8_0": (32, q8_0), "Q4_0": (32, q4_0), "Q4_K": (256, q4_k)}
+FORMS: dict[str, tuple[int, Callable[[Array], Array]]] = {"Q8_0": (32, q8_0), "Q4_0": (32, q4_0)}
 
 
 def rounded(values: NDArray[np.generic], form: str) -> Array:

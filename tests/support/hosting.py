@@ -10,6 +10,10 @@ from ling3export.foundation.processes import free_port
 from tests.support.builds import environment
 
 FAULTS = {"PYTHONFAULTHANDLER": "1"}  # a crash in C++ says where
+ENDED = (
+    "error: host {}: expected its process to run, found that it ended\n"
+    "hint: hosts live and die together: start the command on all of them again\n"
+)
 RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
 
 

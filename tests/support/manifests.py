@@ -19,6 +19,11 @@ def changed_targets(folder: Path, change: Callable[[Target], Target]) -> Manifes
     return write_manifest(folder, replace(manifest, targets=targets))
 
 
+def noted(folder: Path, note: str) -> Manifest:
+    """Writes the manifest again with another note: other programs with the same weights."""
+    return write_manifest(folder, replace(read_manifest(folder), notes=(note,)))
+
+
 def parted(folder: Path) -> Manifest:
     """Makes every target of two devices one of two hosts of one device each."""
     return changed_targets(folder, lambda target: replace(target, mesh=replace(target.mesh, hosts=(0, 1))))

@@ -7,7 +7,6 @@ pieces, grammars, endpoints and limits are what users have.
 import asyncio
 import json
 import re
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -25,17 +24,15 @@ from ling3export.checkpoint.synth_tokenizer import SPECIALS, write_tokenizer
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load.loader import Loaded, Timings
 from ling3export.runners.serve.app import Policy, application
-from ling3export.runners.serve.connection import ConnectionLimits
-from ling3export.runners.serve.run import address, bound, http_server
 from tests.support import toy_artifact
 from tests.support.conversations import MARKS, TEMPLATE
 from tests.support.fake_backend import FakeBackend
+from tests.support.serving import serving
 
 MODEL, CHAT, RESPONSES = "scripted", "/v1/chat/completions", "/v1/responses"
 HI = [{"role": "user", "content": "Hi"}]
 EOS, VOCAB = 900, 928
 SLOTS, PAGES, PAGE, CONTEXT, PREFILL = 4, 4096, 16, 16384, 2048
-GRACE = 10  # seconds
 Script = Callable[[str], "str | Sequence[int]"]
 
 
@@ -186,16 +183,8 @@ def listening(engine: Engine, key: str | None = None, **policy: Any) -> Iterator
         policy: Other fields of ``Policy``.
     """
     app = application(engine, Policy(MODEL, key, 64, 1 << 24, **policy))
-    with bound("127.0.0.1", 0) as listener:
-        listener.listen()
-        server = http_server(app, ConnectionLimits(), GRACE)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield address(listener)
-        finally:
-            server.should_exit = True
-            thread.join()
+    with serving(app) as (host, port):
+        yield f"http://{host}:{port}"
 
 
 def answers(engine: Engine, path: str, bodies: Sequence[dict[str, Any]]) -> list[httpx2.Response]:

@@ -7,8 +7,10 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -18,10 +20,13 @@ import pytest
 
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.connection import ConnectionLimits
+from ling3export.runners.serve.run import bound, http_server
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
 RUNNER = [sys.executable, "-m", "ling3export.runners.cli"]
 WAIT = 60  # seconds, for what takes a few
+LATE = 20  # seconds, for what takes fractions of one
 
 
 class Server:
@@ -93,6 +98,27 @@ class Server:
                 self.process.wait()
 
 
+@contextlib.contextmanager
+def serving(app: Any, grace: float = LATE, **bounds: Any) -> Iterator[tuple[str, int]]:
+    """The address of a server of an application in this process; it is asked to end with the block.
+
+    Args:
+        app: It.
+        grace: Seconds for its calls to end.
+        bounds: Of ``ConnectionLimits``.
+    """
+    with bound("127.0.0.1", 0) as listener:
+        listener.listen()
+        server = http_server(app, replace(ConnectionLimits(), **bounds), grace)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        try:
+            yield listener.getsockname()
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
 def data_lines(lines: Iterator[str]) -> Iterator[str]:
     """What server-sent events hold."""
     return (line.removeprefix("data: ") for line in lines if line)
@@ -106,13 +132,23 @@ def asked(
     given = {"Content-Type": "application/json"} if content is not None else {}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
 
+    encoded = {name: value.encode("latin-1") for name, value in given.items()}
+    return answered(application(engine, policy), method, path, content=content, headers=encoded)
+
+
+def answered(app: Any, method: str, path: str, **how: Any) -> httpx2.Response:
+    """The answer of an application in this process; ``how`` are arguments of httpx."""
+
     async def ask() -> httpx2.Response:
-        transport = httpx2.ASGITransport(application(engine, policy))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            encoded = {name: value.encode("latin-1") for name, value in given.items()}
-            return await client.request(method, path, content=content, headers=encoded)
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.request(method, path, **how)
 
     return asyncio.run(ask())
+
+
+def error_of(message: str, kind: str, code: str) -> dict[str, Any]:
+    """OpenAI's error object of what no field is to blame for."""
+    return {"message": message, "type": kind, "param": None, "code": code}
 
 
 def prompting(monkeypatch: pytest.MonkeyPatch, template: str) -> Callable[[str], None]:

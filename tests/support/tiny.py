@@ -14,65 +14,22 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.model.parameters import expected_tensors
 
 FLOAT32_SUFFIXES = ("A_log", "dt_bias", "expert_bias")
+SIZES = {
+    "num_hidden_layers": 7, "layer_group_size": 3, "hidden_size": 32, "head_dim": 16, "vocab_size": 96,
+    "q_lora_rank": 12, "kv_lora_rank": 20, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 12,
+    "intermediate_size": 48, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 16,
+    "max_position_embeddings": 512, "num_nextn_predict_layers": 0, "eos_token_id": 95,
+}  # fmt: skip
 
 
 def tiny_fields(**changes: Any) -> dict[str, Any]:
     """config.json of a micro model: layers KDA KDA MLA, KDA KDA MLA and an incomplete last group, MLA; one dense."""
-    fields: dict[str, Any] = {
-        "architectures": ["BailingMoeV3ForCausalLM"],
-        "model_type": "bailing_hybrid",
-        "vocab_size": 96,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 7,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 4,
-        "layer_group_size": 3,
-        "first_k_dense_replace": 1,
-        "num_experts": 16,
-        "num_experts_per_tok": 4,
-        "num_shared_experts": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "moe_intermediate_size": 16,
-        "moe_shared_expert_intermediate_size": 16,
-        "routed_scaling_factor": 2.5,
-        "router_dtype": "fp32",
-        "score_function": "sigmoid",
-        "norm_topk_prob": True,
-        "moe_router_enable_expert_bias": True,
-        "topk_method": "noaux_tc",
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000,
-        "rope_scaling": None,
-        "rope_interleave": True,
-        "max_position_embeddings": 512,
-        "q_lora_rank": 12,
-        "kv_lora_rank": 20,
-        "qk_nope_head_dim": 8,
-        "qk_rope_head_dim": 4,
-        "v_head_dim": 12,
-        "head_dim": 16,
-        "short_conv_kernel_size": 4,
-        "kda_safe_gate": True,
-        "kda_lower_bound": -5.0,
-        "no_kda_lora": True,
-        "gated_attention_proj_granularity_type": "head_wise",
-        "num_nextn_predict_layers": 0,
-        "use_mla_nope": False,
-        "use_bias": False,
-        "use_qkv_bias": False,
-        "tie_word_embeddings": False,
-        "hidden_act": "silu",
-        "eos_token_id": 95,
-        "pad_token_id": 95,
-        "torch_dtype": "bfloat16",
-    }
-    return fields | changes
+    return config_fields("micro", SIZES) | changes
 
 
 def tiny_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:

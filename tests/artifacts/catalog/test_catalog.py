@@ -21,7 +21,7 @@ from ling3export.artifacts.catalog.stores import find, parse_reference, resolve,
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
 from ling3export.artifacts.records import canonical, to_json
-from ling3export.artifacts.schema import Manifest, Vectors
+from ling3export.artifacts.schema import Vectors
 from ling3export.artifacts.schema import WeightsRecord as Stored
 from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import make_key, public_path, sign
@@ -35,7 +35,7 @@ from ling3export.runners.evals.folder import RunRecord, SuiteRecord, json_line
 from ling3export.runners.evals.trials import RunConfig
 from tests.support import toy_artifact
 from tests.support.catalog_kills import contents, kill_publishers, kill_pulls, started
-from tests.support.manifests import parted
+from tests.support.manifests import noted, parted
 from tests.support.refusals import refusal, said
 
 
@@ -47,10 +47,6 @@ def store(tmp_path) -> OciLayout:
 def pulled(store: OciLayout, to: Path, version: str | None = None, **options) -> pulling.Moved:
     found = resolve(store, "toy", version)
     return pulling.pull(store, found, to, to.with_name("blobs"), **options)
-
-
-def noted(toy: Path, note: str) -> Manifest:
-    return write_manifest(toy, replace(read_manifest(toy), notes=(note,)))
 
 
 def versions(store: OciLayout) -> list[str]:

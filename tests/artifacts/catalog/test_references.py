@@ -86,18 +86,8 @@ def test_verify_publish_and_attach_pull_what_they_read(toy, reference, kept, tmp
     assert "weight slabs agree" in said(cli.main, "verify", reference, "--no-run")
     (folder,) = kept.glob("*.ling3")
     assert contents(folder) == contents(toy)
-    said(
-        cli.main,
-        "catalog",
-        "publish",
-        reference,
-        f"oci:{tmp_path}/other",
-        "--id",
-        "toy",
-        "--version",
-        "1.0.0",
-        "--no-run",
-    )
+    words = ("catalog", "publish", reference, f"oci:{tmp_path}/other", "--id", "toy", "--version", "1.0.0", "--no-run")
+    said(cli.main, *words)
     here, there = (OciLayout(tmp_path / name).entries() for name in ("store", "other"))
     assert [entry.version for entry in here] == [entry.version for entry in there] == ["1.0.0"]
 
@@ -149,18 +139,7 @@ def test_one_of_several_hosts_pulls_its_share_for_the_target_that_is_named(refer
         raise click.UsageError("enough")
 
     monkeypatch.setattr("ling3export.runners.cli.generate.leading", leading)
-    words = (
-        "generate",
-        reference,
-        "--prompt-ids",
-        "1",
-        "--max-tokens",
-        1,
-        "--coordinator",
-        "127.0.0.1:9",
-        "--num-hosts",
-        2,
-    )
+    words = f"generate {reference} --prompt-ids 1 --max-tokens 1 --coordinator 127.0.0.1:9 --num-hosts 2".split()
     for host in ("0", "1"):
         refusal(runner_cli.main, *words, "--host-id", host, "--target", "cpu@2", code=2)
         check_share(given[-1], "cpu-tp2", int(host))

@@ -5,7 +5,6 @@ import json
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.catalog.registry import TOKEN, Registry
 from ling3export.artifacts.catalog.remote import RemoteLayout
 from ling3export.artifacts.catalog.stores import choose, open_store, parse_reference, resolve
-from ling3export.artifacts.manifest import MANIFEST, read_manifest, write_manifest
+from ling3export.artifacts.manifest import MANIFEST
 from ling3export.artifacts.share import check_share
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import AuthDenied, AuthRequired, CatalogError, VersionExists
@@ -30,7 +29,7 @@ from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
 from tests.support import toy_artifact
 from tests.support.catalog_kills import contents
-from tests.support.manifests import parted
+from tests.support.manifests import noted, parted
 from tests.support.refusals import refusal, said
 from tests.support.registries import HTPASSWD, docker_registry, web_server
 from tests.support.s3_server import s3_bucket
@@ -72,7 +71,7 @@ def test_published_into_a_registry_found_pulled_and_run(toy, registry, tmp_path)
 def test_a_registry_has_weights_once_and_no_version_changes(toy, registry, tmp_path):
     store = Registry(registry)
     first = publish(toy, store, "twice", "1.0.0", Words())
-    write_manifest(toy, replace(read_manifest(toy), notes=("other programs",)))
+    noted(toy, "other programs")
     assert publish(toy, store, "twice", "1.1.0", Words()).moved == (toy / MANIFEST).stat().st_size < first.moved
     with pytest.raises(VersionExists):
         publish(toy, store, "twice", "1.0.0", Words())

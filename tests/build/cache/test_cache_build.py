@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +20,7 @@ from ling3export.artifacts.schema import Manifest
 from ling3export.cache.cells import counts
 from tests.support.builds import SMALLEST, UNOPTIMIZED, ended
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.build
 
@@ -52,17 +52,8 @@ class Tree:
 
     @contextmanager
     def building(self, checkpoint: Path, artifact: Path, *options: object) -> Iterator[subprocess.Popen[str]]:
-        command = [
-            sys.executable,
-            "-P",
-            "-m",
-            "ling3export.cli",
-            "build",
-            checkpoint,
-            artifact,
-            *SMALLEST[2:],
-            *options,
-        ]
+        words = ("build", checkpoint, artifact, *SMALLEST[2:], *options)
+        command = [sys.executable, "-P", "-m", "ling3export.cli", *words]
         process = subprocess.Popen(
             [str(part) for part in command],
             cwd=self.home,
@@ -242,9 +233,7 @@ def test_a_build_that_is_killed_leaves_what_it_had_to_the_one_beside_it_and_the_
         built.one.building(checkpoint, tmp_path / "killed.ling3", *options) as killed,
         built.two.building(checkpoint, tmp_path / "other.ling3", *options) as other,
     ):
-        until = time.monotonic() + 200
-        while not written.exists() and time.monotonic() < until:
-            time.sleep(0.001)
+        until(written.exists, seconds=200, pause=0.001)
         killed.send_signal(signal.SIGKILL)
         manifest, said = finished(other, tmp_path / "other.ling3")
     assert "expected a whole one" not in said

@@ -196,12 +196,8 @@ def test_the_policies_of_cells(tmp_path):
         assert not (tmp_path / "cache").exists()
     assert fetched("on", "none") is None
     cells("on").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), built())
-    assert [fetched(policy, f"a-{policy}") for policy in ("on", "readonly", "redo", "off")] == [
-        b"1exec",
-        b"1exec",
-        None,
-        None,
-    ]
+    found = [fetched(policy, f"a-{policy}") for policy in ("on", "readonly", "redo", "off")]
+    assert found == [b"1exec", b"1exec", None, None]
     cells("redo").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "second", b"2"), built())
     assert fetched("on", "b-on") == b"2exec"
     assert said == []

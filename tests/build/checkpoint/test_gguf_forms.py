@@ -12,9 +12,9 @@ def values(seed, scale=1.0):
     return np.random.default_rng(seed).normal(0, scale, (64, 512)).astype(np.float32)
 
 
-@pytest.mark.parametrize(("form", "most"), [("Q8_0", 0.006), ("Q4_0", 0.095), ("Q4_K", 0.085)])
+@pytest.mark.parametrize(("form", "most"), [("Q8_0", 0.006), ("Q4_0", 0.095)])
 def test_normal_values_lose_what_the_form_s_bits_say(form, most):
-    """Relative L2; a uniform error of a step of 1/127, 1/8 and about 1/15 of what a block spans."""
+    """Relative L2; a uniform error of a step of 1/127 and 1/8 of what a block spans."""
     for scale in (1e-2, 1.0, 30.0):
         x = values(1, scale)
         error = np.linalg.norm(rounded(x, form) - x) / np.linalg.norm(x)

@@ -4,13 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.processes import Child, Failure
 from tests.support.builds import environment
+from tests.support.waiting import until
 
 LARGE = {"text": "ü" * 10**6, "numbers": list(range(1000))}
 # Starts a child and is killed while it is alive.
@@ -76,10 +76,7 @@ def test_a_child_does_not_outlive_a_parent_that_is_killed():
         pid = int(parent.stdout.readline())
         assert runs(pid)
         parent.kill()
-    until = time.monotonic() + 120
-    while runs(pid) and time.monotonic() < until:
-        time.sleep(0.02)
-    assert not runs(pid)
+    until(lambda: not runs(pid))
 
 
 def test_failures_go_through_the_pipe():

@@ -144,13 +144,8 @@ def test_signatures_compute_what_the_steps_compute_under_jit(artifact, tmp_path,
 
 def test_the_folder_holds_a_model_and_its_description_and_nothing_else(exported):
     checkpoint, model = exported
-    assert sorted(path.name for path in model.iterdir()) == [
-        "assets",
-        "fingerprint.pb",
-        "ling3.json",
-        "saved_model.pb",
-        "variables",
-    ]
+    names = sorted(path.name for path in model.iterdir())
+    assert names == ["assets", "fingerprint.pb", "ling3.json", "saved_model.pb", "variables"]
     record = json.loads((model / "ling3.json").read_text())
     config = Checkpoint.open(checkpoint).config
     vocabulary = {"shape": [2, config.vocab_size], "dtype": "float32"}

@@ -12,6 +12,7 @@ from ling3export.foundation.errors import PlanError
 from ling3export.simulation.divide import RequestKind, read_kinds, requests
 
 SMALL = ("--target", "tpu:v6e:2x2", "--max-running", 4, "--paddings", "16,128", "--decode-paddings", "1,4")
+ONE = '{"prompt_tokens": 30, "output_tokens": 2}'  # a line of requests
 
 
 @pytest.fixture
@@ -56,25 +57,17 @@ def test_a_fleet_is_divided_for_its_requests(config):
     [
         ('{"prompt_tokens": 30}', ("--chips", 4), "--fleet: expected the field output_tokens, found none, in line 1"),
         (
-            '{"prompt_tokens": 30, "output_tokens": 2, "prefix_tokens": 30}',
+            f'{ONE[:-1]}, "prefix_tokens": 30}}',
             ("--chips", 4),
             "--fleet: expected prefix_tokens below prompt_tokens, found 30 and 30",
         ),
         (
-            '{"prompt_tokens": 9000, "output_tokens": 2}',
+            ONE.replace("30", "9000"),
             ("--chips", 4),
             "--fleet: expected requests within the context of 8192, found 9000 and 2 tokens",
         ),
-        (
-            '{"prompt_tokens": 30, "output_tokens": 2}',
-            ("--chips", 3),
-            "--chips: expected at least the 4 of tpu:v6e:2x2, found 3",
-        ),
-        (
-            '{"prompt_tokens": 30, "output_tokens": 2}',
-            ("--chips", 4, "--target", "cpu"),
-            "--fleet: expected one --target, found 2",
-        ),
+        (ONE, ("--chips", 3), "--chips: expected at least the 4 of tpu:v6e:2x2, found 3"),
+        (ONE, ("--chips", 4, "--target", "cpu"), "--fleet: expected one --target, found 2"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(config, line, options, message):
@@ -84,7 +77,7 @@ def test_what_cannot_be_simulated_is_refused(config, line, options, message):
 
 
 def test_a_processor_whose_times_nobody_knows_is_refused(config):
-    done = called(config, ['{"prompt_tokens": 30, "output_tokens": 2}'], "--chips", 16)
+    done = called(config, [ONE], "--chips", 16)
     assert "--fleet: expected a target whose times are known, found `cpu`" in done.stderr
     assert called(config, ["{}"], "--target", "cpu").exit_code == 2
 

@@ -11,17 +11,9 @@ import pytest
 from click.testing import CliRunner
 from jax import export
 
+from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record, read_checked, read_manifest, write_manifest
 from ling3export.artifacts.receipts import told
-from ling3export.artifacts.schema import (
-    Executable,
-    PortableReceipts,
-    Receipt,
-    State,
-    StateArrayRecord,
-    Tolerance,
-    WeightsRecord,
-)
 from ling3export.cli import main as cli
 from ling3export.compile import build, lower
 from ling3export.foundation.errors import ArtifactError
@@ -36,7 +28,7 @@ from ling3export.verify.measure import not_run, too_large
 from tests.support import toy_artifact
 from tests.support.tiny import tiny_fields
 
-PASSED, FAILED = (Receipt(status, 0.5, 0.5, 1.0, 3) for status in ("passed", "failed"))
+PASSED, FAILED = (schema.Receipt(status, 0.5, 0.5, 1.0, 3) for status in ("passed", "failed"))
 
 
 def wrong_step(config, geometry, phase, padding, mesh):
@@ -65,7 +57,10 @@ def for_tpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(environment, "compiler_flags", lambda: {"XLA_FLAGS": measure.QUICK})
         for cell in target.cells.values():
-            raw, executable = read_checked(folder, cell.exec), Executable(target.requires, target.mesh, cell.call)
+            raw, executable = (
+                read_checked(folder, cell.exec),
+                schema.Executable(target.requires, target.mesh, cell.call),
+            )
             key = recompile.cache_key(cell.stablehlo.sha256, mesh)
             recompile.store_program(recompile.cache_folder(), key, (raw, executable), pytest.fail)
         patch.setattr(lower, "build_step", wrong_step)
@@ -97,7 +92,7 @@ def test_a_cell_of_an_accelerator_whose_stablehlo_computes_something_else_is_cau
 
 @pytest.mark.parametrize(("activations", "hint"), [("bf16", "report this"), ("int8", "`--kernels off` does not")])
 def test_a_build_whose_portable_programs_are_wrong_is_refused(artifact, monkeypatch, activations, hint):
-    failed = PortableReceipts(Tolerance("median", 0.15), {"decode@8": FAILED}, {}, "jaxlib 0", {})
+    failed = schema.PortableReceipts(schema.Tolerance("median", 0.15), {"decode@8": FAILED}, {}, "jaxlib 0", {})
     monkeypatch.setattr(build, "measure_apart", lambda *arguments, portable: failed)
     manifest = read_manifest(artifact("micro-tp1"))
     target = manifest.targets["cpu-tp1"]
@@ -145,8 +140,8 @@ def test_a_cell_that_needs_one_that_cannot_run_is_left_out_with_it(artifact, whe
 
 
 def test_what_did_not_run_stands_below_the_table_with_the_operation(artifact):
-    receipts = PortableReceipts(
-        Tolerance("median", 0.15), {"decode@8": PASSED}, {}, "jaxlib 0.11.2", {"sample@8": ("only_there",)}
+    receipts = schema.PortableReceipts(
+        schema.Tolerance("median", 0.15), {"decode@8": PASSED}, {}, "jaxlib 0.11.2", {"sample@8": ("only_there",)}
     )
     assert told(receipts)[1:] == [
         "stablehlo, on cpu (jaxlib 0.11.2), virtual devices: no executable of the target ran",
@@ -157,11 +152,11 @@ def test_what_did_not_run_stands_below_the_table_with_the_operation(artifact):
 def test_large_models_and_pools_are_run_only_where_that_is_asked_for(artifact):
     manifest = read_manifest(artifact("micro-tp1"))
     assert too_large(manifest, "cpu-tp1") is None
-    heavy = replace(manifest, weights=WeightsRecord({"weights/dense.safetensors": 10**9 + 1}, {}))
+    heavy = replace(manifest, weights=schema.WeightsRecord({"weights/dense.safetensors": 10**9 + 1}, {}))
     assert too_large(heavy, "cpu-tp1") == "1.0 GB of weights, more than 1 GB"
     state = manifest.targets["cpu-tp1"].state
-    large = StateArrayRecord("last_token", (2**32,), "int32", (), ("slots",))
-    target = replace(manifest.targets["cpu-tp1"], state=State(**vars(state) | {"arrays": (large,)}))
+    large = schema.StateArrayRecord("last_token", (2**32,), "int32", (), ("slots",))
+    target = replace(manifest.targets["cpu-tp1"], state=schema.State(**vars(state) | {"arrays": (large,)}))
     assert too_large(replace(manifest, targets={"cpu-tp1": target}), "cpu-tp1") == (
         "17.2 GB of state on all devices, more than --state-memory"
     )
@@ -170,7 +165,7 @@ def test_large_models_and_pools_are_run_only_where_that_is_asked_for(artifact):
 def test_portable_receipts_of_cells_that_there_are_none_of_are_refused(artifact, tmp_path):
     folder = Path(shutil.copytree(artifact("micro-tp1"), tmp_path / "x.ling3"))
     manifest = read_manifest(folder)
-    proof = PortableReceipts(Tolerance("median", 0.15), {}, {}, "jaxlib 0", {"decode@9": ("only_there",)})
+    proof = schema.PortableReceipts(schema.Tolerance("median", 0.15), {}, {}, "jaxlib 0", {"decode@9": ("only_there",)})
     wrong = replace(manifest.vectors, portable={"cpu-tp1": proof})
     with pytest.raises(ArtifactError, match="expected receipts of cells that there are, found 'decode@9'"):
         write_manifest(folder, replace(manifest, vectors=wrong))

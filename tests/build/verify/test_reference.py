@@ -8,19 +8,8 @@ import pytest
 
 from ling3export.foundation.errors import RequestError
 from ling3export.model.config import Config
+from ling3export.verify import formulas
 from ling3export.verify import reference as reference_module
-from ling3export.verify.formulas import (
-    causal_attention,
-    causal_conv,
-    kda_log_decay,
-    kda_recurrence,
-    l2_norm,
-    rms_norm,
-    rope,
-    rope_angles,
-    route,
-    sigmoid,
-)
 from ling3export.verify.reference import Reference
 from tests.support.tiny import tiny_fields, tiny_weights
 
@@ -42,32 +31,34 @@ def tiny_reference(dtype: type = np.float64, **changes) -> Reference:
 
 def test_sigmoid_is_exact_on_both_sides_and_never_overflows():
     x = np.array([-1000.0, -40.0, 0.0, math.log(3), 1000.0])
-    np.testing.assert_allclose(sigmoid(x), [0, math.exp(-40), 0.5, 0.75, 1], rtol=1e-15)
+    np.testing.assert_allclose(formulas.sigmoid(x), [0, math.exp(-40), 0.5, 0.75, 1], rtol=1e-15)
 
 
 def test_norms_add_eps_to_the_mean_and_to_the_sum():
     x = np.array([3e-3, 4e-3])
-    np.testing.assert_allclose(rms_norm(x, np.array([1.0, 10.0]), 1e-6), x / math.sqrt(12.5e-6 + 1e-6) * [1, 10])
-    np.testing.assert_allclose(l2_norm(x), x / math.sqrt(25e-6 + 1e-6))
+    np.testing.assert_allclose(
+        formulas.rms_norm(x, np.array([1.0, 10.0]), 1e-6), x / math.sqrt(12.5e-6 + 1e-6) * [1, 10]
+    )
+    np.testing.assert_allclose(formulas.l2_norm(x), x / math.sqrt(25e-6 + 1e-6))
 
 
 def test_last_conv_tap_multiplies_the_current_token():
     x = np.array([[1.0], [10.0], [100.0], [1000.0], [10000.0]])
     taps = np.array([[4.0, 3.0, 2.0, 1.0]])
-    np.testing.assert_array_equal(causal_conv(x, taps)[:, 0], [1, 12, 123, 1234, 12340])
+    np.testing.assert_array_equal(formulas.causal_conv(x, taps)[:, 0], [1, 12, 123, 1234, 12340])
 
 
 def test_conv_of_a_sequence_shorter_than_its_taps():
-    np.testing.assert_array_equal(causal_conv(np.array([[2.0]]), np.array([[5.0, 6.0, 7.0, 8.0]])), [[16.0]])
+    np.testing.assert_array_equal(formulas.causal_conv(np.array([[2.0]]), np.array([[5.0, 6.0, 7.0, 8.0]])), [[16.0]])
 
 
 def test_bounded_decay_adds_the_bias_before_the_rate():
-    decay = kda_log_decay(np.array([[[1.0, -2.0]]]), np.array([math.log(2)]), np.array([[0.5, 2.0]]), -5.0)
+    decay = formulas.kda_log_decay(np.array([[[1.0, -2.0]]]), np.array([math.log(2)]), np.array([[0.5, 2.0]]), -5.0)
     np.testing.assert_allclose(decay, [[[-5 / (1 + math.exp(-3)), -2.5]]], rtol=1e-15)
 
 
 def test_unbounded_decay_is_a_softplus():
-    decay = kda_log_decay(np.array([[[1.0, -2.0]]]), np.array([math.log(2)]), np.array([[0.5, 2.0]]), None)
+    decay = formulas.kda_log_decay(np.array([[[1.0, -2.0]]]), np.array([math.log(2)]), np.array([[0.5, 2.0]]), None)
     np.testing.assert_allclose(decay, [[[-2 * math.log(1 + math.exp(1.5)), -2 * math.log(2)]]], rtol=1e-15)
 
 
@@ -79,7 +70,9 @@ def test_recurrence_of_two_tokens_by_hand():
     v = np.array([[[6.0]], [[10.0]]])
     log_decay = np.log([[[0.125, 0.125]], [[0.5, 0.25]]])
     beta = np.array([[0.5], [1.0]])
-    np.testing.assert_allclose(kda_recurrence(q, k, v, log_decay, beta)[:, 0, 0], [3, 6.96 + 2 * 7.28], rtol=1e-14)
+    np.testing.assert_allclose(
+        formulas.kda_recurrence(q, k, v, log_decay, beta)[:, 0, 0], [3, 6.96 + 2 * 7.28], rtol=1e-14
+    )
 
 
 def test_recurrence_equals_scalar_loops():
@@ -98,23 +91,23 @@ def test_recurrence_equals_scalar_loops():
                 for j in range(values):
                     state[i][j] += beta[t, h] * k[t, h, i] * rest[j]
             expected[t, h] = [sum(q[t, h, i] * state[i][j] for i in range(width)) for j in range(values)]
-    np.testing.assert_allclose(kda_recurrence(q, k, v, log_decay, beta), expected, rtol=FLOAT64_NOISE)
+    np.testing.assert_allclose(formulas.kda_recurrence(q, k, v, log_decay, beta), expected, rtol=FLOAT64_NOISE)
 
 
 def test_rope_rotates_neighbouring_pairs():
     """Position 1, theta 100, width 4: pair (0, 1) turns by 1, pair (2, 3) by 100^(-2/4) = 0.1."""
-    angles = rope_angles(2, 4, 100.0)
+    angles = formulas.rope_angles(2, 4, 100.0)
     assert angles.dtype == np.float32
     x = np.array([[1.0, 0.0, 0.0, 1.0]] * 2)
     turned = [math.cos(1), math.sin(1), -math.sin(0.1), math.cos(0.1)]
-    np.testing.assert_allclose(rope(x, angles), [x[0], turned], atol=1e-8)
+    np.testing.assert_allclose(formulas.rope(x, angles), [x[0], turned], atol=1e-8)
 
 
 def test_rope_leaves_scores_dependent_on_distance_alone():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 1, 8)).repeat(40, axis=1)
-    angles = rope_angles(40, 8, 10000.0)
-    scores = rope(q, angles) @ rope(k, angles).T
+    angles = formulas.rope_angles(40, 8, 10000.0)
+    scores = formulas.rope(q, angles) @ formulas.rope(k, angles).T
     np.testing.assert_allclose(scores[30, 20:], scores[10, :20], atol=1e-5)
 
 
@@ -122,18 +115,18 @@ def test_attention_sees_the_past_and_itself(monkeypatch):
     """Equal keys: each output is the mean of the values so far, over several query blocks too."""
     monkeypatch.setattr("ling3export.verify.formulas.QUERY_BLOCK", 2)
     values = np.array([1.0, 3.0, 8.0, 0.0, 13.0]).reshape(5, 1, 1)
-    out = causal_attention(np.ones((5, 1, 2)), np.zeros((5, 1, 2)), values, 1.0)
+    out = formulas.causal_attention(np.ones((5, 1, 2)), np.zeros((5, 1, 2)), values, 1.0)
     np.testing.assert_allclose(out.ravel(), [1, 2, 4, 3, 5])
 
 
 def test_attention_scale_multiplies_the_scores():
     q, k = np.array([[[1.0]], [[2.0]]]), np.array([[[0.0]], [[math.log(3)]]])
-    out = causal_attention(q, k, np.array([[[0.0]], [[1.0]]]), 0.5)
+    out = formulas.causal_attention(q, k, np.array([[[0.0]], [[1.0]]]), 0.5)
     np.testing.assert_allclose(out.ravel(), [0, 0.75])
 
 
 def routed(scores: list[float], bias: list[float], chosen: int = 2):
-    return route(np.array([scores]), np.array(bias), 3, 2, chosen, 2.5)
+    return formulas.route(np.array([scores]), np.array(bias), 3, 2, chosen, 2.5)
 
 
 def test_groups_are_ranked_by_their_two_best_scores():
@@ -159,7 +152,7 @@ def test_negative_biased_scores_still_beat_dropped_groups():
 
 
 def test_margins_are_infinite_where_nothing_is_chosen():
-    routing = route(np.array([[0.1, 0.2, 0.3, 0.4]]), np.zeros(4), 2, 2, 4, 1.0)
+    routing = formulas.route(np.array([[0.1, 0.2, 0.3, 0.4]]), np.zeros(4), 2, 2, 4, 1.0)
     assert routing.margins == (math.inf, math.inf)
 
 

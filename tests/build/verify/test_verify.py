@@ -230,18 +230,9 @@ def test_prompts_are_prefilled_in_calls_of_whole_chunks():
     assert {key: float(value[0]) for key, value in found.items()} == {(2, end): end for end in (15, 31, 38)}
     (_, _, first), (_, padding, second) = device.steps
     assert padding == 32
-    assert [first[name].tolist() for name in ("chunk_start", "chunk_len", "chunk_slot", "fresh")] == [
-        [0, 16],
-        [16, 16],
-        [3, 3],
-        [1, 0],
-    ]
-    assert [second[name].tolist() for name in ("chunk_start", "chunk_len", "chunk_slot", "fresh")] == [
-        [32, 0],
-        [7, 0],
-        [3, 0],
-        [0, 0],
-    ]
+    names = ("chunk_start", "chunk_len", "chunk_slot", "fresh")
+    assert [first[name].tolist() for name in names] == [[0, 16], [16, 16], [3, 3], [1, 0]]
+    assert [second[name].tolist() for name in names] == [[32, 0], [7, 0], [3, 0], [0, 0]]
     assert second["page_table"].tolist() == [[7, 8, 9, 0], [0, 0, 0, 0]]
 
 

@@ -154,23 +154,10 @@ def test_lm_eval_generates_and_scores(own: Own, tmp_path: Path):
     for name, task in TASKS.items():
         source = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({"task": name, **source, **task}))
-    run_offline(
-        tmp_path,
-        *RUNNER,
-        "lm-eval",
-        "run",
-        "--model",
-        "ling3",
-        "--model_args",
-        f"artifact={own.path}",
-        "--tasks",
-        *TASKS,
-        "--include_path",
-        tmp_path,
-        "--output_path",
-        tmp_path / "out",
-        "--log_samples",
+    words = (
+        f"lm-eval run --model ling3 --model_args artifact={own.path} --log_samples --tasks {' '.join(TASKS)}".split()
     )
+    run_offline(tmp_path, *RUNNER, *words, "--include_path", tmp_path, "--output_path", tmp_path / "out")
     (file,) = (tmp_path / "out").rglob("results_*.json")
     results = json.loads(file.read_text())["results"]
     samples = {}
@@ -230,20 +217,8 @@ def test_inspect_evaluates(own: Own, tmp_path: Path):
     rows = [{"input": each.prompt, "target": each.answer} for each in asked]
     (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "words.py").write_text(INSPECT_TASK.format(tokens=TOKENS, stop=STOP))
-    run_offline(
-        tmp_path,
-        Path(sys.executable).with_name("inspect"),
-        "eval",
-        "words.py",
-        "--model",
-        f"ling3/{own.path}",
-        "--log-dir",
-        "logs",
-        "--log-format",
-        "json",
-        "--display",
-        "none",
-    )
+    words = f"eval words.py --model ling3/{own.path} --log-dir logs --log-format json --display none".split()
+    run_offline(tmp_path, Path(sys.executable).with_name("inspect"), *words)
     (log,) = (tmp_path / "logs").glob("*.json")
     read = json.loads(run_offline(tmp_path, sys.executable, "-c", READ, log, own.path).splitlines()[-1])
     right = [text.rpartition("#### ")[2] == each.answer for text, each in zip(own.texts, asked, strict=True)]

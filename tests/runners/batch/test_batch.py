@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +20,10 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from tests.support import toy_artifact
 from tests.support.limits import file_size_limit
+from tests.support.waiting import until
 
 CHAT, COMPLETIONS, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
 SETTINGS: dict[str, Any] = {"max_tokens": 4, "temperature": 1.0, "seed": 5}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
-        yield engine
 
 
 def request(url: str, custom_id: str = "mine", **body: Any) -> dict[str, Any]:
@@ -100,11 +94,7 @@ def test_each_line_is_answered_in_order_with_what_the_engine_says(engine, tmp_pa
         ("[" * 40, "invalid_json", "more than 16 levels"),
         ("[1]", "invalid_line", "found a list"),
         ({"prompt": "A", "prompt_ids": [1]}, "invalid_line", "found prompt, prompt_ids"),
-        (
-            {"custom_id": "x", "method": "POST", "url": COMPLETIONS, "body": 3},
-            "invalid_line",
-            "line: expected a request",
-        ),
+        (request(COMPLETIONS) | {"body": 3}, "invalid_line", "line: expected a request"),
         (request("/v1/embeddings", input="A"), "invalid_url", 'found "POST" "/v1/embeddings"'),
         (request([COMPLETIONS], prompt=[1]), "invalid_url", 'found "POST" a list'),
         (request(RESPONSES, input="A", max_tokens=3), "unsupported_parameter", "`max_tokens`: expected fields that"),
@@ -236,10 +226,8 @@ def test_a_killed_command_goes_on_where_it_was(tmp_path):
     command = [sys.executable, "-m", "ling3export.runners.cli", "batch", toy_artifact.shared(), source, output]
     command += ["--max-tokens", "20", "--model", "toy"]
     process = subprocess.Popen([str(part) for part in command], stderr=subprocess.DEVNULL)
-    partial, end = Path(f"{output}.partial"), time.monotonic() + 120
-    while not (partial.exists() and partial.stat().st_size > 2000) and time.monotonic() < end:
-        assert process.poll() is None
-        time.sleep(0.01)
+    partial = Path(f"{output}.partial")
+    until(lambda: partial.exists() and partial.stat().st_size > 2000, of=process)
     process.send_signal(signal.SIGKILL)
     assert process.wait(60) == -signal.SIGKILL
     assert not output.exists()

@@ -32,6 +32,7 @@ from ling3export.runners.endpoint import Endpoint
 from ling3export.runners.state.layout import layout_of
 from tests.support import toy_artifact
 from tests.support.builds import SCRIPT
+from tests.support.waiting import until
 
 FORM = "expected NxT (N engines of T devices each), nPmD (n devices that prefill, m that decode) or NAME=URL (a server)"
 WAIT = 120.0  # seconds, for what takes a few
@@ -237,21 +238,9 @@ async def _answering(pids, end):
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 128 + signal.SIGTERM)])
 def test_a_run_that_is_ended_ends_what_it_started(artifact, tmp_path, number, code):
     one = artifact("micro-tp1-snapshots")
-    words = [
-        "bench",
-        "compare",
-        one,
-        "--configs",
-        "1P1D,1x1",
-        "--num-prompts",
-        500,
-        "--input-len",
-        60,
-        "--max-concurrency",
-        2,
-    ]
+    words = f"bench compare {one} --configs 1P1D,1x1 --num-prompts 500 --input-len 60 --max-concurrency 2".split()
     process = subprocess.Popen(
-        [sys.executable, "-P", "-c", SCRIPT, "0", "ling3export.runners.cli", *map(str, words)],
+        [sys.executable, "-P", "-c", SCRIPT, "0", "ling3export.runners.cli", *words],
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -259,12 +248,9 @@ def test_a_run_that_is_ended_ends_what_it_started(artifact, tmp_path, number, co
         start_new_session=True,
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    end, found = time.monotonic() + WAIT, []
-    while len(found) < 3:  # two servers and the router
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.05)
-        found = [int(pid) for pid in children.read_text().split()]
-    asyncio.run(_answering(found, end))
+    until(lambda: len(children.read_text().split()) >= 3, of=process)  # two servers and the router
+    found = [int(pid) for pid in children.read_text().split()]
+    asyncio.run(_answering(found, time.monotonic() + WAIT))
     os.kill(process.pid, number)
     said, errors = process.communicate(timeout=WAIT)
     assert process.returncode == code, errors

@@ -11,15 +11,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from ling3export.artifacts.calibration import (
-    Calibration,
-    CellTimes,
-    beside,
-    found_beside,
-    programs_digest,
-    read_calibration,
-    write_calibration,
-)
+from ling3export.artifacts import calibration
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.paddings import Shapes
 from ling3export.artifacts.program_records import Collective, Estimate
@@ -58,21 +50,21 @@ def run(tmp_path_factory) -> Run:
 def copied(run, tmp_path) -> Run:
     """A copy whose calibration a test may change."""
     folder = Path(shutil.copytree(run.folder, tmp_path / "toy.ling3"))
-    shutil.copy(run.file, beside(folder))
-    return Run(folder, beside(folder), run.said)
+    shutil.copy(run.file, calibration.beside(folder))
+    return Run(folder, calibration.beside(folder), run.said)
 
 
 def changed(at: Run, **changes: object) -> None:
-    write_calibration(at.file, replace(read_calibration(at.file), **changes))
+    calibration.write_calibration(at.file, replace(calibration.read_calibration(at.file), **changes))
 
 
 def test_every_cell_is_proven_and_timed_and_the_file_names_machine_and_digests(run):
-    manifest, found = read_manifest(run.folder), read_calibration(run.file)
+    manifest, found = read_manifest(run.folder), calibration.read_calibration(run.file)
     (target,) = manifest.targets.values()
     assert found.cells.keys() == found.receipts.cells.keys() == target.cells.keys()
     assert found.receipts.passed and found.weights == manifest.weights_digest
     assert found.machine == measuring()
-    assert found_beside(run.folder, manifest, measuring) == (found, None)
+    assert calibration.found_beside(run.folder, manifest, measuring) == (found, None)
     for times in found.cells.values():
         assert times.calls == 3
         assert 0 < times.fastest <= times.median <= times.slowest
@@ -95,7 +87,7 @@ def test_two_hosts_measure_together_and_host_0_writes(artifact, tmp_path):
         said = [process.communicate(timeout=120) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], said
     assert [each.name for each in tmp_path.glob("host*.json")] == ["host0.json"] and not said[1][0]
-    found, manifest = read_calibration(tmp_path / "host0.json"), read_manifest(path)
+    found, manifest = calibration.read_calibration(tmp_path / "host0.json"), read_manifest(path)
     (target,) = manifest.targets.values()
     assert found.receipts.passed and found.weights == manifest.weights_digest
     assert found.cells.keys() == found.receipts.cells.keys() == target.cells.keys()
@@ -107,7 +99,7 @@ def test_two_hosts_measure_together_and_host_0_writes(artifact, tmp_path):
 # Not a time that a cell of the toy may take.
 @pytest.mark.parametrize(("kernel", "said"), [("ConcatBitcast", "9876.543"), ("tpu_custom_call", "at least 9876.543")])
 def test_an_estimate_without_the_time_of_custom_calls_says_at_least(run, kernel, said):
-    found = read_calibration(run.file)
+    found = calibration.read_calibration(run.file)
     (target,) = read_manifest(run.folder).targets.values()
     estimate = Estimate(9.876543, 9.876543, {}, {}, {}, 0.0, {kernel: Collective(2, 8)}, {}, (), {}, 512, 1e9)
     cells = target.cells | {"decode@2": replace(target.cells["decode@2"], estimate=estimate)}
@@ -119,7 +111,7 @@ def test_an_estimate_without_the_time_of_custom_calls_says_at_least(run, kernel,
 
 def test_a_measured_time_is_told_beside_the_estimate_and_what_a_profiler_adds(run):
     """A table showed 9.762 ms on the device above 5.682 measured, without a word."""
-    found = read_calibration(run.file)
+    found = calibration.read_calibration(run.file)
     (target,) = read_manifest(run.folder).targets.values()
     times = dict.fromkeys(found.cells, replace(found.cells["decode@2"], median=0.005682, device=0.005, estimate=None))
     times["decode@2"] = replace(times["decode@2"], device=0.009762, estimate=0.004)
@@ -131,7 +123,7 @@ def test_a_measured_time_is_told_beside_the_estimate_and_what_a_profiler_adds(ru
 
 
 def test_inspect_shows_what_was_measured(copied):
-    found = read_calibration(copied.file)
+    found = calibration.read_calibration(copied.file)
     shown = CliRunner().invoke(build_side, ["inspect", str(copied.folder)]).stdout
     assert f"on {found.machine}, {found.made}; decoding sequences have" in " ".join(shown.split())
     assert f"{1e3 * found.cells['decode@2'].median:.3f}" in shown
@@ -141,17 +133,17 @@ def test_plan_shows_what_was_measured_of_an_artifact_that_was_built_alike(run, a
     folder = Path(shutil.copytree(artifact("micro-tp1"), tmp_path / "micro.ling3"))
     manifest = read_manifest(folder)
     ((name, target),) = manifest.targets.items()
-    one = read_calibration(run.file)
+    one = calibration.read_calibration(run.file)
     times, receipt = next(iter(one.cells.values())), next(iter(one.receipts.cells.values()))
     found = replace(
         one,
         target=name,
-        programs=programs_digest(target),
+        programs=calibration.programs_digest(target),
         weights=manifest.weights_digest,
         cells=dict.fromkeys(target.cells, replace(times, median=1.234567)),
         receipts=replace(one.receipts, cells=dict.fromkeys(target.cells, receipt)),
     )
-    write_calibration(beside(folder), found)
+    calibration.write_calibration(calibration.beside(folder), found)
     config, plan = tmp_path / "config.json", manifest.plan
     config.write_text(json.dumps(config_fields(manifest)))
     options = {
@@ -199,7 +191,7 @@ def used(at: Run, channel=None) -> tuple[dict[str, float], list[str]]:
 
 
 def test_a_start_says_that_it_uses_a_calibration_that_fits(copied):
-    found = read_calibration(copied.file)
+    found = calibration.read_calibration(copied.file)
     seconds, said = used(copied)
     assert seconds == {name: times.median for name, times in found.cells.items()}
     assert said == [f"prefill paddings are chosen by the calibration of {found.made}"]
@@ -208,7 +200,7 @@ def test_a_start_says_that_it_uses_a_calibration_that_fits(copied):
 
 
 def test_a_calibration_of_another_artifact_machine_or_target_is_not_used_and_the_note_says_why(copied):
-    found, name = read_calibration(copied.file), "calibration `toy.calibration.json`: not used: "
+    found, name = calibration.read_calibration(copied.file), "calibration `toy.calibration.json`: not used: "
     changed(copied, weights="0" * 64)
     assert used(copied) == (
         {},
@@ -251,7 +243,7 @@ def test_a_cut_file_and_wrong_types_are_refused_by_name(copied, change, told):
     assert change(text) != text
     copied.file.write_text(change(text))
     with pytest.raises(ArtifactError) as caught:
-        read_calibration(copied.file)
+        calibration.read_calibration(copied.file)
     assert caught.value.message.startswith("calibration `toy.calibration.json`")
     assert told in caught.value.message
     assert caught.value.hint == "calibrate again: ling3-runner calibrate ARTIFACT --force"
@@ -303,16 +295,16 @@ def test_a_timed_call_has_all_its_rows_in_use(run):
 def test_errors_that_are_not_finite_can_be_written(copied):
     nothing = np.full(3, np.nan)
     wrong = logits_receipt({(0, 0): nothing}, {(0, 0): np.ones(3)}, Tolerance("largest", 1.0))
-    found = read_calibration(copied.file)
+    found = calibration.read_calibration(copied.file)
     changed(copied, receipts=replace(found.receipts, cells=found.receipts.cells | {"decode@2": wrong}))
-    assert read_calibration(copied.file).receipts.cells["decode@2"].relative > 1e308
+    assert calibration.read_calibration(copied.file).receipts.cells["decode@2"].relative > 1e308
 
 
 def test_times_and_receipts_are_of_the_same_cells(copied):
-    found: Calibration = read_calibration(copied.file)
-    more = CellTimes(calls=1, median=1.0, fastest=1.0, slowest=1.0, dispatch=1.0)
+    found: calibration.Calibration = calibration.read_calibration(copied.file)
+    more = calibration.CellTimes(calls=1, median=1.0, fastest=1.0, slowest=1.0, dispatch=1.0)
     changed(copied, cells=found.cells | {"decode@9": more})
     with pytest.raises(
         ArtifactError, match="expected times and a receipt of each cell, found one of them alone of dec"
     ):
-        read_calibration(copied.file)
+        calibration.read_calibration(copied.file)

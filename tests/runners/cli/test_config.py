@@ -75,13 +75,7 @@ def test_a_file_gives_every_option_of_a_command(name, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_the_command_line_wins_over_the_file(name, tmp_path):
-    key = {
-        "serve": "max-requests",
-        "generate": "max-tokens",
-        "chat": "max-tokens",
-        "route": "max-queue",
-        "batch": "max-tokens",
-    }[name]
+    key = {"serve": "max-requests", "route": "max-queue"}.get(name, "max-tokens")
     path, field = toml(tmp_path / "c.toml", REQUIRED.get(name, {}) | {key: 5}), key.replace("-", "_")
     assert values(name, "--config", path)[field] == 5
     assert values(name, "--config", path, f"--{key}", 9)[field] == 9

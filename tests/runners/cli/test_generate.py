@@ -268,12 +268,8 @@ def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_pa
     """In a fresh process, with nothing set up: the environment is the runner's work."""
     code = "import sys; from ling3export.runners.cli.main import main; sys.argv[0] = 'ling3-runner'; main()"
     words = ("generate", artifact, "--prompt-ids", "1,2,3", "--max-tokens", "6", "--ignore-eos", "--json", "--stats")
-    done = subprocess.run(
-        [sys.executable, "-c", code, *map(str, words)],
-        capture_output=True,
-        text=True,
-        env={"PYTHONPATH": ":".join(sys.path), "JAX_LOG_COMPILES": "1"},
-    )
+    env = {"PYTHONPATH": ":".join(sys.path), "JAX_LOG_COMPILES": "1"}
+    done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["token_ids"] == toy_artifact.answer([1, 2, 3], 6)[0]
     assert unpromised(done.stderr).count("\n") == 2, done.stderr

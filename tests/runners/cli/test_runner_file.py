@@ -20,23 +20,9 @@ PROMPT = ["--prompt", "the number of", "--max-tokens", 12, "--json"]
 @pytest.fixture(scope="module")
 def packed(artifact: Artifacts) -> Path:
     """Packed again when a source has changed, or what is installed beside."""
-    names = (
-        "pyproject.toml",
-        "constraints.txt",
-        ".ci/runner",
-        "ling3export",
-        "artifacts",
-        "foundation",
-        "machine",
-        "model",
-        "runners",
-    )
-    files = {
-        f"{name}/{file}": path
-        for name in names
-        for file, path in files_below(ROOT / name).items()
-        if path.suffix != ".pyc"
-    }
+    names = "pyproject.toml constraints.txt .ci/runner ling3export artifacts foundation machine model runners".split()
+    below = {f"{name}/{file}": path for name in names for file, path in files_below(ROOT / name).items()}
+    files = {name: path for name, path in below.items() if path.suffix != ".pyc"}
     files |= {name: ROOT / name for name in names if (ROOT / name).is_file()}
     folder = artifact.kept(
         "packed", [digest_of(files), versions()], lambda path: run(ROOT / ".ci/runner", path / "ling3-runner")

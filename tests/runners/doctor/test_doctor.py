@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from ling3export.runners.doctor import (
     of_target,
 )
 from tests.support import toy_artifact
+from tests.support.builds import python
 
 FOLDER = Path("a.ling3")
 GB = 10**9
@@ -231,13 +231,7 @@ def test_it_reports_without_jax(artifact, tmp_path):
     for name in ("jax", "jaxlib"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\")\n")
     path = os.pathsep.join([str(tmp_path), *(each for each in sys.path if each)])
-    environment = os.environ | {"PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-m", "ling3export.runners.cli", "doctor", artifact],
-        env=environment,
-        capture_output=True,
-        text=True,
-    )
+    done = python("-m", "ling3export.runners.cli", "doctor", artifact, PYTHONPATH=path)
     assert done.returncode == 1, done.stderr
     assert "devices:    jax did not start: ModuleNotFoundError: No module named 'jax'" in done.stdout
     assert "fault: jax: expected it to start, found ModuleNotFoundError" in done.stdout

@@ -8,7 +8,6 @@ from pathlib import Path
 from unittest.mock import Mock
 
 import llguidance
-import numpy as np
 import pytest
 
 from ling3export.artifacts.schema import Target
@@ -18,20 +17,10 @@ from ling3export.runners.engine.request import Request, Sampling
 from tests.support import toy_artifact
 from tests.support.choosing import greedy, log_softmax, most_likely
 from tests.support.manifests import changed_targets
+from tests.support.toy_artifact import logits
 
 PROMPT = [5, 9, 7]
-TABLE = toy_artifact.table()
 GOLDEN = Path(__file__).parents[2] / "golden"
-
-
-def logits(tokens: list[int]) -> np.ndarray:
-    return TABLE[sum(tokens) % toy_artifact.VOCAB]
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
-        yield engine
 
 
 def ask(count: int = 12, prompt: list[int] = PROMPT, **fields) -> Request:

@@ -14,7 +14,6 @@ import pytest
 
 from ling3export.foundation.errors import RankDivergence
 from ling3export.runners.engine.core import Arrival, StepInputs
-from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import RequestBroken, RequestHandle
 from ling3export.runners.engine.logits_processor import LogitsProcessorState
 from ling3export.runners.engine.request import Limits, Request, Sampling
@@ -22,24 +21,13 @@ from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.state.sequence_state import TransferredState
 from ling3export.runners.text.detokenize import TextStream
 from ling3export.runners.text.grammar import Grammars, Matcher
-from tests.support import toy_artifact
 from tests.support.choosing import changed, greedy
 from tests.support.fake_backend import answer
 from tests.support.scheduler_rig import Rig
+from tests.support.toy_artifact import logits
 
 PROMPT = [5, 9, 7]
-TABLE = toy_artifact.table()
 SIZES = [63, 64, 65, 127, 128, 129, 300]
-
-
-def logits(tokens: list[int]) -> np.ndarray:
-    return TABLE[sum(tokens) % toy_artifact.VOCAB]
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
-        yield engine
 
 
 def applied(processor: LogitsProcessorState, row: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ from contextlib import aclosing
 import pytest
 
 from ling3export.runners.engine.block_manager import BlockManager
-from ling3export.runners.engine.handle import EngineStalled, EngineStopped, LogitsError, QueueFull
+from ling3export.runners.engine.handle import EngineStalled, EngineStopped, QueueFull
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.evals.run import transcript_of
 from tests.support.fake_backend import VOCAB, answer
@@ -156,28 +156,6 @@ def test_an_error_in_a_step_reaches_every_waiter():
             rig.submit(request([1], 1))
         rig.loop.close()
         rig.blocks = BlockManager(SLOTS, PAGES, PAGE)  # what the devices held is lost
-
-
-def test_a_request_whose_logits_are_not_usable_fails_alone():
-    """A NaN once became a token of no vocabulary, with which the answer went on."""
-    said = "logits of mine: expected finite numbers, found NaN or infinity, at position 3"
-
-    async def read(handle):
-        return [piece async for piece in handle.pieces()]
-
-    with Rig() as rig:
-        rig.backend.poison = 7
-        others = [request([n, n], 12) for n in (1, 2, 3)]
-        bad, streamed, *handles = rig.submit(
-            request([7, 1, 2], 30, name="mine"), request([1, 7, 2], 30, name="mine"), *others
-        )
-        with pytest.raises(LogitsError) as raised:
-            bad.result(WAIT)
-        assert raised.value.message == said
-        with pytest.raises(LogitsError, match=said):
-            asyncio.run(read(streamed))
-        assert [handle.result(WAIT).token_ids for handle in handles] == [expected(asked) for asked in others]
-        assert (rig.loop.stopped, rig.loop.live, rig.counters.failed) == (None, 0, 2)
 
 
 def fail(rig, count):

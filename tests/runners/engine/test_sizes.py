@@ -3,10 +3,8 @@
 import pytest
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.validation import BIASES, TOP_LOGPROBS
-from tests.support import toy_artifact
 from tests.support.toy_artifact import CONTEXT, PAGE, PAGES, SLOTS, VOCAB, answer
 
 CHUNK, PREFILL, DECODE = 16, 16, (2, 4)
@@ -22,12 +20,6 @@ SIZES = {
     "the larger padding of decode": (DECODE[1], lambda n: (3, 9, n)),
     "pages of the pool, where all grow into them": (PAGES // SLOTS, lambda n: (10, PAGE * n - 10, SLOTS)),
 }
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
-        yield engine
 
 
 @pytest.mark.parametrize("step", [-1, 0, 1])

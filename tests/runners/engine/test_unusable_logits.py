@@ -1,6 +1,5 @@
 """Weights that are not finite: the requests that meet them fail by name, in every way in, and the others go on."""
 
-import asyncio
 import json
 import shutil
 from pathlib import Path
@@ -27,6 +26,7 @@ from tests.support import toy_artifact
 from tests.support.artifacts_fixture import Artifacts
 from tests.support.eval_fakes import NUMERIC
 from tests.support.refusals import refusal
+from tests.support.serving import answered
 
 VOCAB = toy_artifact.VOCAB
 
@@ -99,18 +99,17 @@ def test_a_server_answers_500_by_name_and_goes_on(spoiled: Path):
     body = {"model": "toy", "prompt": [ROW], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     error = {"message": f"logits of prompt: {SAID}", "type": "server_error", "param": None, "code": "logits_not_finite"}
 
-    async def ask(app, **changes) -> httpx2.Response:
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://toy") as client:
-            return await client.post("/v1/completions", json=body | changes)
+    def ask(app, **changes) -> httpx2.Response:
+        return answered(app, "POST", "/v1/completions", json=body | changes)
 
     with Engine(spoiled, check="programs", report=lambda text: None) as engine:
         app = application(engine, Policy("toy", None, 4, 5000))
-        whole = asyncio.run(ask(app))
+        whole = ask(app)
         assert (whole.status_code, whole.json()) == (500, {"error": error})
-        stream = asyncio.run(ask(app, stream=True))
+        stream = ask(app, stream=True)
         events = [line.removeprefix("data: ") for line in stream.text.splitlines() if line]
         assert (stream.status_code, json.loads(events[-1])) == (200, {"error": error})
-        fine = asyncio.run(ask(app, prompt=[1, 2, 3]))
+        fine = ask(app, prompt=[1, 2, 3])
         assert fine.json()["choices"][0]["token_ids"] == toy_artifact.answer([1, 2, 3], 4)[0]
         assert engine.stopped is None
 

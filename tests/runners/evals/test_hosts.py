@@ -4,14 +4,14 @@ import json
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from ling3export.runners.evals.folder import read_predictions
 from tests.support import diverging
-from tests.support.hosting import RUNNER, hosting, wait_until_following
+from tests.support.hosting import ENDED, RUNNER, hosting, wait_until_following
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.hosts
 
@@ -45,18 +45,12 @@ def test_a_killed_process_ends_the_run_and_the_same_command_finishes_it(command,
     run = folders[0] / "run"
     with hosting([command] * COUNT, folders=folders) as processes:
         wait_until_following(processes[2])
-        until = time.monotonic() + 60
-        while len(lines := kept(run)) < 2:
-            assert processes[0].poll() is None and time.monotonic() < until
-            time.sleep(0.01)
+        lines = until(lambda: len(kept(run)) >= 2 and kept(run), of=processes[0])
         os.kill(processes[2].pid, signal.SIGKILL)
         said = [process.communicate(timeout=60) for process in processes]
         assert [process.returncode for process in processes] == [1, 1, -signal.SIGKILL, 1]
     assert [out for out, _ in said] == [""] * COUNT
-    assert said[0][1].endswith(
-        "error: host 2: expected its process to run, found that it ended\n"
-        "hint: hosts live and die together: start the command on all of them again\n"
-    )
+    assert said[0][1].endswith(ENDED.format(2))
     killed = kept(run)
     assert len(lines) <= len(killed) < len(TASKS) and not (run / "predictions.jsonl").exists()
     with hosting([command] * COUNT, folders=folders, variables=True) as processes:

@@ -6,7 +6,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -27,8 +26,10 @@ from ling3export.runners.evals.trials import EvalError, GraderError, RunConfig, 
 from tests.support import eval_fakes
 from tests.support.eval_fakes import FakeBackend, half, numbered
 from tests.support.limits import file_size_limit
+from tests.support.waiting import until
 
 LINE = re.compile(r"^正确率: \d+/\d+ = (0\.\d{4}|1\.0000)$")
+PREDICTIONS, RUN, TASKS = folder.PREDICTIONS, folder.RUN, folder.TASKS
 REPORT = Path(__file__).parents[2] / "data/eval_report.md"
 
 
@@ -53,12 +54,8 @@ def test_half_of_ten_tasks(evaluate, tmp_path):
     assert done.stdout == "正确率: 5/10 = 0.5000\n"
     assert LINE.match(done.stdout.strip())
     folder = tmp_path / "run"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "predictions.jsonl",
-        "report.md",
-        "run.json",
-        "tasks.jsonl",
-    ]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["predictions.jsonl", "report.md", "run.json", "tasks.jsonl"]
     lines = (folder / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     assert [tuple(json.loads(line)) for line in lines] == [tuple(Prediction.__dataclass_fields__)] * 10
     assert json.loads(lines[1]) == {
@@ -100,12 +97,8 @@ def test_one_infrastructure_error_of_ten(evaluate, tmp_path):
     assert done.exit_code == 4
     assert done.stdout == "INVALID: infra rate 0.1000 > 0.0100\n正确率: 9/10 = 0.9000\n"
     totals = json.loads((tmp_path / "run/run.json").read_text())["totals"]
-    assert (totals["infra"], totals["passed"], totals["success_rate"], totals["adjusted_success_rate"]) == (
-        1,
-        9,
-        0.9,
-        1,
-    )
+    figures = [totals[name] for name in ("infra", "passed", "success_rate", "adjusted_success_rate")]
+    assert figures == [1, 9, 0.9, 1]
     record = read_predictions(tmp_path / "run")[3]
     attempt = {"kind": "oom", "message": "RuntimeError: RESOURCE_EXHAUSTED: no memory"}
     assert asdict(record.infra) == {"ended": True, "attempts": [attempt, attempt]}  # in the batch, and alone
@@ -229,11 +222,7 @@ def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(tmp_path):
     partial = tmp_path / "killed/predictions.jsonl.partial"
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen([sys.executable, eval_fakes.__file__, tmp_path / "killed", "0.05"], env=here) as process:
-        deadline = time.monotonic() + 60
-        while not (partial.exists() and partial.read_bytes().count(b"\n") >= 5):
-            assert process.poll() is None, "it ended before it could be killed"
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        until(lambda: partial.exists() and partial.read_bytes().count(b"\n") >= 5, of=process)
         os.kill(process.pid, signal.SIGKILL)
     killed = partial.read_bytes()
     assert 5 <= killed.count(b"\n") < 40
@@ -443,38 +432,23 @@ def test_golden_report(tmp_path):
 @pytest.mark.parametrize(
     ("name", "field", "value", "message"),
     [
+        (PREDICTIONS, "output_token_ids", [1, "2"], "found another: expected a whole number, found '2', at output_"),
+        (PREDICTIONS, "n_output", True, "found another: expected a whole number, found True, at n_output"),
         (
-            folder.PREDICTIONS,
-            "output_token_ids",
-            [1, "2"],
-            "found another: expected a whole number, found '2', at output_",
-        ),
-        (folder.PREDICTIONS, "n_output", True, "found another: expected a whole number, found True, at n_output"),
-        (
-            folder.PREDICTIONS,
+            PREDICTIONS,
             "infra",
             {"ended": True},
             "found another: expected the field attempts or null, found an object of 1, at infra",
         ),
-        (
-            folder.PREDICTIONS,
-            "passed",
-            None,
-            "found another: expected an error of a trial without a verdict, found none",
-        ),
-        (
-            folder.TASKS,
-            "id",
-            3,
-            "line 1: expected the record of a task, found another: expected a text, found 3, at id",
-        ),
-        (folder.RUN, "format", 2, "run.json: expected 1, found 2, at format"),
-        (folder.RUN, "environment", [], "run.json: expected an object, found a list of 0, at environment"),
-        (folder.RUN, "environment", {}, "expected settings of sha256"),
-        (folder.RUN, "shard", "2/2/2", "run.json: expected a shard I/N, found '2/2/2', at shard"),
-        (folder.RUN, "shard", 3, "run.json: expected a text, found 3, at shard"),
-        (folder.RUN, "config", {"batch": 0}, "run.json: `batch`: expected 1 or more, found 0"),
-        (folder.RUN, "config", {"trials": "2"}, "run.json: expected a whole number, found '2', at config.trials"),
+        (PREDICTIONS, "passed", None, "found another: expected an error of a trial without a verdict, found none"),
+        (TASKS, "id", 3, "line 1: expected the record of a task, found another: expected a text, found 3, at id"),
+        (RUN, "format", 2, "run.json: expected 1, found 2, at format"),
+        (RUN, "environment", [], "run.json: expected an object, found a list of 0, at environment"),
+        (RUN, "environment", {}, "expected settings of sha256"),
+        (RUN, "shard", "2/2/2", "run.json: expected a shard I/N, found '2/2/2', at shard"),
+        (RUN, "shard", 3, "run.json: expected a text, found 3, at shard"),
+        (RUN, "config", {"batch": 0}, "run.json: `batch`: expected 1 or more, found 0"),
+        (RUN, "config", {"trials": "2"}, "run.json: expected a whole number, found '2', at config.trials"),
     ],
 )
 def test_values_of_other_types_in_the_folder_of_a_run_are_refused_by_name(tmp_path, name, field, value, message):
@@ -482,7 +456,7 @@ def test_values_of_other_types_in_the_folder_of_a_run_are_refused_by_name(tmp_pa
     run = tmp_path / "r"
     run_suite(Suite("s", numbered(2)), FakeBackend(half), run, RunConfig())
     path = run / name
-    first, *rest = path.read_text().splitlines() if name != folder.RUN else [path.read_text()]
+    first, *rest = path.read_text().splitlines() if name != RUN else [path.read_text()]
     record = json.loads(first)
     changed = record[field] | value if field == "config" else value
     path.write_text("\n".join([json.dumps(record | {field: changed}), *rest]) + "\n")
@@ -492,8 +466,8 @@ def test_values_of_other_types_in_the_folder_of_a_run_are_refused_by_name(tmp_pa
 
 def test_a_pipe_in_the_folder_of_a_run_is_not_waited_for(tmp_path):
     run_suite(Suite("s", numbered(2)), FakeBackend(half), tmp_path / "r", RunConfig())
-    (tmp_path / "r" / folder.TASKS).unlink()
-    os.mkfifo(tmp_path / "r" / folder.TASKS)
+    (tmp_path / "r" / TASKS).unlink()
+    os.mkfifo(tmp_path / "r" / TASKS)
     with pytest.raises(EvalError, match=r"file `tasks.jsonl`: expected a readable file, found a pipe"):
         diff(tmp_path / "r", tmp_path / "r")
 

@@ -88,7 +88,6 @@ def test_the_command_line_gives_the_line_of_one_run(tmp_path, monkeypatch):
 @pytest.mark.parametrize("count", [1, 2])
 def test_product_smoke_says_above_its_rate_that_it_tests_the_plumbing(tmp_path, monkeypatch, count):
     """`正确率: 4/4` of random weights read like a score; `eval merge` prints that line, too, and said nothing."""
-    monkeypatch.setattr("ling3export.runners.cli.eval.open_backend", lambda *_: FakeBackend(half))
     monkeypatch.setattr("ling3export.runners.cli.eval.open_backend", lambda *_: FakeBackend(lambda prompt: "any"))
     command, parts = ["eval", "run", "artifact", "--suite", "product-smoke"], [tmp_path / str(n) for n in range(count)]
     for index, part in enumerate(parts):

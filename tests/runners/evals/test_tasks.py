@@ -41,12 +41,8 @@ def test_template_of_the_specification_loads_and_grades(tmp_path):
     rows = {"refunds": True, "tickets": True}
     database = lambda arguments, outcome: outcome.state[arguments["table"]]  # noqa: E731
     (task,) = load_tasks(write(tmp_path, "refunds.yaml", TEMPLATE), {"database": database})
-    assert (task.id, task.suite, task.category, task.difficulty) == (
-        "refund-processing-001",
-        "refunds",
-        "customer-support",
-        "medium",
-    )
+    assert (task.id, task.suite) == ("refund-processing-001", "refunds")
+    assert (task.category, task.difficulty) == ("customer-support", "medium")
     assert task.threshold == 0.8
     assert task.prompt == (
         "I want to return this defective product\n\n"
@@ -161,16 +157,8 @@ def test_dates_of_yaml_are_texts(tmp_path):
 
 def test_lines_of_json():
     text = '{\n"a": [1,\n {"b": "x, }"}],\n"c": {}, "d": [],\n"e": null}'
-    assert json_lines(text) == {
-        (): 1,
-        ("a",): 2,
-        ("a", 0): 2,
-        ("a", 1): 3,
-        ("a", 1, "b"): 3,
-        ("c",): 4,
-        ("d",): 4,
-        ("e",): 5,
-    }
+    found = json_lines(text)
+    assert found == {(): 1, ("a",): 2, ("a", 0): 2, ("a", 1): 3, ("a", 1, "b"): 3, ("c",): 4, ("d",): 4, ("e",): 5}
 
 
 def test_without_pyyaml_the_extra_is_named(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ from ling3export.runners.ffn.segment import (
     layout,
     path_of,
 )
+from tests.support.waiting import until
 
 TOKENS, CHOSEN, EXPERTS, LAYERS, WIDTH, MICRO = 3, 2, 8, 2, 6, 2
 ROW, DIGEST = np.dtype((np.float32, (WIDTH,))), "d" * 64
@@ -171,10 +172,7 @@ def test_the_name_goes_once_all_sessions_came(name: str):
     time.sleep(0.2)
     assert path_of(name).exists()
     second = link(name)
-    deadline = time.monotonic() + 120
-    while path_of(name).exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert not path_of(name).exists()
+    until(lambda: not path_of(name).exists())
     first.close()
     second.close()
     thread.join(120)

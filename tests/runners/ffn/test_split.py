@@ -242,13 +242,8 @@ def test_a_killed_worker_ends_generate_and_leaves_no_segment(folder: Path):
     """Two processes: the only test that kills one, so that the kernel gives its lock back."""
     base, runner = name(), [sys.executable, "-m", "ling3export.runners.cli"]
     with ExitStack() as stack:
-        worker = stack.enter_context(
-            subprocess.Popen(
-                [*runner, "ffn-worker", folder, "--context", base, "--check", "programs"],
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
+        command = [*runner, "ffn-worker", folder, "--context", base, "--check", "programs"]
+        worker = stack.enter_context(subprocess.Popen(command, stderr=subprocess.PIPE, text=True))
         stack.callback(worker.kill)
         with Engine(folder, check="programs", report=quiet, ffn=[base]) as engine:
             timer = threading.Timer(1, worker.send_signal, (signal.SIGKILL,))

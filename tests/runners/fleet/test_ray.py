@@ -3,7 +3,6 @@
 import json
 import re
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ from ling3export.runners.batch.run import run_batch
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from tests.support import ray_nodes, toy_artifact
+from tests.support.waiting import until
 
 pytestmark = [pytest.mark.extras, pytest.mark.jit]
 
@@ -52,9 +52,7 @@ def test_a_node_that_dies_in_the_middle_of_a_batch_loses_nothing(cluster, tmp_pa
     cluster.add(engine=2)
 
     def kill() -> None:
-        end = time.monotonic() + 120
-        while not (partial_output.exists() and partial_output.stat().st_size) and time.monotonic() < end:
-            time.sleep(0.02)
+        until(lambda: partial_output.exists() and partial_output.stat().st_size)
         cluster.kill()
 
     thread = threading.Thread(target=kill)

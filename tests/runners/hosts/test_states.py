@@ -17,13 +17,9 @@ from ling3export.runners.state.layout import CONV, LATENT, RECURRENT
 from ling3export.runners.state.sequence_state import SequenceState, TransferredState
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
 from tests.support.faults import STATED
-from tests.support.hosting import hosting
+from tests.support.hosting import ENDED, hosting
 
 PROMPT, OTHER = tuple(range(20, 90)), tuple(range(120, 190))
-GONE = (
-    "error: host {}: expected its process to run, found that it ended\n"
-    "hint: hosts live and die together: start the command on all of them again\n"
-)
 AWAY = {"do_remote_decode": True, "do_remote_prefill": False}
 
 HOST = (sys.executable, "-m", "tests.support.shared_states")
@@ -196,5 +192,5 @@ def test_a_host_killed_while_a_state_is_gathered_ends_the_other_and_leaves_no_fi
         processes[victim].send_signal(signal.SIGKILL)
         out, said = processes[1 - victim].communicate(timeout=STATED)
         assert (processes[1 - victim].returncode, out) == (1, ""), said
-    assert said.endswith(GONE.format(victim)), said
+    assert said.endswith(ENDED.format(victim)), said
     assert [path for path in tmp_path.rglob("*") if not path.is_dir()] == []

@@ -6,7 +6,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from ling3export.machine import pjrt
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.load.loader import load
 from ling3export.verify.verify import check_digests
-from tests.support.builds import environment
+from tests.support.builds import python
 from tests.support.manifests import changed_targets
 from tests.support.refusals import refusal
 
@@ -164,12 +163,7 @@ def claiming(folder: Path, **requires: object) -> Path:
 
 def command_line(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     """``ling3-runner`` as a process."""
-    return subprocess.run(
-        [sys.executable, "-m", "ling3export.runners.cli", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment(variables),
-    )
+    return python("-m", "ling3export.runners.cli", *arguments, **variables)
 
 
 def test_another_jaxlib_is_refused_and_the_process_does_not_abort(copy):
@@ -209,8 +203,7 @@ def test_fewer_devices_than_tp(whole):
         "except Ling3Error as error:\n"
         "    print(error)\n"
     )
-    one = environment({"JAX_NUM_CPU_DEVICES": "1"})
-    done = subprocess.run([sys.executable, "-c", script, whole], capture_output=True, text=True, env=one)
+    done = python("-c", script, whole, JAX_NUM_CPU_DEVICES="1")
     assert done.stdout.startswith("CPU devices: expected 2, found 1 in this process, where jax runs already\nhint: "), (
         done
     )

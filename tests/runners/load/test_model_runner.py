@@ -1,10 +1,8 @@
 """Weights alias the mapped file, state is memory of its own, and neither compiles anything."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+
+from tests.support.builds import python
 
 SCRIPT = """
 import gc, json, sys
@@ -58,12 +56,7 @@ print(json.dumps(result))
 
 
 def test_weights_alias_and_zeros_can_be_donated(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT, str(tmp_path / "weights")],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])},
-    )
+    done = python("-W", "error", "-c", SCRIPT, tmp_path / "weights")
     assert done.stderr == ""
     assert json.loads(done.stdout) == {
         "split": True,

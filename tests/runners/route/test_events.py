@@ -106,14 +106,8 @@ class Loud:
         self._context.destroy(linger=0)
 
     def record(self, block):
-        return {
-            "port": self.ports[0],
-            "replay_port": self.ports[1],
-            "topic": "",
-            "block_size": block,
-            "instance": "x",
-            "sequence": -1,
-        }
+        place = {"port": self.ports[0], "replay_port": self.ports[1], "topic": "", "instance": "x"}
+        return place | {"block_size": block, "sequence": -1}
 
     def say(self, *frames):
         self.sockets[0].send_multipart(frames)

@@ -4,7 +4,6 @@ import asyncio
 import json
 from contextlib import AsyncExitStack
 
-import httpx2
 import pytest
 
 from bench.pd import PHASES
@@ -15,6 +14,7 @@ from ling3export.runners.route.workers import PrefillRefusedError, WorkerLoad, b
 from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.schema import ApiError
 from tests.support.routers import FakeServer
+from tests.support.serving import answered
 
 PARAMS = {"do_remote_prefill": True, "transfer_id": "0" * 32}
 BODY = {"model": "m", "prompt": "a" * 2000, "max_tokens": 5, "stream": False}
@@ -137,13 +137,7 @@ def test_the_prompt_of_a_response_is_computed_where_it_is_answered():
 )
 def test_a_path_or_method_that_there_is_not_gets_an_error_object(method, path, status, message):
     """The router answered `Not Found` as plain text, which clients of the API cannot read."""
-    transport = httpx2.ASGITransport(application(Router([], [], RoutingPolicy()), Policy("m", None, 1, 1000)))
-
-    async def ask():
-        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as client:
-            return await client.request(method, path)
-
-    answer = asyncio.run(ask())
+    answer = answered(application(Router([], [], RoutingPolicy()), Policy("m", None, 1, 1000)), method, path)
     assert answer.status_code == status and answer.json()["error"]["message"].startswith(message)
 
 

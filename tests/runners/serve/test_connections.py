@@ -7,7 +7,8 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,37 +23,17 @@ from ling3export.runners.serve import app as server_app
 from ling3export.runners.serve import run
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.connection import PIECES, READ, Connection, ConnectionLimits
-from ling3export.runners.serve.run import affordable, bound, http_server, own_names
+from ling3export.runners.serve.run import affordable, bound, own_names
 from ling3export.runners.serve.schema import ApiError, parse
 from tests.support import serving as serving_support
 from tests.support import toy_artifact
-from tests.support.serving import RUNNER, Server
+from tests.support.serving import LATE, RUNNER, Server, error_of, serving
+from tests.support.waiting import until
 
-LATE = 20  # seconds, for what takes fractions of one
 POLICY = Policy("toy", None, max_requests=4, max_body=1 << 20)
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), max_requests=4, report=lambda text: None) as engine:
-        yield engine
-
-
-@contextmanager
-def serving(app: Any, grace: float = LATE, **bounds: Any) -> Iterator[tuple[str, int]]:
-    """The address of a server of an application; it is asked to end with the block."""
-    with bound("127.0.0.1", 0) as listener:
-        listener.listen()
-        server = http_server(app, replace(ConnectionLimits(), **bounds), grace)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            yield listener.getsockname()
-        finally:
-            server.should_exit = True
-            thread.join()
+OPTIONS_OF_ENGINE = {"max_requests": 4}
 
 
 @contextmanager
@@ -294,13 +275,8 @@ def test_on_loopback_a_server_answers_to_its_own_names(engine):
     for host in ("evil.example", "evil.example:8000", "127.0.0.1.evil.example", "localhost:80:evil", "", "::1"):
         refused = asked(engine, policy, "/health", Host=host)
         assert refused.status_code == 421
-        assert refused.json()["error"] == {
-            "message": "`Host`: expected one of 127.0.0.1, [::1], box.example, localhost, "
-            f"found {host}: see --allow-host",
-            "type": "invalid_request_error",
-            "param": None,
-            "code": "unknown_host",
-        }
+        said = f"`Host`: expected one of 127.0.0.1, [::1], box.example, localhost, found {host}: see --allow-host"
+        assert refused.json()["error"] == error_of(said, "invalid_request_error", "unknown_host")
 
 
 def test_where_others_can_reach_it_names_are_open_unless_given():
@@ -330,7 +306,7 @@ def test_at_the_end_of_the_grace_calls_get_an_error_object(engine, monkeypatch, 
             found = client.recv(1 << 16) if stream else b""
         found += rest(client)
     message = "server: expected the call to end before the server, found it running"
-    error = {"error": {"message": message, "type": "server_error", "param": None, "code": "ending"}}
+    error = {"error": error_of(message, "server_error", "ending")}
     if stream:
         assert found.startswith(b"HTTP/1.1 200 ") and found.endswith(b"\r\n0\r\n\r\n")
         assert f"data: {json.dumps(error)}\n\n".encode() in found
@@ -346,11 +322,8 @@ def test_large_bodies_are_held_in_bounded_number(engine, monkeypatch):
     sent = HEAD + b"Content-Length: %d\r\n\r\n" % large + b" " * (large - 1)
     with serving(application(engine, POLICY)) as address, ExitStack() as stack:
         clients = [stack.enter_context(connected(address, sent)) for _ in range(4)]
-        end = time.monotonic() + LATE
-        while len(refused := select.select(clients, [], [], LATE)[0]) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        for answer in map(response, refused):
+        until(lambda: len(select.select(clients, [], [], LATE)[0]) >= 2)
+        for answer in map(response, select.select(clients, [], [], 0)[0]):
             assert answer.startswith(b"HTTP/1.1 503 ") and b"retry-after: 1" in answer and b'"code": "busy"' in answer
         url = f"http://localhost:{address[1]}/v1/completions"
         small = httpx2.post(url, json={"model": "toy", "prompt": [1, 2], "max_tokens": 2}, timeout=LATE)
@@ -433,32 +406,12 @@ def test_few_calls_are_read_at_a_time(engine, monkeypatch):
         def post(size: int) -> int:
             return httpx2.post(url, json={"model": "toy", "prompt": "a" * size}, timeout=LATE).status_code
 
-        with ThreadsOf(post, [100_000] * 4) as large, ThreadsOf(post, [10] * 8) as small:
-            assert small.results() == [400] * 8
+        with ThreadPoolExecutor(12) as pool:
+            large, small = (pool.map(post, sizes) for sizes in ([100_000] * 4, [10] * 8))
+            assert [*small] == [400] * 8
             hold.set()
-            assert large.results() == [400] * 4
+            assert [*large] == [400] * 4
     assert (most["small"], most["large"]) == (2, 1)
-
-
-class ThreadsOf:
-    """A function of each value, in a thread each, for a ``with``."""
-
-    def __init__(self, function: Callable[[int], int], values: list[int]) -> None:
-        self._found: list[int] = []
-        self._threads = [threading.Thread(target=lambda v=value: self._found.append(function(v))) for value in values]
-
-    def __enter__(self) -> "ThreadsOf":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def results(self) -> list[int]:
-        for thread in self._threads:
-            thread.join()
-        return self._found
-
-    def __exit__(self, *_: object) -> None:
-        self.results()
 
 
 @pytest.mark.parametrize("item", [b"1", b"[]", b'""', b'{"a": 1}', b"1.5", b"null"])

@@ -65,37 +65,6 @@ def test_a_system_text_that_already_says_whether_to_think_keeps_it(talk, word):
     assert talk.prompt(messages=messages, chat_template_kwargs=kwargs).startswith(begin)
 
 
-@pytest.mark.parametrize(
-    ("fields", "on"),
-    [
-        ({}, True),
-        ({"chat_template_kwargs": {}}, True),
-        ({"chat_template_kwargs": {"enable_thinking": True}}, True),
-        (NOT_THINKING, False),
-        ({"reasoning_effort": "none"}, False),
-        ({"reasoning_effort": "low"}, True),
-        ({"reasoning_effort": "high"}, True),
-    ],
-)
-def test_thinking_is_switched_by_chat_template_kwargs_and_by_reasoning_effort(talk, fields, on):
-    found = talk.prompt(**fields)
-    assert f"detailed thinking {'on' if on else 'off'}<|role_end|>" in found
-    assert found.endswith("<role>ASSISTANT</role>\n<think>" + ("" if on else "</think>"))
-
-
-def test_a_reasoning_effort_that_is_none_of_openais_is_refused_by_name(talk):
-    """It said `expected None`."""
-    (found,) = answers(talk.engine, CHAT, [{"messages": HI, "reasoning_effort": "much"}])
-    message = '`reasoning_effort`: expected "none", "minimal", "low", "medium", "high", "xhigh" or "max", found "much"'
-    assert (found.status_code, found.json()["error"]["message"]) == (400, message)
-
-
-def test_switching_thinking_changes_the_prompts_head(talk):
-    on, off = talk.prompt(), talk.prompt(**NOT_THINKING)
-    assert on.split("<|role_end|>")[0] != off.split("<|role_end|>")[0]
-    assert on.split("<|role_end|>")[1] == off.split("<|role_end|>")[1]
-
-
 def test_earlier_turns_keep_their_thoughts_and_history_only_grows(talk):
     """What a client sends back of an answer becomes the very text that the model wrote."""
     messages, written = list(HI), "Let me see.</think>" + CALL
@@ -110,21 +79,6 @@ def test_earlier_turns_keep_their_thoughts_and_history_only_grows(talk):
     assert talk.runner.prompts[-1] == f"{grown}<role>ASSISTANT</role>\n<think>"
     last = talk.prompt(messages=[*messages, again, *HI], tools=[WEATHER.tool])
     assert last.startswith(f"{grown}<role>ASSISTANT</role>\n<think>Aha.</think>It is sunny.<|role_end|>")
-
-
-def test_results_go_back_as_observations(talk):
-    calls = [Call("get_weather", GIVEN, "").said(number) for number in range(2)]
-    messages = [
-        *HI,
-        {"role": "assistant", "content": None, "tool_calls": calls},
-        {"role": "tool", "tool_call_id": "call_0", "content": "<sunny>\n&amp;"},
-        {"role": "tool", "tool_call_id": "call_1", "content": [{"type": "text", "text": "rain"}]},
-    ]
-    assert talk.prompt(messages=messages, tools=[WEATHER.tool]).endswith(
-        f"<role>ASSISTANT</role>\n<think></think>{CALL}{CALL}<|role_end|>"
-        "<role>OBSERVATION</role>\n<tool_response>\n<sunny>\n&amp;\n</tool_response><|role_end|>"
-        "<role>OBSERVATION</role>\n<tool_response>\nrain\n</tool_response><|role_end|><role>ASSISTANT</role>\n<think>"
-    )
 
 
 def test_random_conversations_become_the_prompts_that_the_writer_says(talk):
@@ -150,11 +104,8 @@ def test_the_template_of_synthetic_checkpoints_renders_the_same_but_for_blanks_a
 
 
 def test_the_answer_begins_inside_the_thought(talk):
-    assert talk.said("Hm, <b>.</think>Yes.") == {
-        "role": "assistant",
-        "content": "Yes.",
-        "reasoning_content": "Hm, <b>.",
-    }
+    found = talk.said("Hm, <b>.</think>Yes.")
+    assert found == {"role": "assistant", "content": "Yes.", "reasoning_content": "Hm, <b>."}
 
 
 def test_a_thought_that_does_not_end_is_no_content(talk):

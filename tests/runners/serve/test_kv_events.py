@@ -10,6 +10,7 @@ import zmq
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.serve.kv_events import END, History, Publisher, encoded, number_of, pieces
 from ling3export.runners.state.prefix_cache import Cleared, Removed, Stored
+from tests.support.waiting import until
 
 NAMES = tuple(bytes([n]) * 32 for n in range(1, 9))
 WAIT = 20_000  # milliseconds
@@ -66,16 +67,8 @@ def removed(*names: int, state: bool = False) -> Removed:
 
 
 def test_a_batch_is_what_vllm_declares_byte_for_byte():
-    data = encoded(
-        1.5,
-        [
-            Cleared(),
-            stored(1, 2, salt="me"),
-            stored(2, parent=1, salt="me", state=True),
-            removed(2, state=True),
-            removed(2, 1),
-        ],
-    )
+    events = [Cleared(), stored(1, 2, salt="me"), stored(2, parent=1, salt="me", state=True)]
+    data = encoded(1.5, [*events, removed(2, state=True), removed(2, 1)])
     found = read(data)
     assert found == EventBatch(
         1.5,
@@ -174,9 +167,7 @@ def test_a_subscriber_of_vllm_reads_messages_and_asks_for_what_it_missed():
         record = publisher.record(2)
         assert record["block_size"] == 2 and record["topic"] == "kv@a@b" and record["sequence"] == -1
         publisher.tell(stored(1))
-        end = time.monotonic() + WAIT / 1e3
-        while publisher.record(2)["sequence"] < 0:  # nobody is there who could hear it
-            assert time.monotonic() < end
+        until(lambda: publisher.record(2)["sequence"] >= 0)  # nobody is there who could hear it
         with context.socket(zmq.SUB) as heard, context.socket(zmq.DEALER) as asking:
             heard.connect(f"tcp://127.0.0.1:{record['port']}")
             heard.setsockopt(zmq.SUBSCRIBE, b"kv@")

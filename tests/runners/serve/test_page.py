@@ -1,13 +1,11 @@
 """The page at ``/`` and calls from pages of other sites (CORS); what a browser does with it is in test_browser.py."""
 
-import asyncio
 import base64
 import hashlib
 import re
 from html.parser import HTMLParser
 from typing import Any
 
-import httpx2
 import pytest
 from click.testing import CliRunner
 
@@ -19,6 +17,7 @@ from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.config import ServerConfig
 from ling3export.runners.serve.run import opened
 from tests.support.scripted import HI, MODEL, Talk, talking
+from tests.support.serving import answered
 
 CHAT = "/v1/chat/completions"
 ORIGIN, OTHER = "https://chat.example.org", "https://evil.example.org"
@@ -32,16 +31,8 @@ def model(tmp_path_factory):
         yield found
 
 
-def asked(app: Any, method: str, path: str, **how: Any) -> httpx2.Response:
-    async def ask() -> httpx2.Response:
-        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
-            return await client.request(method, path, **how)
-
-    return asyncio.run(ask())
-
-
 def served(model: Talk, method: str, path: str, *, key: str | None = None, policy: Any = None, **how: Any) -> Any:
-    return asked(application(model.engine, Policy(MODEL, key, 8, 1 << 16, **(policy or {}))), method, path, **how)
+    return answered(application(model.engine, Policy(MODEL, key, 8, 1 << 16, **(policy or {}))), method, path, **how)
 
 
 class Elements(HTMLParser):
@@ -95,9 +86,9 @@ def test_options_of_a_server_say_whether_it_has_a_page_and_who_may_call():
 
 def test_a_router_has_the_page_too():
     router = Router([], [], RoutingPolicy())
-    with_page = asked(router_application(router, Policy("", None, 1, 1000, page=True)), "GET", "/")
+    with_page = answered(router_application(router, Policy("", None, 1, 1000, page=True)), "GET", "/")
     assert (with_page.status_code, "<!doctype html>" in with_page.text) == (200, True)
-    assert asked(router_application(router, Policy("", None, 1, 1000)), "GET", "/").status_code == 404
+    assert answered(router_application(router, Policy("", None, 1, 1000)), "GET", "/").status_code == 404
 
 
 def test_a_page_of_an_allowed_origin_may_call(model):

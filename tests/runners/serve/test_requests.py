@@ -28,7 +28,7 @@ from ling3export.runners.serve.run import api_key
 from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, parse, validated
 from ling3export.runners.text.vocabulary import Tokenizer
 from tests.support import toy_artifact
-from tests.support.serving import Server, asked
+from tests.support.serving import Server, asked, error_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)
@@ -37,12 +37,7 @@ SAID: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content":
 WORDS = 'a list of messages, [{"role": TEXT, "content": TEXT}, ...]'
 PROMPT = "a text, a list of texts, a list of token ids or a list of lists of token ids"
 STOP = "a text or a list of at most 16 texts of 1 to 1000 characters"
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), max_requests=4, report=lambda text: None) as engine:
-        yield engine
+OPTIONS_OF_ENGINE = {"max_requests": 4}
 
 
 @pytest.fixture(scope="module")
@@ -69,100 +64,106 @@ def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str 
     return error["message"], error["param"], error["code"]
 
 
+WRONG = [
+    ({"prompt": None}, f"`prompt`: expected {PROMPT}, found none"),
+    ({"prompt": ""}, "prompt: expected a prompt of at least one token, found an empty one"),
+    ({"prompt": []}, f"`prompt`: expected {PROMPT}, found []"),
+    ({"prompt": [[1], []]}, "prompt 1: expected a prompt of at least one token, found an empty one"),
+    ({"prompt": ["a", ""]}, "prompt 1: expected a prompt of at least one token, found an empty one"),
+    ({"prompt": 7}, f"`prompt`: expected {PROMPT}, found 7"),
+    ({"prompt": {}}, f"`prompt`: expected {PROMPT}, found {{}}"),
+    ({"prompt": [1, "a"]}, f'`prompt`: expected {PROMPT}, found "a" at place 1'),
+    ({"prompt": ["a", 1]}, f"`prompt`: expected {PROMPT}, found 1 at place 1"),
+    ({"prompt": ["a", [1]]}, f"`prompt`: expected {PROMPT}, found a list at place 1"),
+    ({"prompt": [1, True]}, f"`prompt`: expected {PROMPT}, found true at place 1"),
+    ({"prompt": [True, 1]}, f"`prompt`: expected {PROMPT}, found true at place 0"),
+    ({"prompt": [1.5]}, f"`prompt`: expected {PROMPT}, found 1.5 at place 0"),
+    ({"prompt": [[1, [2]]]}, f"`prompt`: expected {PROMPT}, found a list at place 0"),
+    ({"prompt": [[1]] * 5}, "`prompt`: expected at most 4 prompts, found 5"),
+    ({"prompt": [1, 320]}, "prompt: expected token ids from 0 to 319, found 320 at place 1"),
+    ({"prompt": [-1]}, "prompt: expected token ids from 0 to 319, found -1 at place 0"),
+    ({"prompt": [10**30]}, f"prompt: expected token ids from 0 to 319, found {10**30} at place 0"),
+    ({"prompt": [1] * 64},
+     "prompt: expected prompt and answer within the context of 64 tokens, found a "
+     "prompt of 64 tokens + 1 = 65\nhint: shorten the prompt, or build the artifact with a larger --context"),
+    ({"prompt": "\ud800"}, "prompt: expected text in Unicode, found half a character (a lone surrogate)"),
+    ({"model": None}, "`model`: expected a text, found none"),
+    ({"model": 5}, "`model`: expected a text, found 5"),
+    ({"max_tokens": 0}, "`max_tokens`: expected a whole number from 1 to 2147483647, found 0"),
+    ({"max_tokens": -3}, "`max_tokens`: expected a whole number from 1 to 2147483647, found -3"),
+    ({"max_tokens": 2.5}, "`max_tokens`: expected a whole number from 1 to 2147483647, found 2.5"),
+    ({"max_tokens": "9"}, '`max_tokens`: expected a whole number from 1 to 2147483647, found "9"'),
+    ({"max_tokens": True}, "`max_tokens`: expected a whole number from 1 to 2147483647, found true"),
+    ({"max_tokens": 3, "max_completion_tokens": 4},
+     "`max_tokens`: expected the same as `max_completion_tokens`, 4, found 3"),
+    ({"temperature": -0.1}, "`temperature`: expected a number from 0 to 2, found -0.1"),
+    ({"temperature": 2.1}, "`temperature`: expected a number from 0 to 2, found 2.1"),
+    ({"temperature": "hot"}, '`temperature`: expected a number from 0 to 2, found "hot"'),
+    ({"temperature": True}, "`temperature`: expected a number from 0 to 2, found true"),
+    ({"temperature": [1]}, "`temperature`: expected a number from 0 to 2, found a list"),
+    ({"top_p": 0}, "`top_p`: expected a number above 0, at most 1, found 0"),
+    ({"top_p": 1.01}, "`top_p`: expected a number above 0, at most 1, found 1.01"),
+    ({"top_k": -2}, "`top_k`: expected a whole number from 0 to 2147483647, found -2"),
+    ({"seed": 1 << 64}, "`seed`: expected a whole number of 64 bits, found 18446744073709551616"),
+    ({"seed": 0.5}, "`seed`: expected a whole number of 64 bits, found 0.5"),
+    ({"n": 5}, "`n`: expected at most 4 answers, found 5"),
+    ({"n": True}, "`n`: expected a whole number from 1 to 128, found true"),
+    ({"logprobs": 21}, "`logprobs`: expected a whole number from 0 to 20, found 21"),
+    ({"logprobs": True}, "`logprobs`: expected a whole number from 0 to 20, found true"),
+    ({"presence_penalty": 2.5}, "`presence_penalty`: expected a number from -2 to 2, found 2.5"),
+    ({"repetition_penalty": 0}, "`repetition_penalty`: expected a number above 0, at most 10, found 0"),
+    ({"logit_bias": {"x": 1}},
+     '`logit_bias`: expected an object of at most 1024 token ids with a number from -100 to 100, found "x"'),
+    ({"logit_bias": {"5": 101}},
+     "`logit_bias`: expected an object of at most 1024 token ids with a number from -100 to 100, found 101"),
+    ({"logit_bias": {"5": 1, "05": 2}}, "sampling `logit_bias`: expected each token once, found one twice"),
+    ({"response_format": {"type": "xml"}},
+     '`response_format`: expected a type of text, json_object or json_schema, found "xml"'),
+    ({"response_format": {"type": "json_schema"}},
+     "`response_format`: expected a json_schema with a schema, an object, found none"),
+    ({"guided_regex": "(a"},
+     "guided_regex: expected a regex grammar that some text fits, found at 1(8): "
+     'invalid regex "(a" (in regex): regex parse error: (a ^ error: unclosed group 1 | start: /(a/ ^'),
+    ({"response_format": {"type": "json_schema", "json_schema": {"schema": {
+     "type": "integer", "minimum": 5, "maximum": 3}}}},
+     "response_format: expected a json grammar that some text fits, found Unsatisfiable schema: minimum (5) "
+     "is greater than maximum (3)"),
+    ({"echo": True, "logprobs": 2},
+     "`echo`: expected a whole answer and at most 1 log-probability with `logprobs`, found 2 log-probabilities"),
+    ({"stop": ""}, f'`stop`: expected {STOP}, found ""'),
+    ({"stop": 5}, f"`stop`: expected {STOP}, found 5"),
+    ({"stop": ["a", 5]}, f"`stop`: expected {STOP}, found 5 at place 1"),
+    ({"stop": ["a"] * 17}, f"`stop`: expected {STOP}, found a list"),
+    ({"stop": "\ud800"}, f'`stop`: expected {STOP}, found "\\ud800"'),
+    ({"stop": "a" * 1001}, f'`stop`: expected {STOP}, found "{"a" * 59}…'),
+    ({"stream": "yes"}, '`stream`: expected true or false, found "yes"'),
+    ({"stream_options": {}}, "`stream_options`: expected it beside `stream: true` only, found it without"),
+    ({"ignore_eos": 1}, "`ignore_eos`: expected true or false, found 1"),
+    ({"cache_salt": 3}, "`cache_salt`: expected a text, found 3"),
+    ({"return_token_ids": "x"}, '`return_token_ids`: expected true or false, found "x"'),
+]  # fmt: skip
+NAMED_OTHERWISE = [
+    ({"logit_bias": {"320": 1}}, "prompt", "prompt: expected logit_bias of token ids from 0 to 319, found 320"),
+    (
+        {"guided_regex": "a", "guided_grammar": "b"},
+        "response_format",
+        "`response_format`: expected one of response_format, structured_outputs and guided_json, guided_regex, "
+        "guided_choice, guided_grammar, found guided_regex and "
+        "guided_grammar",
+    ),
+    ({"stream": True, "stream_options": 1}, "stream_options", "`stream_options`: expected an object, found 1"),
+    (
+        {"stream": True, "stream_options": {"include_usage": 1}},
+        "include_usage",
+        "`include_usage`: expected true or false, found 1",
+    ),
+]
+
+
 @pytest.mark.parametrize(
     ("change", "param", "message"),
-    [
-        ({"prompt": None}, "prompt", f"`prompt`: expected {PROMPT}, found none"),
-        ({"prompt": ""}, "prompt", "prompt: expected a prompt of at least one token, found an empty one"),
-        ({"prompt": []}, "prompt", f"`prompt`: expected {PROMPT}, found []"),
-        ({"prompt": [[1], []]}, "prompt", "prompt 1: expected a prompt of at least one token, found an empty one"),
-        ({"prompt": ["a", ""]}, "prompt", "prompt 1: expected a prompt of at least one token, found an empty one"),
-        ({"prompt": 7}, "prompt", f"`prompt`: expected {PROMPT}, found 7"),
-        ({"prompt": {}}, "prompt", f"`prompt`: expected {PROMPT}, found {{}}"),
-        ({"prompt": [1, "a"]}, "prompt", f'`prompt`: expected {PROMPT}, found "a" at place 1'),
-        ({"prompt": ["a", 1]}, "prompt", f"`prompt`: expected {PROMPT}, found 1 at place 1"),
-        ({"prompt": ["a", [1]]}, "prompt", f"`prompt`: expected {PROMPT}, found a list at place 1"),
-        ({"prompt": [1, True]}, "prompt", f"`prompt`: expected {PROMPT}, found true at place 1"),
-        ({"prompt": [True, 1]}, "prompt", f"`prompt`: expected {PROMPT}, found true at place 0"),
-        ({"prompt": [1.5]}, "prompt", f"`prompt`: expected {PROMPT}, found 1.5 at place 0"),
-        ({"prompt": [[1, [2]]]}, "prompt", f"`prompt`: expected {PROMPT}, found a list at place 0"),
-        ({"prompt": [[1]] * 5}, "prompt", "`prompt`: expected at most 4 prompts, found 5"),
-        ({"prompt": [1, 320]}, "prompt", "prompt: expected token ids from 0 to 319, found 320 at place 1"),
-        ({"prompt": [-1]}, "prompt", "prompt: expected token ids from 0 to 319, found -1 at place 0"),
-        ({"prompt": [10**30]}, "prompt", f"prompt: expected token ids from 0 to 319, found {10**30} at place 0"),
-        ({"prompt": [1] * 64}, "prompt", "prompt: expected prompt and answer within the context of 64 tokens, found a "
-         "prompt of 64 tokens + 1 = 65\nhint: shorten the prompt, or build the artifact with a larger --context"),
-        ({"prompt": "\ud800"}, "prompt", "prompt: expected text in Unicode, found half a character (a lone surrogate)"),
-        ({"model": None}, "model", "`model`: expected a text, found none"),
-        ({"model": 5}, "model", "`model`: expected a text, found 5"),
-        ({"max_tokens": 0}, "max_tokens", "`max_tokens`: expected a whole number from 1 to 2147483647, found 0"),
-        ({"max_tokens": -3}, "max_tokens", "`max_tokens`: expected a whole number from 1 to 2147483647, found -3"),
-        ({"max_tokens": 2.5}, "max_tokens", "`max_tokens`: expected a whole number from 1 to 2147483647, found 2.5"),
-        ({"max_tokens": "9"}, "max_tokens", '`max_tokens`: expected a whole number from 1 to 2147483647, found "9"'),
-        ({"max_tokens": True}, "max_tokens", "`max_tokens`: expected a whole number from 1 to 2147483647, found true"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens",
-         "`max_tokens`: expected the same as `max_completion_tokens`, 4, found 3"),
-        ({"temperature": -0.1}, "temperature", "`temperature`: expected a number from 0 to 2, found -0.1"),
-        ({"temperature": 2.1}, "temperature", "`temperature`: expected a number from 0 to 2, found 2.1"),
-        ({"temperature": "hot"}, "temperature", '`temperature`: expected a number from 0 to 2, found "hot"'),
-        ({"temperature": True}, "temperature", "`temperature`: expected a number from 0 to 2, found true"),
-        ({"temperature": [1]}, "temperature", "`temperature`: expected a number from 0 to 2, found a list"),
-        ({"top_p": 0}, "top_p", "`top_p`: expected a number above 0, at most 1, found 0"),
-        ({"top_p": 1.01}, "top_p", "`top_p`: expected a number above 0, at most 1, found 1.01"),
-        ({"top_k": -2}, "top_k", "`top_k`: expected a whole number from 0 to 2147483647, found -2"),
-        ({"seed": 1 << 64}, "seed", "`seed`: expected a whole number of 64 bits, found 18446744073709551616"),
-        ({"seed": 0.5}, "seed", "`seed`: expected a whole number of 64 bits, found 0.5"),
-        ({"n": 5}, "n", "`n`: expected at most 4 answers, found 5"),
-        ({"n": True}, "n", "`n`: expected a whole number from 1 to 128, found true"),
-        ({"logprobs": 21}, "logprobs", "`logprobs`: expected a whole number from 0 to 20, found 21"),
-        ({"logprobs": True}, "logprobs", "`logprobs`: expected a whole number from 0 to 20, found true"),
-        ({"presence_penalty": 2.5}, "presence_penalty",
-         "`presence_penalty`: expected a number from -2 to 2, found 2.5"),
-        ({"repetition_penalty": 0}, "repetition_penalty",
-         "`repetition_penalty`: expected a number above 0, at most 10, found 0"),
-        ({"logit_bias": {"x": 1}}, "logit_bias",
-         '`logit_bias`: expected an object of at most 1024 token ids with a number from -100 to 100, found "x"'),
-        ({"logit_bias": {"5": 101}}, "logit_bias",
-         "`logit_bias`: expected an object of at most 1024 token ids with a number from -100 to 100, found 101"),
-        ({"logit_bias": {"5": 1, "05": 2}}, "logit_bias",
-         "sampling `logit_bias`: expected each token once, found one twice"),
-        ({"logit_bias": {"320": 1}}, "prompt",
-         "prompt: expected logit_bias of token ids from 0 to 319, found 320"),
-        ({"response_format": {"type": "xml"}}, "response_format",
-         '`response_format`: expected a type of text, json_object or json_schema, found "xml"'),
-        ({"response_format": {"type": "json_schema"}}, "response_format",
-         "`response_format`: expected a json_schema with a schema, an object, found none"),
-        ({"guided_regex": "a", "guided_grammar": "b"}, "response_format",
-         "`response_format`: expected one of response_format, structured_outputs and guided_json, guided_regex, "
-         "guided_choice, guided_grammar, found guided_regex and "
-         "guided_grammar"),
-        ({"guided_regex": "(a"}, "guided_regex",
-         "guided_regex: expected a regex grammar that some text fits, found at 1(8): "
-         'invalid regex "(a" (in regex): regex parse error: (a ^ error: unclosed group 1 | start: /(a/ ^'),
-        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "integer", "minimum": 5,
-          "maximum": 3}}}}, "response_format",
-         "response_format: expected a json grammar that some text fits, found Unsatisfiable schema: minimum (5) "
-         "is greater than maximum (3)"),
-        ({"echo": True, "logprobs": 2}, "echo",
-         "`echo`: expected a whole answer and at most 1 log-probability with `logprobs`, found 2 log-probabilities"),
-        ({"stop": ""}, "stop", f'`stop`: expected {STOP}, found ""'),
-        ({"stop": 5}, "stop", f"`stop`: expected {STOP}, found 5"),
-        ({"stop": ["a", 5]}, "stop", f"`stop`: expected {STOP}, found 5 at place 1"),
-        ({"stop": ["a"] * 17}, "stop", f"`stop`: expected {STOP}, found a list"),
-        ({"stop": "\ud800"}, "stop", f'`stop`: expected {STOP}, found "\\ud800"'),
-        ({"stop": "a" * 1001}, "stop", f'`stop`: expected {STOP}, found "{"a" * 59}…'),
-        ({"stream": "yes"}, "stream", '`stream`: expected true or false, found "yes"'),
-        ({"stream_options": {}}, "stream_options",
-         "`stream_options`: expected it beside `stream: true` only, found it without"),
-        ({"stream": True, "stream_options": 1}, "stream_options",
-         "`stream_options`: expected an object, found 1"),
-        ({"stream": True, "stream_options": {"include_usage": 1}}, "include_usage",
-         "`include_usage`: expected true or false, found 1"),
-        ({"ignore_eos": 1}, "ignore_eos", "`ignore_eos`: expected true or false, found 1"),
-        ({"cache_salt": 3}, "cache_salt", "`cache_salt`: expected a text, found 3"),
-        ({"return_token_ids": "x"}, "return_token_ids", '`return_token_ids`: expected true or false, found "x"'),
-    ],
-)  # fmt: skip
+    [*((change, next(iter(change)), message) for change, message in WRONG), *NAMED_OTHERWISE],
+)
 def test_a_wrong_value_is_named(engine, change, param, message):
     assert refused(call(engine, COMPLETIONS, IDS | change), 400) == (message, param, "invalid_value")
     assert engine.stats()["live"] == 0
@@ -340,27 +341,20 @@ def test_without_a_tokenizer(wordless):
 
     `logprobs` and `echo` were answered with 500.
     """
-    (choice,) = call(wordless, COMPLETIONS, IDS | {"temperature": 0, "max_tokens": 6, "ignore_eos": True}).json()[
-        "choices"
-    ]
+    answer = call(wordless, COMPLETIONS, IDS | {"temperature": 0, "max_tokens": 6, "ignore_eos": True})
+    (choice,) = answer.json()["choices"]
     assert (choice["text"], choice["token_ids"]) == ("", toy_artifact.answer([1, 2, 3], 6)[0])
     found = refused(call(wordless, COMPLETIONS, IDS | {"prompt": "a"}), 400)
     assert found == ("`prompt`: expected token ids, found text: this model has no tokenizer", "prompt", "no_tokenizer")
     for name, value in (("stop", "a"), ("logprobs", 0), ("echo", True)):
         found = refused(call(wordless, COMPLETIONS, IDS | {name: value}), 400)
-        assert found == (
-            f"`{name}`: expected it left out, found it asked for: this model has no tokenizer",
-            name,
-            "no_tokenizer",
-        )
+        message = f"`{name}`: expected it left out, found it asked for: this model has no tokenizer"
+        assert found == (message, name, "no_tokenizer")
     found = refused(call(wordless, "/tokenizer_info", b"", method="GET"), 404)
     assert found == ("tokenizer: expected one, found none: this model takes token ids", None, "no_tokenizer")
     found = refused(call(wordless, CHAT, SAID), 400)
-    assert found == (
-        "`messages`: expected a model with a chat template, found none: use /v1/completions",
-        "messages",
-        "no_chat_template",
-    )
+    message = "`messages`: expected a model with a chat template, found none: use /v1/completions"
+    assert found == (message, "messages", "no_chat_template")
 
 
 def test_an_engine_that_ended_answers_503(caplog):
@@ -369,12 +363,8 @@ def test_an_engine_that_ended_answers_503(caplog):
     for path, method in (("/health", "GET"), (COMPLETIONS, "POST"), (COMPLETIONS, "POST")):
         answer = call(engine, path, IDS, method=method)
         assert answer.status_code == 503
-        assert answer.json()["error"] == {
-            "message": "engine: expected it running, found it stopped",
-            "type": "server_error",
-            "param": None,
-            "code": "engine_stopped",
-        }
+        error = error_of("engine: expected it running, found it stopped", "server_error", "engine_stopped")
+        assert answer.json()["error"] == error
     assert caplog.messages == ["engine: expected it open, found it closed"] * 2
 
 

@@ -8,26 +8,19 @@ from typing import Any
 import httpx2
 import pytest
 
-from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.validation import BIASES, TOP_LOGPROBS
 from ling3export.runners.serve.app import SMALL, application
 from ling3export.runners.serve.schema import CHOICES, ELEMENTS, LEVELS, STOP_LENGTH, STOPS
 from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, POLICY, SAID
-from tests.support import serving, toy_artifact
+from tests.support import serving
 from tests.support.choosing import greedy
-from tests.support.toy_artifact import CONTEXT
+from tests.support.toy_artifact import CONTEXT, logits
 
 MOST = 4 << 20  # bytes of a body here
 REQUESTS = CHOICES + 2
-TABLE = toy_artifact.table()
 ONE = IDS | {"max_tokens": 1}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), max_requests=REQUESTS, report=lambda text: None) as engine:
-        yield engine
+OPTIONS_OF_ENGINE = {"max_requests": REQUESTS}
 
 
 # What changes: the largest size that is taken, a body of a size, and what is said of a larger one.
@@ -81,7 +74,7 @@ def test_a_body_is_answered_alike_about_the_size_that_is_read_apart(engine, step
     assert len(answer.request.content) == SMALL + step and answer.status_code == 200
     lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line] if stream else [answer.text]
     text = "".join(json.loads(line)["choices"][0]["text"] for line in lines if line != "[DONE]")
-    tokens = greedy(lambda ids: TABLE[sum(ids) % toy_artifact.VOCAB], IDS["prompt"], 6)
+    tokens = greedy(logits, IDS["prompt"], 6)
     assert text.rstrip("\ufffd") == engine.files.tokenizer("test").decode(tokens).rstrip("\ufffd")
 
 

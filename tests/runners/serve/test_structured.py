@@ -8,10 +8,8 @@ from typing import Any
 import jsonschema
 import pytest
 
-from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.text.grammar import Grammar
-from tests.support import toy_artifact
 
 LETTERS = "abcdexyz019 é"
 CLASSES = ("[a-f]", "[0-9]", "[A-Za-z]", "[^a-z\\n]", "[ab ]", ".")
@@ -74,12 +72,8 @@ def schema(dice: random.Random, depth: int = 3) -> dict[str, Any]:
         return {"anyOf": [schema(dice, depth - 1) for _ in range(dice.randint(1, 3))]}
     if kind == 6:
         least = dice.randint(0, 2)
-        return {
-            "type": "array",
-            "items": schema(dice, depth - 1),
-            "minItems": least,
-            "maxItems": least + dice.randint(0, 2),
-        }
+        sizes = {"minItems": least, "maxItems": least + dice.randint(0, 2)}
+        return {"type": "array", "items": schema(dice, depth - 1)} | sizes
     names = dice.sample(["a", "b", "name", "größe", 'q"', "x y"], dice.randint(0, 4))
     properties = {name: schema(dice, depth - 1) for name in names}
     needed = [name for name in names if dice.random() < 0.7]
@@ -108,19 +102,10 @@ def check(grammar: Grammar, text: str) -> None:
     jsonschema.Draft202012Validator(json.loads(grammar.text), format_checker=checker).validate(json.loads(text))
 
 
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
-        yield engine
-
-
 def test_a_models_json_has_the_blanks_of_python_alone(engine):
     """A model could write blanks without end: 148 of 667 random schemas did not come to theirs."""
-    schema = {
-        "type": "object",
-        "properties": {"a": {"type": "integer"}, "b": {"type": "string"}},
-        "required": ["a", "b"],
-    }
+    properties = {"a": {"type": "integer"}, "b": {"type": "string"}}
+    schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
     grammar, encode = Grammar("json", json.dumps(schema)), engine.files.tokenizer("test").encode
     for text, fits in (
         ('{"a": 1, "b": " "}', True),

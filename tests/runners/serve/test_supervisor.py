@@ -1,17 +1,15 @@
 """A server's engine after a failed step or a stall: restarted a bounded number of times, and /health says what is."""
 
-import asyncio
 import time
 
-import httpx2
 import pytest
 
 from ling3export.runners.engine.handle import EngineStalled, EngineStopped
 from ling3export.runners.serve import run
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.run import supervised
-
-WAIT = 20  # seconds, for what takes milliseconds
+from tests.support.serving import answered, error_of
+from tests.support.waiting import until
 
 
 class Engine:
@@ -36,13 +34,6 @@ class Engine:
 def engine(monkeypatch):
     monkeypatch.setattr(run, "PAUSE", 0.01)
     return Engine()
-
-
-def until(condition):
-    end = time.monotonic() + WAIT
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.005)
 
 
 def test_failed_steps_are_followed_by_so_many_restarts(engine):
@@ -91,13 +82,6 @@ def test_nothing_is_restarted_unless_asked(engine):
 def test_health_names_the_program_that_did_not_return(engine):
     said = "engine: expected `decode@16` to return within 3 s, found it still running"
     engine.stopped = EngineStalled(said)
-
-    async def ask():
-        transport = httpx2.ASGITransport(application(engine, Policy("toy", None, 4, 5000)))
-        async with httpx2.AsyncClient(transport=transport, base_url="http://toy") as client:
-            return await client.get("/health")
-
-    answer = asyncio.run(ask())
+    answer = answered(application(engine, Policy("toy", None, 4, 5000)), "GET", "/health")
     assert answer.status_code == 503
-    error = {"message": said, "type": "server_error", "param": None, "code": "engine_stalled"}
-    assert answer.json() == {"error": error}
+    assert answer.json() == {"error": error_of(said, "server_error", "engine_stalled")}

@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.chat import chat, spoken
@@ -15,7 +14,6 @@ from ling3export.runners.serve.schema import ApiError
 from ling3export.runners.text.answer import AnswerFormat, AnswerParser
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from tests.support import toy_artifact
 from tests.support.matching import followed
 from tests.support.serving import prompting
 
@@ -27,12 +25,6 @@ NAMED = {"type": "function", "function": {"name": "f"}}
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 FORM = {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}}
 TEMPLATE = "{{ tools }}<think></think><tool_call></tool_call>"
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
-        yield engine
 
 
 @pytest.fixture
@@ -54,23 +46,19 @@ def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("guide", [FORM, {"response_format": {"type": "json_object"}}, {"guided_regex": "[a-z]+"}])
 @pytest.mark.parametrize(
-    ("choice", "param", "message"),
+    ("choice", "message"),
     [
-        ({"tool_choice": "required"}, "tool_choice", '`tool_choice`: expected "auto" or "none" beside `{}`, found "re'),
-        (
-            {"tool_choice": NAMED},
-            "tool_choice",
-            '`tool_choice`: expected "auto" or "none" beside `{}`, found an object',
-        ),
-        ({"parallel_tool_calls": False}, "parallel_tool_calls", "`parallel_tool_calls`: expected true beside `{}`, f"),
+        ({"tool_choice": "required"}, '`tool_choice`: expected "auto" or "none" beside `{}`, found "re'),
+        ({"tool_choice": NAMED}, '`tool_choice`: expected "auto" or "none" beside `{}`, found an object'),
+        ({"parallel_tool_calls": False}, "`parallel_tool_calls`: expected true beside `{}`, f"),
     ],
 )
-def test_calls_that_have_to_be_made_are_refused_beside_another_form(engine, prompted, guide, choice, param, message):
+def test_calls_that_have_to_be_made_are_refused_beside_another_form(engine, prompted, guide, choice, message):
     """They were dropped in silence: the answer had the form, and never a call."""
     prompted("A")
     with pytest.raises(ApiError) as caught:
         chat(SAID | TOOLS | guide | choice, engine, "toy")
-    assert (caught.value.status, caught.value.param) == (400, param)
+    assert (caught.value.status, [caught.value.param]) == (400, [*choice])
     assert caught.value.message.startswith(message.format(*guide))
 
 

@@ -15,19 +15,15 @@ from ling3export.runners.engine.validation import generation_defaults
 from ling3export.runners.serve.chat import chat
 from ling3export.runners.serve.completions import completions
 from ling3export.runners.serve.responses import responses
-from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, POLICY, SAID, asked, call, chunks, logits
-from tests.support import serving, toy_artifact
+from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, POLICY, SAID, asked, call, chunks
+from tests.support import serving
 from tests.support.choosing import greedy
+from tests.support.toy_artifact import logits
 
 RESPONSES = "/v1/responses"
 PLAIN = greedy(logits, [5, 9, 7], 12)
 LONG = IDS | {"max_tokens": 12, "return_token_ids": True}
-
-
-@pytest.fixture(scope="module")
-def engine():
-    with Engine(toy_artifact.shared(), max_requests=8, report=lambda text: None) as engine:
-        yield engine
+OPTIONS_OF_ENGINE = {"max_requests": 8}
 
 
 def stopped(engine: Engine, **fields: Any) -> dict[str, Any]:
@@ -192,15 +188,13 @@ def test_a_generation_config_out_of_range_is_refused_by_name():
 
 def test_generation_config_is_read_as_vllm_reads_it():
     """vLLM samples whatever `do_sample` says: with false it has temperature 1 where the file names none."""
-    given = {
-        "do_sample": False,
+    given = {"do_sample": False, "temperature": 0.6, "min_p": 0.05, "top_k": 20, "max_new_tokens": 2048}
+    assert generation_defaults(given | {"max_length": 9}) == {
         "temperature": 0.6,
         "min_p": 0.05,
         "top_k": 20,
         "max_new_tokens": 2048,
-        "max_length": 9,
     }
-    assert generation_defaults(given) == {"temperature": 0.6, "min_p": 0.05, "top_k": 20, "max_new_tokens": 2048}
 
 
 @pytest.mark.parametrize(("path", "limit"), [(CHAT, "max_completion_tokens"), (RESPONSES, "max_output_tokens")])

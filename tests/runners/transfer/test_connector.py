@@ -14,6 +14,7 @@ from ling3export.runners.state.layout import CONV, LATENT, POOLS, RECURRENT
 from ling3export.runners.transfer.connector import LOADS, Connector, ConnectorMetadata, ProtocolError
 from ling3export.runners.transfer.store import StateAddress
 from tests.support.transfers import DESCRIPTION, LAYOUT, LEASE, STORES, random_state, remove_all, same, store
+from tests.support.waiting import until
 
 TOKENS = 20  # two whole pages, and a half
 WHOLE = ({POOLS[LATENT]: range(2), POOLS[RECURRENT]: range(3), POOLS[CONV]: range(3)},)
@@ -116,9 +117,7 @@ def test_a_prompts_state_goes_from_one_to_the_other_once(kind, groups, tmp_path,
     assert d.connector.get_num_new_matched_tokens(asked, 0) == (TOKENS, True)
     assert d.load(asked) == TOKENS and same(d.received(), state)
     assert d.load(asked) == TOKENS and d.received() is None, "a state counts once"
-    end = time.monotonic() + 60
-    while p.connector.get_finished()[0] != {"r"}:
-        assert time.monotonic() < end
+    until(lambda: p.connector.get_finished()[0] == {"r"})
     assert asked.kv_transfer_params["remote_block_ids"] == [1, 2, 3]
 
 
@@ -152,9 +151,7 @@ def test_params_of_another_state_prompt_or_form_are_a_prefill_of_ones_own(change
     meta = d.step()
     told = [] if reason == "bad_params" else [name]  # the giver hears of it where it is known
     assert (meta.loads, meta.saves, [each.name for each in meta.refused]) == ((), (), told)
-    end = time.monotonic() + 60
-    while told and p.connector.get_finished()[0] != {"r"}:
-        assert time.monotonic() < end
+    until(lambda: not told or p.connector.get_finished()[0] == {"r"})
 
 
 def test_a_load_that_fails_brings_nothing(tmp_path, stack):
@@ -172,9 +169,7 @@ def test_what_is_not_wanted_is_freed_at_once(kind, tmp_path, stack):
     d = engine(stack, kind, tmp_path)
     d.connector.update_state_after_alloc(asked, 0)
     d.step()
-    end = time.monotonic() + 60
-    while p.connector.get_finished()[0] != {"r"}:
-        assert time.monotonic() < end
+    until(lambda: p.connector.get_finished()[0] == {"r"})
 
 
 def crowded(stack, folder):
@@ -193,17 +188,15 @@ def test_a_load_that_waits_for_its_turn_keeps_its_lease_and_gives_it_back_when_c
     found, d, go = crowded(stack, tmp_path)
     found[LOADS][1].kv_transfer_params["lease"] = None
     assert [d.load(asked) for _, asked, _ in found] == [TOKENS] * (LOADS + 2)
-    cancelled, end = str(LOADS + 1), time.monotonic() + 60
-    while d.connector.counts["renewed"] < 3:
-        assert time.monotonic() < end
+    cancelled = str(LOADS + 1)
+    until(lambda: d.connector.counts["renewed"] >= 3)
     assert [p.store.counts["renewed"] > 0 for p, *_ in found] == [False] * (LOADS + 1) + [True]
     d.connector.handle_preemptions({cancelled})
     go.set()
     for number, (_, _, state) in enumerate(found):
         brought = d.received(str(number)) if str(number) != cancelled else None
         assert same(brought, state) == (str(number) != cancelled)
-    while found[-1][0].connector.get_finished()[0] != {"r"}:
-        assert time.monotonic() < end
+    until(lambda: found[-1][0].connector.get_finished()[0] == {"r"})
     assert d.buffers == {} and found[-1][0].store.counts["given_back"] == 1
 
 
@@ -214,9 +207,7 @@ def test_a_lease_that_is_not_renewed_is_asked_for_no_more(tmp_path, stack):
     d.store.release(StateAddress(name, *found[LOADS][0].store.address), time.monotonic() + 60)
     found[LOADS + 1][0].connector.shutdown()
     assert [d.load(asked) for _, asked, _ in found] == [TOKENS] * (LOADS + 2)
-    end = time.monotonic() + 60
-    while d.connector.counts != {"renewal_refused": 1, "renewal_peer_gone": 1}:
-        assert time.monotonic() < end
+    until(lambda: d.connector.counts == {"renewal_refused": 1, "renewal_peer_gone": 1})
     go.set()
     assert [d.received(str(number)) is not None for number in range(LOADS + 2)] == [True] * LOADS + [False] * 2
     assert d.connector.counts == {"renewal_refused": 1, "renewal_peer_gone": 1}

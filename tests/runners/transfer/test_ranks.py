@@ -27,12 +27,8 @@ def test_one_prefill_instance_of_2_ranks_and_one_decode_instance_of_4():
 
 def test_from_8_ranks_to_16():
     decode = [rank for rank in rank_plan(1, 1, 8, 16) if rank.role == "D"][:4]
-    assert [(rank.global_rank, rank.group_rank, rank.port) for rank in decode] == [
-        (8, 1, 1),
-        (9, 2, 1),
-        (10, 1, 3),
-        (11, 2, 3),
-    ]
+    found = [(rank.global_rank, rank.group_rank, rank.port) for rank in decode]
+    assert found == [(8, 1, 1), (9, 2, 1), (10, 1, 3), (11, 2, 3)]
 
 
 @pytest.mark.parametrize(("ps", "ds", "ptp", "dtp"), [(2, 1, 2, 2), (1, 2, 2, 4), (3, 2, 1, 4), (2, 3, 4, 8)])

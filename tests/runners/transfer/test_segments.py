@@ -14,6 +14,7 @@ from ling3export.runners.transfer import connector, manager
 from ling3export.runners.transfer.options import Transfer
 from tests.support.tolerances import BFLOAT16_MEDIAN, FLOAT32
 from tests.support.transfers import AWAY, moved
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.build
 
@@ -203,10 +204,10 @@ def test_what_nobody_will_take_is_freed_at_once(artifact, name):
             time.sleep(0.002 * number)
             handle.cancel()
             kept += handle.result(60).kv_transfer_params is not None
-        end = time.monotonic() + 60
-        while (said := engine.stats()["transfer"]).get("stored", 0) - said.get("pulled", 0) - said.get(
-            "expired", 0
-        ) != kept:
-            assert time.monotonic() < end, (said, kept)
-            time.sleep(0.02)
+
+        def left() -> int:
+            said = engine.stats()["transfer"]
+            return said.get("stored", 0) - said.get("pulled", 0) - said.get("expired", 0)
+
+        until(lambda: left() == kept)
         assert engine.stats()["free"] == engine.stats()["pools"] and engine.stats()["live"] == 0

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
 import pytest
@@ -39,6 +40,7 @@ from tests.support.transfers import (
     same,
     store,
 )
+from tests.support.waiting import until
 
 DEADLINE, GRACE = 2.0, 5.0  # seconds that a reader has, and that a busy machine may take more
 NAME = name_of(1)
@@ -78,10 +80,7 @@ def ends(kind, tmp_path, clock):
 
 def until_ended(holder, name: str = NAME) -> None:
     """Waits until a holder says that a state is over: one over TCP does so a moment after the other end."""
-    found, end = set(), soon()
-    while name not in found:
-        assert time.monotonic() < end
-        found |= holder.ended()
+    until(lambda: name in holder.ended())
 
 
 def test_a_state_is_taken_whole_and_once(ends):
@@ -361,15 +360,10 @@ def test_a_holder_that_is_gone_is_a_miss_in_time(how, reason, child, tmp_path):
 
 def test_of_two_who_take_a_state_at_once_one_has_it(tmp_path):
     holder, takers = store("tcp", tmp_path), [store("tcp", tmp_path) for _ in range(2)]
-    state, found = random_state(), []
+    state = random_state()
     assert put(holder, NAME, state)
-    threads = [
-        threading.Thread(target=lambda end=end: found.append(end.get(address(holder, NAME), soon()))) for end in takers
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(len(takers)) as pool:
+        found = list(pool.map(lambda end: end.get(address(holder, NAME), soon()), takers))
     assert sorted(same(each, state) for each in found) == [False, True]
     assert sum((each.counts for each in takers), Counter()) == {"hit": 1, "refused": 1}
     for end in (holder, *takers):
@@ -398,9 +392,7 @@ def test_a_taker_with_another_secret_is_a_stranger(tmp_path):
     holder, taker = store("tcp", tmp_path, secret="a secret of sixteen"), store("tcp", tmp_path)
     assert put(holder, NAME, random_state())
     assert taker.get(address(holder, NAME), soon()) is None and taker.counts == {"refused": 1}
-    end = soon()
-    while not holder.counts["stranger"]:  # the holder counts after it has hung up
-        assert time.monotonic() < end
+    until(lambda: holder.counts["stranger"])  # the holder counts after it has hung up
     holder.close()
     taker.close()
 
@@ -420,10 +412,7 @@ def test_strangers_who_talk_or_are_silent_keep_nobody_out(tmp_path, monkeypatch)
     assert same(taker.get(address(holder, NAME), soon(DEADLINE + GRACE)), state)
     for peer in peers:
         peer.close()
-    end = soon()
-    while holder.counts["stranger"] < len(peers):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    until(lambda: holder.counts["stranger"] >= len(peers))
     holder.close()
     taker.close()
 
