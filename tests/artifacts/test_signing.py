@@ -30,7 +30,7 @@ from ling3export.runners.load import loader, programs
 from tests.support import toy_artifact
 from tests.support.catalog_kills import contents
 from tests.support.manifests import noted
-from tests.support.refusals import refusal
+from tests.support.refusals import refusal, said, succeeded
 from tests.support.said import unpromised
 
 
@@ -164,10 +164,10 @@ def test_without_trusted_keys_one_line_says_who_claims_to_have_signed(toy, key, 
         "signed by {}, not checked": lambda: sign(toy, key),
         f"{SIGNATURES} is damaged, not checked": lambda: (toy / SIGNATURES).write_text("{"),
     }
-    for said, change in changes.items():
+    for words, change in changes.items():
         name = change()
         loader.load(toy)
-        assert unpromised(capsys.readouterr().err) == f"x.ling3: {said.format(name)}\n"
+        assert unpromised(capsys.readouterr().err) == f"x.ling3: {words.format(name)}\n"
 
 
 def test_keys_of_another_kind_and_weights_without_digests_are_refused(toy, key, trusted):
@@ -183,8 +183,8 @@ def test_keys_of_another_kind_and_weights_without_digests_are_refused(toy, key, 
 
 def test_the_command_line_makes_keys_signs_and_trusts(toy, tmp_path, monkeypatch):
     key, keys = tmp_path / "k", tmp_path / "keys"
-    made = CliRunner().invoke(cli.main, ["keygen", str(key)])
-    assert made.exit_code == 0 and stat.S_IMODE(os.stat(key).st_mode) == 0o600
+    made = said(cli.main, "keygen", key)
+    assert stat.S_IMODE(os.stat(key).st_mode) == 0o600
     before = key.read_bytes()
     assert "expected a writable file, found File exists" in refusal(cli.main, "keygen", key)
     assert key.read_bytes() == before
@@ -198,12 +198,10 @@ def test_the_command_line_makes_keys_signs_and_trusts(toy, tmp_path, monkeypatch
     command = ["generate", str(toy), "--prompt-ids", "1,2", "--max-tokens", "1", "--trust", str(keys)]
     monkeypatch.setenv(TRUST, str(tmp_path))  # what --trust sets is taken back
     assert "expected a signature by" in refusal(runner_cli.main, *command)
-    signed = CliRunner().invoke(cli.main, ["sign", str(toy), "--key", str(key)])
-    assert (signed.exit_code, signed.stdout) == (0, made.stdout)
-    done = CliRunner().invoke(runner_cli.main, command)
-    assert done.exit_code == 0 and f"signed by {made.stdout.strip()}\n" in done.stderr
-    verified = CliRunner().invoke(cli.main, ["verify", str(toy), "--no-run", "--trust", str(keys)])
-    assert verified.exit_code == 0 and f"signed by {made.stdout.strip()}\n" in verified.stderr
+    assert said(cli.main, "sign", toy, "--key", key) == made
+    assert f"signed by {made.strip()}\n" in succeeded(runner_cli.main, *command).stderr
+    verified = succeeded(cli.main, "verify", toy, "--no-run", "--trust", keys)
+    assert f"signed by {made.strip()}\n" in verified.stderr
 
 
 def test_keygen_on_a_full_disk_leaves_nothing_that_stops_the_next_one(tmp_path):

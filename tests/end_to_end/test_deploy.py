@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import yaml
-from click.testing import CliRunner
 
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.chips import CHIPS
@@ -22,6 +21,7 @@ from ling3export.model.config import Config
 from ling3export.plan.targets import parse_target
 from ling3export.runners.cli.main import main
 from tests.support.builds import environment
+from tests.support.refusals import said
 
 ROOT = Path(__file__).parents[2]
 FULL = Config.from_dict(config_fields("full", {}))
@@ -133,8 +133,7 @@ def told(command: list[str], variables: dict[str, str]) -> list[str]:
 def test_containers_run_commands_that_there_are(name, variables):
     container = container_of(name)
     arguments, place = told([*container["command"], *container["args"]], variables | GIVEN[name])
-    done = CliRunner().invoke(main, [*shlex.split(arguments), "--help"])
-    assert done.exit_code == 0, done.output
+    said(main, *shlex.split(arguments), "--help")
     expected = {
         "jobset-v6e-4x4.yaml": "4 2 ling3-runner-5-0.ling3:8476",
         "leaderworkerset-v6e-4x4.yaml": "4 2 ling3-1.ling3.default:8476",

@@ -1,7 +1,7 @@
 """Commands of both command lines, run in this process: what they say where they succeed, and where they refuse."""
 
 import click
-from click.testing import CliRunner
+from click.testing import CliRunner, Result
 
 
 def refusal(command: click.Command, *arguments: object, code: int = 1) -> str:
@@ -13,8 +13,13 @@ def refusal(command: click.Command, *arguments: object, code: int = 1) -> str:
     return done.stderr
 
 
-def said(command: click.Command, *arguments: object) -> str:
-    """What ``command`` says on stdout as it succeeds."""
+def succeeded(command: click.Command, *arguments: object) -> Result:
+    """What ``command`` gives as it succeeds."""
     done = CliRunner().invoke(command, [str(argument) for argument in arguments])
     assert done.exit_code == 0, done.output
-    return done.stdout
+    return done
+
+
+def said(command: click.Command, *arguments: object) -> str:
+    """What it says on stdout then."""
+    return succeeded(command, *arguments).stdout

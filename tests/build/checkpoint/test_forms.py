@@ -10,7 +10,6 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from ling3export.checkpoint.convert import convert
 from ling3export.checkpoint.forms import FP8, INT4
@@ -19,6 +18,7 @@ from ling3export.checkpoint.synth import synthesize
 from ling3export.checkpoint.synth_weights import whole
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import CheckpointError, ConfigError
+from tests.support import refusals
 from tests.support.quantized import Plain, dequantized
 from tests.support.shards import edit, put
 
@@ -159,7 +159,8 @@ def test_int4_is_rounded_to_bfloat16_only_where_that_is_allowed(made: dict[str, 
         "hint: build --weights as-stored or build --dtype float32 keep their numbers, --allow-rounding "
         "rounds them to bfloat16"
     )
-    checkpoint.check_rounding("bfloat16", allow=False, weights="int4-experts")
+    for weights in ("int4-experts", "int8", "int4", "int8-channel"):
+        checkpoint.check_rounding("bfloat16", allow=False, weights=weights)
     checkpoint.check_rounding("bfloat16", allow=True)
     checkpoint.check_rounding("float32", allow=False)
     Checkpoint.open(made["fp8"]).check_rounding("bfloat16", allow=False)
@@ -313,14 +314,10 @@ def test_a_gguf_file_is_refused_with_what_to_take_instead(tmp_path: Path):
         with pytest.raises(ConfigError, match=r"found GGUF \(ling3-q4_k_m.gguf\)\nhint: take the bf16, FP8 or INT4"):
             Checkpoint.open(path)
         for command in (["plan"], ["build"], ["build", "--no-weights"]):
-            done = CliRunner().invoke(cli.main, [*command, str(path)])
-            assert (done.exit_code, done.stdout) == (1, "")
-            assert "found GGUF (ling3-q4_k_m.gguf)" in done.stderr
+            assert "found GGUF (ling3-q4_k_m.gguf)" in refusals.refusal(cli.main, *command, path)
 
 
 def test_a_command_refuses_to_round_int4_before_it_compiles(made: dict[str, Path], tmp_path: Path):
-    words = ["build", str(made["int4"]), str(tmp_path / "x.ling3"), "--weights", "bf16"]
-    done = CliRunner().invoke(cli.main, words)
-    assert done.exit_code == 1
-    assert "expected numbers that bfloat16 holds, found 48 weights in int4" in done.stderr
+    said = refusals.refusal(cli.main, "build", made["int4"], tmp_path / "x.ling3", "--weights", "bf16")
+    assert "expected numbers that bfloat16 holds, found 48 weights in int4" in said
     assert [*tmp_path.iterdir()] == []

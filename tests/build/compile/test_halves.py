@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest, recorded_files
 from ling3export.artifacts.schema import PortableReceipts, Receipts, Tolerance
@@ -29,15 +28,9 @@ from ling3export.verify.verify import check_digests
 from tests.support import toy_artifact
 from tests.support.artifacts_fixture import RECIPES
 from tests.support.builds import copying
-from tests.support.refusals import refusal
+from tests.support.refusals import refusal, said, succeeded
 
 PROMPT = [5, 9, 2]
-
-
-def said(*words: object) -> str:
-    done = CliRunner().invoke(cli.main, [str(word) for word in words])
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +44,7 @@ def programs(artifact, config, tmp_path_factory) -> Path:
     """Programs alone; those of the whole artifact are in the cache."""
     artifact("micro-tp1")
     folder = tmp_path_factory.mktemp("programs") / "p.ling3"
-    built = said("build", config, folder, "--no-weights", *RECIPES["micro-tp1"].options())
+    built = succeeded(cli.main, "build", config, folder, "--no-weights", *RECIPES["micro-tp1"].options()).output
     assert "not run: no weights" in built and "(no weights)" in built
     return folder
 
@@ -76,15 +69,13 @@ def test_programs_without_a_checkpoint_are_those_of_a_build_with_one(artifact, p
         assert origin is not None and other is not None
         assert (origin.key, origin.program) == (other.key, other.program)
     assert check_digests(programs, alone) == (2 * len(cells) + 1, 0)  # and the program that gives the state
-    verified = said("verify", programs)
+    verified = succeeded(cli.main, "verify", programs).output
     assert "cpu-tp1: not run here: no weights" in verified
-    assert "weights     none" in said("inspect", programs)
+    assert "weights     none" in said(cli.main, "inspect", programs)
 
 
 def test_a_runner_refuses_programs_alone_with_the_command_that_attaches_weights(programs):
-    done = CliRunner().invoke(runner_cli.main, ["generate", str(programs), "--prompt-ids", "1,2", "--max-tokens", "1"])
-    assert done.exit_code == 1
-    assert done.stderr == (
+    assert refusal(runner_cli.main, "generate", programs, "--prompt-ids", "1,2", "--max-tokens", "1") == (
         f"error: artifact `p.ling3`: expected weights, found programs alone, in {programs}\n"
         f"hint: write them with: ling3export attach {programs} CHECKPOINT\n"
     )
@@ -93,7 +84,7 @@ def test_a_runner_refuses_programs_alone_with_the_command_that_attaches_weights(
 def test_weights_of_two_fine_tunes_are_attached_and_nothing_is_compiled(artifact, programs, no_compiler, tmp_path):
     before, whole = read_manifest(programs), artifact.manifest("micro-tp1")
     here = shutil.copytree(programs, tmp_path / "p.ling3")
-    said("attach", here, artifact.checkpoint("micro-tp1"))
+    said(cli.main, "attach", here, artifact.checkpoint("micro-tp1"))
     attached = read_manifest(here)
     assert attached.weights == whole.weights and attached.weights_digest == whole.weights_digest
     assert attached.targets["cpu-tp1"].cells == before.targets["cpu-tp1"].cells
@@ -102,7 +93,7 @@ def test_weights_of_two_fine_tunes_are_attached_and_nothing_is_compiled(artifact
     assert attached.vectors.receipts["cpu-tp1"].passed
     assert sorted(recorded_files(attached)) == sorted(recorded_files(whole))
     other = tmp_path / "other.ling3"
-    said("attach", here, artifact.checkpoint("micro-tp1-seed2"), other)
+    said(cli.main, "attach", here, artifact.checkpoint("micro-tp1-seed2"), other)
     tuned = read_manifest(other)
     assert tuned.weights_digest != attached.weights_digest
     assert tuned.targets == before.targets and tuned.programs_digest == before.programs_digest
@@ -138,7 +129,7 @@ def test_receipts_stay_with_the_same_weights_and_are_named_where_others_come():
 def test_native_kernels_stay_with_the_programs_that_call_them(artifact, no_compiler, tmp_path):
     """They were left out: what came of ``attach`` could not be loaded."""
     out = tmp_path / "out.ling3"
-    said("attach", artifact("micro-tp1-kernels"), artifact.checkpoint("micro-tp1-kernels"), out, "--no-run")
+    said(cli.main, "attach", artifact("micro-tp1-kernels"), artifact.checkpoint("micro-tp1-kernels"), out, "--no-run")
     manifest = read_manifest(out)
     assert manifest.targets["cpu-tp1"].kernels is not None
     assert check_digests(out, manifest) == check_digests(artifact("micro-tp1-kernels"), manifest)
@@ -161,7 +152,7 @@ def test_programs_are_proved_with_dummy_weights_that_are_not_kept(artifact, conf
     target = artifact.manifest("micro-tp1").targets["cpu-tp1"]
     monkeypatch.setattr(pool.Compilers, "run", copying(artifact("micro-tp1") / "programs" / "cpu-tp1", target))
     options = RECIPES["micro-tp1"].options()
-    said("build", config, tmp_path / "p.ling3", "--no-weights", "--dummy-weights", "7", *options)
+    said(cli.main, "build", config, tmp_path / "p.ling3", "--no-weights", "--dummy-weights", "7", *options)
     manifest = read_manifest(tmp_path / "p.ling3")
     assert not manifest.has_weights and manifest.vectors.receipts["cpu-tp1"].passed
     assert manifest.vectors.source.endswith("; dummy weights of seed 7, not kept")
@@ -187,7 +178,7 @@ def test_dummy_weights_follow_from_seed_name_and_index():
 
 
 def test_the_load_plan_names_every_tensor_of_the_checkpoint_once_and_every_one_of_the_store(artifact):
-    printed = json.loads(said("inspect", artifact("micro-tp1"), "--load-plan"))
+    printed = json.loads(said(cli.main, "inspect", artifact("micro-tp1"), "--load-plan"))
     source = Checkpoint.open(artifact.checkpoint("micro-tp1"))
     assert printed == load_plan(source.config, "float32")
     keys = [key for row in printed["stored"] for key in row["from"]["keys"]]

@@ -6,7 +6,6 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.store import Store
@@ -27,6 +26,7 @@ from ling3export.plan.plan import as_stored, make_plan, weight_forms
 from ling3export.verify.dequantized import Dequantized
 from ling3export.verify.verify import verify_artifact
 from tests.support.artifacts_fixture import Artifacts
+from tests.support.refusals import refusal, said
 from tests.support.shards import put
 
 NAME = "micro-tp2-int4"
@@ -114,15 +114,6 @@ def test_int4_checkpoints_are_stored_bit_by_bit(int4: Path, tmp_path: Path):
     assert np.array_equal(dequantized(source.quantized(name)), source.tensor(name))
 
 
-def test_forms_that_would_round_an_int4_checkpoint_are_refused_and_others_are_not(int4: Path):
-    source = Checkpoint.open(int4)
-    with pytest.raises(CheckpointError, match=r"build --weights as-stored or build --dtype float32 keep"):
-        source.check_rounding("bfloat16", allow=False, weights="bf16")
-    for weights in ("int8", "int4", "int8-channel"):
-        source.check_rounding("bfloat16", allow=False, weights=weights)
-    source.check_rounding("float32", allow=False)
-
-
 @pytest.fixture
 def partly(tmp_path: Path) -> Path:
     """An INT4 checkpoint of which one expert is in bf16, as its config says."""
@@ -149,8 +140,7 @@ def test_experts_beside_int4_ones_are_not_rounded_in_silence(partly: Path, tmp_p
     )
     with pytest.raises(CheckpointError, match=expected):
         source.check_rounding("bfloat16", allow=False, weights=weights)
-    said = CliRunner().invoke(main, ["build", str(partly), str(tmp_path / "x.ling3"), "--tp", "1"])
-    assert said.exit_code == 1 and "found 3 weights of 48 in bf16" in said.stderr
+    assert "found 3 weights of 48 in bf16" in refusal(main, "build", partly, tmp_path / "x.ling3", "--tp", "1")
     source.check_rounding("bfloat16", allow=True, weights=weights)
     for asked in ("int4", "int8"):
         source.check_rounding("bfloat16", allow=False, weights=asked)
@@ -202,9 +192,8 @@ def test_an_unknown_form_is_refused_by_name():
 
 def test_plan_says_how_much_each_form_takes(tmp_path: Path):
     (tmp_path / "config.json").write_text(json.dumps(config_fields("full", {})))
-    said = CliRunner().invoke(main, ["plan", str(tmp_path / "config.json"), "--target", "tpu:v5e:2x2", "--json"])
-    assert said.exit_code == 0, said.output
-    forms = json.loads(said.output)["targets"]["tpu-v5e-2x2-tp4"]["forms"]
+    told = said(main, "plan", tmp_path / "config.json", "--target", "tpu:v5e:2x2", "--json")
+    forms = json.loads(told)["targets"]["tpu-v5e-2x2-tp4"]["forms"]
     for what in ("weights", "seconds"):
         found = {name: form[what] for name, form in forms.items()}
         assert found["int4"] < found["int8-channel"] < found["int8"] < 0.6 * found["bf16"], what
@@ -256,14 +245,12 @@ def test_portable_programs_of_a_quantized_artifact_compute_the_same(artifact: Ar
 def test_a_quantized_artifact_generates(artifact: Artifacts):
     from ling3export.runners.cli.main import main as runner
 
-    said = CliRunner().invoke(runner, ["generate", str(artifact(NAME)), "--prompt", "hello", "--max-tokens", "3"])
-    assert said.exit_code == 0, said.output
+    said(runner, "generate", artifact(NAME), "--prompt", "hello", "--max-tokens", "3")
 
 
 def test_other_weights_are_attached_in_the_form_of_the_programs(artifact: Artifacts, tmp_path: Path):
     other = artifact.checkpoint("micro-tp1-seed2")
-    said = CliRunner().invoke(main, ["attach", str(artifact(NAME)), str(other), str(tmp_path / "other.ling3")])
-    assert said.exit_code == 0, said.output
+    said(main, "attach", artifact(NAME), other, tmp_path / "other.ling3")
     index = {name: each.dtype for name, each in artifact.manifest(NAME).weights.index.items()}
     from ling3export.artifacts.manifest import read_manifest
 
@@ -273,11 +260,8 @@ def test_other_weights_are_attached_in_the_form_of_the_programs(artifact: Artifa
 
 
 def test_into_takes_the_form_and_refuses_another(artifact: Artifacts):
-    said = CliRunner().invoke(
-        main, ["build", "--into", str(artifact(NAME)), "--weights", "int8", "--target", "cpu", "--tp", "1"]
-    )
-    assert said.exit_code == 1
-    assert "--weights: expected int4, which the targets of" in said.output + str(said.exception or "")
+    told = refusal(main, "build", "--into", artifact(NAME), "--weights", "int8", "--target", "cpu", "--tp", "1")
+    assert "--weights: expected int4, which the targets of" in told
 
 
 def test_earlier_readers_find_a_field_that_they_do_not_know(artifact: Artifacts):

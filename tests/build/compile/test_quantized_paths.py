@@ -6,9 +6,7 @@ import shutil
 import threading
 from pathlib import Path
 
-import click
 import pytest
-from click.testing import CliRunner
 
 from ling3export.artifacts.calibration import beside, read_calibration
 from ling3export.artifacts.manifest import read_manifest
@@ -23,19 +21,12 @@ from ling3export.runners.ffn.worker import FfnWorker
 from ling3export.runners.transfer.options import Transfer
 from tests.support.artifacts_fixture import RECIPES, Artifacts
 from tests.support.hosting import hosting
-from tests.support.refusals import refusal
+from tests.support.refusals import refusal, said, succeeded
 from tests.support.transfers import moved
 
 NAME = "micro-tp2-int4"
 PROMPT, TOKENS = [*range(1, 19)], 6
 QUIET = {"check": "programs", "report": lambda text: None}
-
-
-def said(command: click.Command, *words: object) -> str:
-    """What it says, on stdout and stderr."""
-    done = CliRunner().invoke(command, [str(word) for word in words])
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 def answer(engine: Engine) -> list[int]:
@@ -144,7 +135,7 @@ def test_a_cell_is_replayed_and_explained_by_its_form(artifact: Artifacts, tmp_p
     told = ""
     for form in ("int8", "int8-channel"):  # one cell, into a cache of its own
         how = ("--weights", form, "--cache-dir", tmp_path / "cache", "--explain", "--shard", "5/6")
-        told = said(main, "build", config, *words, *how)
+        told = succeeded(main, "build", config, *words, *how).output
     assert "cpu-tp2 logits_processor@1: not in the cache: plan.weights: int8 → int8-channel" in told
 
 

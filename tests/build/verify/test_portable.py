@@ -26,6 +26,7 @@ from ling3export.runners.load import recompile
 from ling3export.verify import measure
 from ling3export.verify.measure import not_run, too_large
 from tests.support import toy_artifact
+from tests.support.refusals import refusal
 from tests.support.tiny import tiny_fields
 
 PASSED, FAILED = (schema.Receipt(status, 0.5, 0.5, 1.0, 3) for status in ("passed", "failed"))
@@ -105,9 +106,9 @@ def test_a_build_whose_portable_programs_are_wrong_is_refused(artifact, monkeypa
 
 
 def test_no_run_and_portable_contradict_each_other(tmp_path):
-    done = CliRunner().invoke(cli.main, ["verify", str(tmp_path), "--portable", "--no-run"])
-    assert done.exit_code == 2
-    assert "--portable runs programs: no --no-run beside it" in done.stderr
+    assert "--portable runs programs: no --no-run beside it" in refusal(
+        cli.main, "verify", tmp_path, "--portable", "--no-run", code=2
+    )
 
 
 def test_custom_calls_that_the_processor_lacks_are_named():

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from ling3export.artifacts import calibration
 from ling3export.artifacts.manifest import read_manifest
@@ -28,6 +27,7 @@ from ling3export.runners.engine.inputs import decode_fields, prefill_fields
 from ling3export.runners.load.loader import calls_measured
 from tests.support import toy_artifact
 from tests.support.hosting import hosting
+from tests.support.refusals import refusal, said
 
 
 class Run(NamedTuple):
@@ -41,9 +41,7 @@ class Run(NamedTuple):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
     folder = Path(shutil.copytree(toy_artifact.shared(), tmp_path_factory.mktemp("calibrate") / "toy.ling3"))
-    done = CliRunner().invoke(main, ["calibrate", str(folder), "--calls", "3"])
-    assert done.exit_code == 0, done.output
-    return Run(folder, folder.with_name("toy.calibration.json"), done.stdout)
+    return Run(folder, folder.with_name("toy.calibration.json"), said(main, "calibrate", folder, "--calls", "3"))
 
 
 @pytest.fixture
@@ -124,7 +122,7 @@ def test_a_measured_time_is_told_beside_the_estimate_and_what_a_profiler_adds(ru
 
 def test_inspect_shows_what_was_measured(copied):
     found = calibration.read_calibration(copied.file)
-    shown = CliRunner().invoke(build_side, ["inspect", str(copied.folder)]).stdout
+    shown = said(build_side, "inspect", copied.folder)
     assert f"on {found.machine}, {found.made}; decoding sequences have" in " ".join(shown.split())
     assert f"{1e3 * found.cells['decode@2'].median:.3f}" in shown
 
@@ -157,17 +155,15 @@ def test_plan_shows_what_was_measured_of_an_artifact_that_was_built_alike(run, a
         "--from": folder,
     }
     arguments = [str(part) for pair in options.items() for part in pair]
-    done = CliRunner().invoke(build_side, ["plan", str(config), *arguments])
-    assert done.exit_code == 0, done.output
-    assert f"  measured on {found.machine}, {found.made}" in done.stdout
-    assert done.stdout.count(" 1234.567") == len(target.cells)
+    done = said(build_side, "plan", config, *arguments)
+    assert f"  measured on {found.machine}, {found.made}" in done
+    assert done.count(" 1234.567") == len(target.cells)
     asked = tmp_path / "asked.jsonl"
     asked.write_text('{"prompt_tokens": 20, "output_tokens": 4}')
-    done = CliRunner().invoke(build_side, ["plan", str(config), *arguments, "--fleet", str(asked), "--chips", "1"])
-    assert done.exit_code == 0, done.output
-    assert done.stdout.splitlines()[0].endswith(f"; times are measured on {found.machine}, {found.made}")
+    done = said(build_side, "plan", config, *arguments, "--fleet", asked, "--chips", "1")
+    assert done.splitlines()[0].endswith(f"; times are measured on {found.machine}, {found.made}")
     arguments += ["--fleet", str(asked), "--chips", "1", "--json"]
-    told = json.loads(CliRunner().invoke(build_side, ["plan", str(config), *arguments]).stdout)
+    told = json.loads(said(build_side, "plan", config, *arguments))
     assert told["times"] == "measured" and told["best"]["both"] == 1
     # A prompt takes a call that prefills and one that samples, a further token a step and its sampling at the least.
     assert min(*told["best"]["first_token"], *told["best"]["each_token"]) >= 2 * 1.2345669
@@ -210,7 +206,7 @@ def test_a_calibration_of_another_artifact_machine_or_target_is_not_used_and_the
     assert used(copied)[1] == [
         f"{name}another artifact's: measured with programs 111111111111, found {found.programs[:12]}"
     ]
-    shown = CliRunner().invoke(build_side, ["inspect", str(copied.folder)]).stdout
+    shown = said(build_side, "inspect", copied.folder)
     assert f"{name}another artifact's" in " ".join(shown.split())
     changed(copied, programs=found.programs, machine=replace(found.machine, processor="Other 9000"))
     assert used(copied)[1] == [
@@ -270,12 +266,12 @@ def test_several_hosts_use_a_calibration_only_where_all_have_the_same(copied):
 
 
 def test_what_is_there_is_replaced_only_by_force_and_nothing_goes_into_the_artifact(run):
-    done = CliRunner().invoke(main, ["calibrate", str(run.folder)])
-    assert done.exit_code == 1
-    assert "error: calibration `toy.calibration.json`: expected a free name, found one that exists" in done.stderr
-    done = CliRunner().invoke(main, ["calibrate", str(run.folder), "--to", str(run.folder / "x.json")])
-    assert done.exit_code == 1
-    assert "error: calibration `x.json`: expected a place outside of the artifact, found one in it" in done.stderr
+    assert "error: calibration `toy.calibration.json`: expected a free name, found one that exists" in refusal(
+        main, "calibrate", run.folder
+    )
+    assert "error: calibration `x.json`: expected a place outside of the artifact, found one in it" in refusal(
+        main, "calibrate", run.folder, "--to", run.folder / "x.json"
+    )
 
 
 def test_a_timed_call_has_all_its_rows_in_use(run):

@@ -10,19 +10,20 @@ from click.testing import CliRunner
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.main import main as runner
+from tests.support.refusals import refusal
 
 
 @pytest.mark.parametrize("option", ["--prompt", "--prompt-ids", "--prompt-file", "--target"])
 def test_an_option_that_might_be_meant_twice_is_not_taken_once(option: str):
-    told = CliRunner().invoke(runner, ["generate", "none", "--max-tokens", "1", *[option, "1"] * 3])
-    assert told.exit_code == 2
-    assert told.stderr.endswith(f"Error: {option}: expected it once, found it 3 times.\n")
+    assert refusal(runner, "generate", "none", "--max-tokens", "1", *[option, "1"] * 3, code=2).endswith(
+        f"Error: {option}: expected it once, found it 3 times.\n"
+    )
 
 
 def test_options_that_add_up_may_be_repeated():
-    told = CliRunner().invoke(runner, ["generate", "none", *"--prompt-ids 1 --max-tokens 1 --stop x --stop x".split()])
-    assert told.exit_code == 1
-    assert told.stderr.startswith("error: artifact `none`:")
+    assert refusal(runner, "generate", "none", *"--prompt-ids 1 --max-tokens 1 --stop x --stop x".split()).startswith(
+        "error: artifact `none`:"
+    )
 
 
 @pytest.mark.parametrize("host", ["0", "1"])
@@ -30,9 +31,7 @@ def test_options_that_add_up_may_be_repeated():
 def test_each_of_several_hosts_refuses_ffn_workers_at_once(command: list[str], host: str):
     """A follower took no notice of them, and waited for host 0, which had refused them alone."""
     several = ["--coordinator", "127.0.0.1:1", "--num-hosts", "2", "--host-id", host, "--ffn", "any"]
-    told = CliRunner().invoke(runner, [command[0], "none", *command[1:], *several])
-    assert told.exit_code == 1
-    assert told.stderr == (
+    assert refusal(runner, command[0], "none", *command[1:], *several) == (
         "error: --ffn: expected none on several hosts, found some\nhint: run one process a session\n"
     )
 

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import SequenceRecord as VectorSequence
@@ -29,7 +28,7 @@ from ling3export.runners.engine.score import pair_ids, scored
 from ling3export.verify.reference import Reference
 from tests.support.artifacts_fixture import Artifacts, run
 from tests.support.fake_backend import VOCAB, FakeBackend, next_token
-from tests.support.refusals import refusal
+from tests.support.refusals import refusal, said
 from tests.support.scheduler_rig import Rig, prompt
 from tests.support.tolerances import FLOAT32, MARGIN
 
@@ -326,16 +325,13 @@ def test_replay_and_more_paddings(extended: Path, monkeypatch: pytest.MonkeyPatc
         "of the lowering, or other flags\n"
         "hint: build all its programs again: --target cpu@1 --force\n"
     )
-    shown = CliRunner().invoke(cli.main, ["inspect", str(extended)])
-    assert "plan        prefill [128], decode [8], score [128], float32" in shown.stdout
-    assert "score@128" in shown.stdout
+    shown = said(cli.main, "inspect", extended)
+    assert "plan        prefill [128], decode [8], score [128], float32" in shown and "score@128" in shown
 
 
 def test_plan_shows_score_programs():
     arguments = ["plan", "--target", "tpu:v6e:2x2", "--paddings", "16,512", "--score-paddings", "512", "--json"]
-    done = CliRunner().invoke(cli.main, arguments)
-    assert done.exit_code == 0, done.stderr
-    record = json.loads(done.stdout)
+    record = json.loads(said(cli.main, *arguments))
     cells = record["targets"]["tpu-v6e-2x2-tp4"]["cells"]
     assert record["score_paddings"] == [512]
     # The head, 512 x 128, for all 512 slots instead of 32: two operations a weight, of which a device has a quarter.

@@ -7,7 +7,6 @@ from pathlib import Path
 import httpx2
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.foundation.dtypes import BY_CODE
@@ -25,7 +24,7 @@ from ling3export.runners.serve.app import Policy, application
 from tests.support import toy_artifact
 from tests.support.artifacts_fixture import Artifacts
 from tests.support.eval_fakes import NUMERIC
-from tests.support.refusals import refusal
+from tests.support.refusals import refusal, said
 from tests.support.serving import answered
 
 VOCAB = toy_artifact.VOCAB
@@ -87,8 +86,7 @@ def test_a_line_of_a_batch_gets_the_error_as_its_answer(spoiled: Path, tmp_path:
     source, output = tmp_path / "in", tmp_path / "out"
     source.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([1, 2, 3], [ROW], [5] * 20)))
     command = ["batch", "run", spoiled, source, output, "--max-tokens", 4, "--temperature", 0, "--check", "programs"]
-    done = CliRunner().invoke(main, [str(part) for part in command])
-    assert done.exit_code == 0, done.stderr
+    said(main, *command)
     good, bad, also = (json.loads(line)["response"] for line in output.read_text().splitlines())
     assert (good["status_code"], bad["status_code"], also["status_code"]) == (200, 500, 200)
     assert bad["body"]["error"]["message"] == f"logits of prompt: {SAID}"

@@ -5,12 +5,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from click.testing import CliRunner
 
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.main import main
 from ling3export.runners.fleet.cluster import PLACE, SLICE, Cluster, ClusterError, worker_slices
 from ling3export.runners.hosts.hosts import Hosts
+from tests.support.refusals import refusal
 
 
 def test_a_cluster_is_named_by_the_options():
@@ -96,6 +96,6 @@ def test_hosts_of_a_worker_are_of_one_slice():
 )
 def test_a_command_on_a_cluster_is_given_once_and_not_on_each_host(tmp_path, words, found):
     command = ["batch", str(tmp_path), str(tmp_path / "in"), str(tmp_path / "out"), "--on", "ray", "--num-hosts", "2"]
-    done = CliRunner().invoke(main, [*command, *words])
-    assert done.exit_code == 1
-    assert f"--on: expected --num-hosts alone to say what hosts a worker has, found {found}" in done.stderr
+    assert f"--on: expected --num-hosts alone to say what hosts a worker has, found {found}" in refusal(
+        main, *command, *words
+    )

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,25 +37,21 @@ from tests.support.scheduler_rig import Rig
 from tests.support.waiting import until
 
 SECRET = "correct horse battery staple".replace(" ", "-")
+Lost = list[tuple[str, int]]  # what was said of a lost host, and the code to end with
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
 
 
 def in_threads(*calls: Callable[[], Any]) -> list[Any]:
     """Results of calls that run at once; an error is a result."""
-    results: list[Any] = [None] * len(calls)
 
-    def work(place: int) -> None:
+    def result(call: Callable[[], Any]) -> Any:
         try:
-            results[place] = calls[place]()
+            return call()
         except Ling3Error as error:
-            results[place] = error
+            return error
 
-    threads = [threading.Thread(target=work, args=(place,)) for place in range(len(calls))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    return results
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return list(pool.map(result, calls, timeout=60))
 
 
 def hosts(count: int = 2, timeout: float = 20.0, **settings: Any) -> list[Hosts]:
@@ -89,11 +86,10 @@ class NoService:
 
 
 @contextmanager
-def connected(lost: list[tuple[str, int]], **settings: Any) -> Iterator[list[Channel]]:
-    def gone(text: str, code: int) -> None:
-        lost.append((text, code))
-
-    two = in_threads(*(lambda place=place: Channel(place, IDENTITY, gone) for place in hosts(**settings)))
+def connected(lost: Lost, **settings: Any) -> Iterator[list[Channel]]:
+    two = in_threads(
+        *(lambda place=place: Channel(place, IDENTITY, lambda *how: lost.append(how)) for place in hosts(**settings))
+    )
     try:
         yield two
     finally:
@@ -110,6 +106,11 @@ def this_process_goes_on(monkeypatch):
 @pytest.fixture
 def no_service(monkeypatch):
     monkeypatch.setattr(channels, "Service", NoService)
+
+
+@pytest.fixture
+def lost() -> Lost:
+    return []
 
 
 def test_a_late_host_is_waited_for(no_service):
@@ -447,14 +448,11 @@ def test_host_0_listens_at_the_coordinators_address_alone():
         free.bind(("127.0.0.1", one[1]))  # where jax's service is to listen
 
 
-def test_a_silent_host_is_given_up(no_service, monkeypatch):
+def test_a_silent_host_is_given_up(no_service, lost, monkeypatch):
     """Its machine or the network is gone: nothing closes the connection."""
     monkeypatch.setattr(channels, "BEATS", 0.1)
-    lost: list[tuple[str, int]] = []
     with connected(lost, host_timeout=0.5):  # both beat every 5 s only
-        until = time.monotonic() + 120
-        while len(lost) < 2 and time.monotonic() < until:
-            time.sleep(0.05)
+        until(lambda: len(lost) == 2)
     assert {code for _, code in lost} == {1}
     assert {text for text, _ in lost} & {f"host {n}: expected a sign of life, found none for 0.5 s" for n in (0, 1)}
 
@@ -484,9 +482,8 @@ def test_it_does_not_wait_for_them_for_long(monkeypatch):
         raise Ling3Error("broken")
 
 
-def test_who_outlives_another_host_says_so_first_and_ends_then(no_service):
+def test_who_outlives_another_host_says_so_first_and_ends_then(no_service, lost):
     """As a server does: its clients hear why before it ends."""
-    lost: list[tuple[str, int]] = []
     told: list[str] = []
     with connected(lost) as (one, two):
         one.outlive(told.append, 0.3)
@@ -508,10 +505,9 @@ def core(channel: Channel, ahead: int) -> SharedCore:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, ahead, monkeypatch):
+def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, lost, ahead, monkeypatch):
     """With the next step; the other host hears who it was, and the exit code."""
     monkeypatch.setattr(channels, "SETTLE", 3600)  # until which its process has to have ended
-    lost: list[tuple[str, int]] = []
     with connected(lost) as (one, two):
         first, second = core(one, ahead), core(two, ahead)
         backend: Any = second.backend
@@ -555,12 +551,11 @@ def test_every_host_gets_what_all_gave(no_service):
         assert in_threads(lambda: one.gather(b"one"), lambda: two.gather(b"two")) == [(b"one", b"two")] * 2
 
 
-def test_what_host_0_cannot_send_ends_the_others(no_service, monkeypatch):
+def test_what_host_0_cannot_send_ends_the_others(no_service, lost, monkeypatch):
     """A seed of numpy's once ended host 0 where it was encoded, and left the others waiting for the step."""
     monkeypatch.setattr(channels, "SETTLE", 0.01)
     ended: list[tuple[str, int]] = []
     monkeypatch.setattr(channels, "end_process", lambda *how: ended.append(how))
-    lost: list[tuple[str, int]] = []
     with connected(lost) as (one, two):
         first, _ = core(one, 0), core(two, 0)
         monkeypatch.setattr(cores, "encode", lambda inputs: 1 / 0)
@@ -571,10 +566,9 @@ def test_what_host_0_cannot_send_ends_the_others(no_service, monkeypatch):
     assert lost == [(f"host 0 ended: {text}", 1)] and ended == [(text, 1)]
 
 
-def test_an_engine_that_fails_between_two_steps_ends_the_others(no_service, monkeypatch):
+def test_an_engine_that_fails_between_two_steps_ends_the_others(no_service, lost, monkeypatch):
     """Its clients were told; the other hosts waited for the next step."""
     monkeypatch.setattr(channels, "end_process", lambda *_: None)
-    lost: list[tuple[str, int]] = []
     with connected(lost) as (one, _):
         first = core(one, 0)
         monkeypatch.setattr(first, "step", lambda inputs: None)  # of which nothing can be delivered
@@ -586,9 +580,8 @@ def test_an_engine_that_fails_between_two_steps_ends_the_others(no_service, monk
     assert text.startswith("host 0 ended: the engine failed: ") and code == 1
 
 
-def test_a_host_that_takes_no_step_is_given_up_by_name(no_service):
+def test_a_host_that_takes_no_step_is_given_up_by_name(no_service, lost):
     """Its process gives signs of life, and what drives its devices does not."""
-    lost: list[tuple[str, int]] = []
     with connected(lost, host_timeout=2) as (one, two):
         one.send(STEP)
         two.take()
@@ -597,9 +590,8 @@ def test_a_host_that_takes_no_step_is_given_up_by_name(no_service):
     assert lost == [("host 1: expected it to take its steps, found none taken for 2 s", 1)] * 2
 
 
-def test_a_host_that_takes_a_step_and_gives_no_part_of_it_is_given_up_by_name(no_service):
+def test_a_host_that_takes_a_step_and_gives_no_part_of_it_is_given_up_by_name(no_service, lost):
     """Host 0 once waited without end for a part of a state or of logits: there was no further step to take."""
-    lost: list[tuple[str, int]] = []
     with connected(lost, host_timeout=2) as (one, two):
         one.send(STEP)
         two.take()
@@ -608,8 +600,7 @@ def test_a_host_that_takes_a_step_and_gives_no_part_of_it_is_given_up_by_name(no
     assert lost == [("host 1: expected its part of a step, found none for 2 s", 1)] * 2
 
 
-def test_a_host_that_loads_for_longer_than_a_step_may_take_is_no_failure(no_service):
-    lost: list[tuple[str, int]] = []
+def test_a_host_that_loads_for_longer_than_a_step_may_take_is_no_failure(no_service, lost):
     with connected(lost, host_timeout=2) as (one, two):
         gathers = threading.Thread(target=one.parts, args=(b"one",))
         gathers.start()
@@ -619,8 +610,7 @@ def test_a_host_that_loads_for_longer_than_a_step_may_take_is_no_failure(no_serv
         assert not gathers.is_alive() and lost == []
 
 
-def test_a_slow_host_that_takes_steps_is_no_failure(no_service):
-    lost: list[tuple[str, int]] = []
+def test_a_slow_host_that_takes_steps_is_no_failure(no_service, lost):
     with connected(lost, host_timeout=4) as (one, two):
         for _ in range(12):
             one.send(STEP)

@@ -3,13 +3,12 @@
 from functools import partial
 from types import SimpleNamespace
 
-from click.testing import CliRunner
-
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import profile as profiles
 from ling3export.runners.load.profile import own_times, traced
+from tests.support.refusals import refusal
 
 
 def test_an_operation_has_the_time_that_none_inside_it_has():
@@ -84,6 +83,6 @@ def test_the_operations_of_a_trace_are_those_of_the_programs_that_were_called(ar
 
 
 def test_a_profile_never_goes_into_a_folder_that_is_there(artifact, tmp_path):
-    done = CliRunner().invoke(main, ["profile", str(artifact("micro-tp1")), "--to", str(tmp_path)])
-    assert done.exit_code == 1
-    assert f"error: profile `{tmp_path}`: expected no such folder, found one" in done.stderr
+    assert f"error: profile `{tmp_path}`: expected no such folder, found one" in refusal(
+        main, "profile", artifact("micro-tp1"), "--to", tmp_path
+    )

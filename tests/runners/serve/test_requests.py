@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx2
 import pytest
-from click.testing import CliRunner
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.main import main
@@ -28,6 +27,7 @@ from ling3export.runners.serve.run import api_key
 from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, parse, validated
 from ling3export.runners.text.vocabulary import Tokenizer
 from tests.support import toy_artifact
+from tests.support.refusals import refusal
 from tests.support.serving import Server, asked, error_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -415,9 +415,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
     missing, found = ("uvicorn", "pydantic", "lm_eval"), "ling3export.foundation.extras.find_spec"
     monkeypatch.setattr(found, lambda name: None if name in missing else name)
     for command, packages in (("serve", "uvicorn, pydantic"), ("lm-eval", "lm_eval")):
-        done = CliRunner().invoke(main, [command, "any"])
-        assert (done.exit_code, done.stdout) == (1, "")
-        assert done.stderr == (
+        assert refusal(main, command, "any") == (
             f"error: {command}: expected the packages of the extra `{command}`, found no {packages}\n"
             f"hint: in the checkout: pip install '.[{command}]'\n"
         )
