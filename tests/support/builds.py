@@ -100,7 +100,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
 
 def wait_for(folder: Path, pattern: str, process: subprocess.Popen[Any]) -> Path:
     """The first file of ``pattern`` below ``folder``, as soon as it is there."""
-    return until(lambda: next(iter(folder.glob(pattern)), None), of=process, seconds=LONG)
+    found = until(lambda: next(iter(folder.glob(pattern)), None), of=process, seconds=LONG)
+    assert found is not None
+    return found
 
 
 def marked(artifact: Path, containing: str = "") -> list[int]:
