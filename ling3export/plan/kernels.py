@@ -17,8 +17,8 @@ from ling3export.plan.options import Options
 from ling3export.plan.targets import TargetSpec
 
 FOLDER = Path(ling3export.__file__).parent / "model" / "native"
-SOURCES = (FOLDER / "kernels.cc", FOLDER / "quantized.cc")
-HEADERS = (FOLDER / "shared.h", FOLDER / "integers.h")
+SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("products", "quantized", "decode", "parallel"))
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("shared", "products", "tiles", "integers", "vectors"))
 COMPILERS = ("c++", "g++", "clang++")
 EXPECTED = f"expected a C++ compiler ({', '.join(COMPILERS)} or the package ziglang)"
 HINT = f"install g++, or {install('zig')}"

@@ -1,6 +1,6 @@
-"""The native kernels as functions of arrays: products with weights of bf16 (``kernels.cc``) and of 8 or 4 bits
-(``quantized.cc``), and what a decode step does with its state: one token of KDA, and attention over pages; the router;
-and the best of many logits.
+"""The native kernels as functions of arrays: products with weights of bf16 (``products.cc``) and of 8 or 4 bits
+(``quantized.cc``), and what a decode step does between them (``decode.cc``): one token of KDA, and attention over
+pages; the router; and the best of many logits.
 
 A kernel gets the whole stack and a layer's number, so that no weight is copied before it is read. The names that XLA
 looks up end in ``geometry.kernels``: processes that run programs of several artifacts keep their kernels apart. Axis

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <functional>
 #include <thread>
+#include <vector>
 
 #include "xla/ffi/api/ffi.h"
 
@@ -61,6 +62,14 @@ int64_t Used(const Number* x, int64_t rows, int64_t width) {
   while (rows && std::all_of(x + (rows - 1) * width, x + rows * width, zero)) --rows;
   return rows;
 }
+
+std::vector<const Bf16*> Pointers(const Bf16* from, int64_t rows, int64_t stride) {
+  std::vector<const Bf16*> out(rows);
+  for (int64_t t = 0; t < rows; ++t) out[t] = from + t * stride;
+  return out;
+}
+
+const Bf16* Data(const Bf16s& buffer) { return reinterpret_cast<const Bf16*>(buffer.untyped_data()); }
 
 ffi::Error CheckLayer(int64_t layer, int64_t layers) {
   if (layer >= 0 && layer < layers) return ffi::Error::Success();
