@@ -53,7 +53,7 @@ def test_a_cell_is_built_again_and_is_what_was_recorded(artifact):
         (lambda target: target, "neither sources nor toolchain changed since: report this"),
     ],
 )
-def test_another_portable_program_is_said_with_the_reason(artifact, compiled, tmp_path, change, why):
+def test_another_portable_program_is_said_with_the_reason(artifact, compiled, unoptimized, tmp_path, change, why):
     copied = shutil.copytree(artifact("micro-tp2"), tmp_path / "x.ling3")
 
     def other(target):
