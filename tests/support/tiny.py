@@ -29,7 +29,7 @@ SIZES = {
 
 def tiny_fields(**changes: Any) -> dict[str, Any]:
     """config.json of a micro model: layers KDA KDA MLA, KDA KDA MLA and an incomplete last group, MLA; one dense."""
-    return config_fields("micro", SIZES) | changes
+    return config_fields("micro", SIZES | changes)
 
 
 def tiny_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
