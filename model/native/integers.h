@@ -131,9 +131,10 @@ void Stream(const uint8_t* q, const Bf16* scale, const uint8_t* ahead, const Row
   if (const int64_t rest = x.groups - g; rest) {
     scale_by(g, SomeScales(scale + g, rest));
     const uint8_t* const from = q + g * kBytes<kBits>;
-    int64_t i = 0;
-    for (; (i + 1) * kOf<kBits> <= rest; ++i) piece(g, i, from + i * kStep<kBits>, kStep<kBits>);
-    if (const int64_t bytes = rest * kBytes<kBits> - i * kStep<kBits>; bytes) piece(g, i, from + i * kStep<kBits>, bytes);
+    const int64_t bytes = rest * kBytes<kBits>;
+    for (int64_t i = 0; i * kStep<kBits> < bytes; ++i) {
+      piece(g, i, from + i * kStep<kBits>, std::min(kStep<kBits>, bytes - i * kStep<kBits>));
+    }
   }
 #pragma GCC unroll 4
   for (int t = 0; t < T; ++t) out[t * stride] += Total(sums[t][0] + sums[t][1]);
@@ -382,7 +383,7 @@ void Outer(const uint8_t* q, const Bf16* scale, int64_t outputs, const Rows<kBit
     const int64_t last = outputs * step - kFar<kBits>;
     for (int64_t o = 0; o < outputs; ++o) {
       const int64_t at = o * step;
-      const uint8_t* const ahead = next && at >= last ? next + std::max<int64_t>(0, at - last) : q + at + kFar<kBits>;
+      const uint8_t* const ahead = next && at >= last ? next + (at - last) : q + at + kFar<kBits>;
       for (int64_t t = 0, own; t < count; t += own) {
         const int64_t parts = (count - t + 3) / 4;
         own = (count - t + parts - 1) / parts;

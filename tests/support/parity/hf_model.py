@@ -18,13 +18,32 @@ from transformers.models.bailing_hybrid import modeling_bailing_hybrid as modeli
 from transformers.models.bailing_hybrid.configuration_bailing_hybrid import BailingHybridConfig
 
 # Same name and meaning in both. `head_dim` is KDA's; transformers overwrites it with the rope width after reading.
-SAME_FIELDS = tuple(
-    (
-        "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads "
-        "routed_scaling_factor kv_lora_rank qk_rope_head_dim v_head_dim qk_nope_head_dim n_group topk_group "
-        "num_experts_per_tok first_k_dense_replace norm_topk_prob hidden_act max_position_embeddings rms_norm_eps "
-        "rope_theta head_dim short_conv_kernel_size layer_group_size kda_safe_gate kda_lower_bound"
-    ).split()
+SAME_FIELDS = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "moe_intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "routed_scaling_factor",
+    "kv_lora_rank",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "qk_nope_head_dim",
+    "n_group",
+    "topk_group",
+    "num_experts_per_tok",
+    "first_k_dense_replace",
+    "norm_topk_prob",
+    "hidden_act",
+    "max_position_embeddings",
+    "rms_norm_eps",
+    "rope_theta",
+    "head_dim",
+    "short_conv_kernel_size",
+    "layer_group_size",
+    "kda_safe_gate",
+    "kda_lower_bound",
 )
 # transformers keeps these in fp32 whatever the model's dtype.
 FLOAT32_PARTS = ("e_score_correction_bias", "conv1d", "dt_bias", "A_log")
