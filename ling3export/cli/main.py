@@ -234,8 +234,6 @@ def _check_alone(chosen: set[str]) -> None:
     metavar="ARTIFACT",
     help="Take temporaries and estimates from one built alike.",
 )
-@click.option("--fleet", type=PATH, metavar="FILE", help="How to divide --chips for these requests, as JSON lines.")
-@click.option("--chips", type=click.IntRange(1, 10**6), metavar="N", help="Chips of --fleet.")
 @IGNORE
 @WIDE
 @JSON
@@ -243,8 +241,6 @@ def plan(
     checkpoint: Path | None,
     lengths: Path | None,
     artifact: Path | None,
-    fleet: Path | None,
-    chips: int | None,
     ignore: tuple[str, ...],
     wide: bool,
     as_json: bool,
@@ -258,13 +254,8 @@ def plan(
 
     A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shown is what
     these requests pad at each padding, and as many paddings that pad less.
-
-    --fleet takes the same lines, for one accelerator target, and simulates many replicas instead: what they pass at
-    most with fewer paddings, and with prefill and decode apart (extra fleet).
     """
     require("plan", "build", "flax")
-    if (fleet is None) != (chips is None):
-        raise click.UsageError("--fleet and --chips belong together")
     from ling3export.artifacts.records import to_json
     from ling3export.compile.build import DEMO
     from ling3export.model.config import Config
@@ -279,13 +270,6 @@ def plan(
         what, said = _fitted(config, what, chosen)
         if said is not None and not as_json:
             click.echo(said[0])  # the sum is shown with the target
-    if fleet is not None and chips is not None:
-        require("plan --fleet", "fleet", "simpy")
-        from ling3export.simulation import divide
-
-        divided = divide.plan_fleet(config, what, divide.read_kinds(fleet), chips, artifact, ignore)
-        click.echo(json.dumps(to_json(divided)) if as_json else divide.described(divided))
-        return
     requests = [] if lengths is None else read_lengths(lengths)
     found = priced(config, what, requests, artifact, ignore)
     click.echo(json.dumps(to_json(found)) if as_json else described(found, wide=wide))

@@ -37,11 +37,10 @@ PACKAGES = {
     "runners.text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "runners.transfer": {"numpy"},
     "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},
-    "simulation": {"numpy", "simpy"},
     "verify": {"numpy", "safetensors"},
 }
 PRIVATE_JAX = {f"ling3export.machine.{name}" for name in ("pjrt", "portable", "service")}
-NEVER_IN_RUNNER = set("flax ling3export.model optax orbax ray rich simpy tensorflow torch transformers".split())
+NEVER_IN_RUNNER = set("flax ling3export.model optax orbax ray rich tensorflow torch transformers".split())
 SERVER = {"msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq"}
 # Rooms and modules that read files, configurations and arguments, and load no jax.
 WITHOUT_JAX = tuple(

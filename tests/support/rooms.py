@@ -20,7 +20,7 @@ RUNNERS = (
 )
 BUILD = (
     ("cli",),
-    ("compile", "savedmodel", "report", "simulation"),
+    ("compile", "savedmodel", "report"),
     ("cache", "verify"),
     ("plan",),
     ("cost", "checkpoint"),

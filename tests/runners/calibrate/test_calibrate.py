@@ -158,15 +158,6 @@ def test_plan_shows_what_was_measured_of_an_artifact_that_was_built_alike(run, a
     done = said(build_side, "plan", config, *arguments)
     assert f"  measured on {found.machine}, {found.made}" in done
     assert done.count(" 1234.567") == len(target.cells)
-    asked = tmp_path / "asked.jsonl"
-    asked.write_text('{"prompt_tokens": 20, "output_tokens": 4}')
-    done = said(build_side, "plan", config, *arguments, "--fleet", asked, "--chips", "1")
-    assert done.splitlines()[0].endswith(f"; times are measured on {found.machine}, {found.made}")
-    arguments += ["--fleet", str(asked), "--chips", "1", "--json"]
-    told = json.loads(said(build_side, "plan", config, *arguments))
-    assert told["times"] == "measured" and told["best"]["both"] == 1
-    # A prompt takes a call that prefills and one that samples, a further token a step and its sampling at the least.
-    assert min(*told["best"]["first_token"], *told["best"]["each_token"]) >= 2 * 1.2345669
 
 
 def test_the_engine_chooses_prefill_paddings_by_measured_times():

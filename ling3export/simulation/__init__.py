@@ -1,1 +1,0 @@
-"""Many replicas in simulated time."""
