@@ -155,7 +155,7 @@ def _check_target(target: Target, plan: PlanRecord) -> None:
         for phase in SEGMENTS if any(target.paddings(phase) for phase in SEGMENTS) else ():
             _same(f"the paddings of prefill, as {phase}'s", plan.paddings, target.paddings(phase))
         rows = {cell.rows for cell in target.cells.values() if cell.phase in GIVERS}
-        for phase in ON_LOGITS if target.paddings("logits_processor") else ON_LOGITS[:1]:  # older ones have none
+        for phase in ON_LOGITS:
             if missing := sorted(rows - set(target.paddings(phase))):
                 _wrong(f"a program {phase}@{missing[0]}, for as many rows of logits", None)
         if any(cell.phase in SPLIT for cell in target.cells.values()):

@@ -1,6 +1,6 @@
 """The manifest as a file: read, checked and written here alone; and the other files, by their records.
 
-The records are in `schema`, their agreement in `agreement`, what earlier versions wrote in `older`.
+The records are in `schema`, their agreement in `agreement`.
 """
 
 import hashlib
@@ -15,7 +15,6 @@ from typing import Any
 
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.files import REBUILD, leftovers, open_regular, remove, replace_file, writing
-from ling3export.artifacts.older import EARLIER, check_bytes, upgraded, with_phases_of_today
 from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, shown, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.foundation.errors import ArtifactError, listed
@@ -23,8 +22,7 @@ from ling3export.foundation.strict_json import LARGEST, parse_json
 
 # Version history (artifacts/FORMAT.md tells what a reader must do):
 # 1 (November 2026): the first.
-# 2 (November 2026): typed records, every fact stated once, digests of programs and of weights, paths all relative.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 1
 MANIFEST = "manifest.json"
 LAST_LINE = re.compile(rb'  "sha256": "([0-9a-f]{64})"\n}\n\Z')
 PROGRAMS = ("config", "plan", "targets")  # what programs_digest covers, ENDS apart
@@ -55,7 +53,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
     covered = data[: -len('  "sha256": "' + "0" * 64 + '"\n}\n')]
     digest = hashlib.sha256(covered).hexdigest()
     with writing(folder / MANIFEST):
-        for left in (*leftovers(folder / MANIFEST), folder / f".{MANIFEST}.partial"):  # the first version's one name
+        for left in leftovers(folder / MANIFEST):
             remove(left)
     replace_file(folder / MANIFEST, covered + f'  "sha256": "{digest}"\n}}\n'.encode())
     return replace(whole, **digests, sha256=digest)
@@ -64,7 +62,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
 def read_manifest(folder: Path, check: Callable[[bytes], object] = lambda data: None) -> Manifest:
     """The manifest of an artifact: its digest, every type and bound, and their agreement checked.
 
-    Other files are not opened. Format 1 is read, too.
+    Other files are not opened.
 
     Args:
         folder: The artifact.
@@ -84,13 +82,13 @@ def read_manifest(folder: Path, check: Callable[[bytes], object] = lambda data: 
     version = raw.get("format") if isinstance(raw, dict) else None
     if type(version) is not int or version < 1:
         raise ArtifactError(f"{MANIFEST}: expected a format version, found {shown(version)}, in {folder}", REBUILD)
-    if version > FORMAT_VERSION:
+    if version != FORMAT_VERSION:
         raise ArtifactError(
-            f"{MANIFEST}: expected format {FORMAT_VERSION} or older, found format {version}, in {folder}",
+            f"{MANIFEST}: expected format {FORMAT_VERSION}, found format {version}, in {folder}",
             "install a newer ling3export, or build the artifact again with this one",
         )
     with _refusing(folder):
-        return _format_1(raw, data) if version == 1 else _format_2(raw, data)
+        return _checked(raw, data)
 
 
 def _read(folder: Path) -> bytes:
@@ -122,7 +120,7 @@ def _refusing(folder: Path) -> Iterator[None]:
         raise ArtifactError(f"{MANIFEST}: {error}, in {folder}", REBUILD) from error
 
 
-def _format_2(raw: dict[str, Any], data: bytes) -> Manifest:
+def _checked(raw: dict[str, Any], data: bytes) -> Manifest:
     last = LAST_LINE.search(data, max(0, len(data) - 100))
     if last is None:
         raise ValueError("expected its sha256 on a line of its own before the last, found none")
@@ -130,21 +128,11 @@ def _format_2(raw: dict[str, Any], data: bytes) -> Manifest:
     if last[1].decode() != digest:
         raise ValueError(f"expected sha256 {last[1].decode()}, found {digest}")
     del raw["format"]
-    manifest = _typed(raw if EARLIER.search(data) is None else with_phases_of_today(raw))
-    digests, older = _digests(raw), _digests(raw, older=True)
+    manifest, digests = _typed(raw), _digests(raw)
     for name in DIGESTS:
-        if raw.get(name) not in (found := digests.get(name), older.get(name)):
-            raise ValueError(f"expected {name} {found}, found {shown(raw.get(name))}")
+        if raw.get(name) != digests.get(name):
+            raise ValueError(f"expected {name} {digests.get(name)}, found {shown(raw.get(name))}")
     return manifest
-
-
-def _format_1(raw: dict[str, Any], data: bytes) -> Manifest:
-    check_bytes(raw, data)
-    try:
-        body = upgraded(raw)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"expected the fields of format 1, found others ({type(error).__name__}: {error})") from error
-    return replace(_typed(with_phases_of_today(body)), **_digests(body))
 
 
 def _typed(body: dict[str, Any]) -> Manifest:
@@ -153,11 +141,11 @@ def _typed(body: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _digests(body: dict[str, Any], *, older: bool = False) -> dict[str, Any]:
+def _digests(body: dict[str, Any]) -> dict[str, Any]:
     """Digests of the programs, with all that decides how they are called, and of the weights: two artifacts with equal
-    ones hold the same. In ``older`` artifacts that of the programs covers ENDS, too."""
+    ones hold the same."""
     slabs = {name: tensor["sha256"] for name, tensor in body["weights"]["index"].items()}
-    config = {name: value for name, value in body["config"].items() if older or name != ENDS}
+    config = {name: value for name, value in body["config"].items() if name != ENDS}
     parts = {"programs_digest": {name: body[name] for name in PROGRAMS} | {"config": config}}
     if slabs:
         parts["weights_digest"] = slabs

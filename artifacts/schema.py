@@ -1,4 +1,4 @@
-"""The manifest's records: what every field of format 2 is called, and what it may hold. Nothing else states this.
+"""The manifest's records: what every field of the format is called, and what it may hold. Nothing else states this.
 
 FORMAT.md explains each field in a table of the same names and types; a test compares the two. A field that an artifact
 need not have has the default None. What follows from another field is a property, not a field.
@@ -183,6 +183,7 @@ class Target:
     mesh: Mesh
     requires: Requirements
     toolchain: Versions
+    portable: Annotated[str, Rule("a version of StableHLO", re.compile(r"\d{1,4}(\.\d{1,4}){2}").fullmatch)]
     fingerprint: Digest
     state_abi: Digest
     geometry: dict[str, int | str]
@@ -191,9 +192,6 @@ class Target:
     cells: dict[str, Cell]
     kernels: FileRecord | None = None
     state_program: FileRecord | None = None
-    portable: Annotated[str, Rule("a version of StableHLO", re.compile(r"\d{1,4}(\.\d{1,4}){2}").fullmatch)] | None = (
-        None
-    )
 
     def slabs(self, host: int) -> list[tuple[str, int, int | None]]:
         """What a host's devices hold of the weights: tensor, first slab, the slab behind the last (None: all)."""
@@ -244,10 +242,6 @@ class Target:
     def segments(self) -> str:
         """At what its prefill calls are cut: ``group`` or ``none``."""
         return "group" if self.paddings("group") else "none"
-
-    def takes(self, phase: str, field: str) -> bool:
-        """Whether the programs of a phase have this field."""
-        return any(row.name == field for cell in self.cells.values() if cell.phase == phase for row in cell.fields)
 
     def paddings(self, phase: str) -> tuple[int, ...]:
         """Paddings of a phase, ascending."""

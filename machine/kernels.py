@@ -7,9 +7,9 @@ import threading
 from ling3export.artifacts.schema import KERNELS
 from ling3export.foundation.errors import ArtifactError
 
-# What a library exports, each with ``ling3_`` before it; those of older artifacts have fewer.
+# What a library exports, each with ``ling3_`` before it.
 HANDLERS = (
-    *("columns", "rows", "experts", "route", "token", "attention", "best", "recurrence"),
+    *("columns", "rows", "experts", "route", "token", "attention", "best"),
     *(f"{name}_{form}" for name in ("columns", "rows", "experts") for form in ("q8", "q4")),
 )
 LIBRARIES: dict[str, ctypes.CDLL] = {}  # by the end of the names: XLA takes a name once a process, and calls it later
@@ -35,9 +35,7 @@ def register(library: bytes, ending: str) -> None:
             with open(descriptor, "wb", closefd=False) as file:
                 file.write(library)
             loaded = ctypes.CDLL(f"/proc/self/fd/{descriptor}")
-            symbols = {name: getattr(loaded, f"ling3_{name}") for name in HANDLERS if hasattr(loaded, f"ling3_{name}")}
-            if not symbols:
-                raise AttributeError(f"none of {', '.join(HANDLERS)} in it")
+            symbols = {name: getattr(loaded, f"ling3_{name}") for name in HANDLERS}
         except (OSError, AttributeError) as error:
             os.close(descriptor)
             raise ArtifactError(

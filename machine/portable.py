@@ -3,7 +3,7 @@
 A cell is one ``shard_map`` over the mesh, and its body is StableHLO alone: no custom call, and none of Shardy's
 operations, which StableHLO promises nothing about. So the body is what an artifact keeps. What lies around it, the
 mesh, the shardings and the donation, is in the manifest, and the jax that compiles it puts it around anew
-(docs/decisions/0014-portable-programs.md). Artifacts from before hold ``jax.export``'s container; those are read, too.
+(docs/decisions/0014-portable-programs.md).
 """
 
 import dataclasses
@@ -22,7 +22,6 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import func, stablehlo
 
 from ling3export.artifacts.program_records import Leaf, LoweredProgram
-from ling3export.machine.promise import stablehlo_version
 
 # Custom calls that every compiler turns into something else: shardings, and what StableHLO has no operation for.
 EXPANDED = {"Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "mhlo.topk", "mhlo.erf", "chlo.top_k"}
@@ -120,22 +119,10 @@ def compile_portable(blob: bytes, program: LoweredProgram, mesh: Mesh) -> stages
     from the custom calls that ``lacking`` names.
 
     Args:
-        blob: The program of parameters, state and batch, whose state is donated: StableHLO's portable form, or what
-            ``jax.export`` serialized.
+        blob: The program of parameters, state and batch, whose state is donated: StableHLO's portable form.
         program: The shapes, dtypes and specs of its inputs and outputs, in flattening order.
         mesh: The devices.
     """
-    if stablehlo_version(blob) is None:
-        exported = export.deserialize(bytearray(blob))
-        if mesh.devices.flat[0].platform == "cpu":
-            exported = dataclasses.replace(exported, platforms=("cpu",))
-        flat = [
-            jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
-            for aval, sharding in zip(exported.in_avals, exported.in_shardings_jax(mesh), strict=True)
-        ]
-        arguments, _ = jax.tree.unflatten(exported.in_tree, flat)
-        # jax.export forgets donation: the state is the second argument of every program.
-        return jax.jit(exported.call, donate_argnums=(1,)).lower(*arguments).compile()
     local = _callable(blob, program, mesh)
     specs = [PartitionSpec(*each.spec) for each in program.inputs]
     inputs = [
@@ -184,8 +171,6 @@ def _trees(rows: Sequence[Leaf], values: Sequence[Any], groups: Sequence[str]) -
 
 def text(blob: bytes) -> str:
     """A portable program as StableHLO's text."""
-    if stablehlo_version(blob) is None:
-        blob = export.deserialize(bytearray(blob)).mlir_module_serialized
     with mlir.make_ir_context() as context:
         return str(stablehlo.deserialize_portable_artifact(context, blob))
 

@@ -1,9 +1,8 @@
 """Until when portable programs are promised to be read, and by which versions of jax.
 
 StableHLO promises to read its portable form for five years, counted from one libStablehlo to the other
-(openxla/stablehlo, docs/compatibility.md). ``jax.export`` promises six months for its container, which older artifacts
-have (jax's docs/export/export.md). Both promises count from the version that wrote the programs, so here they count
-from the release of its jaxlib, less what a release's StableHLO may be older than it.
+(openxla/stablehlo, docs/compatibility.md). The promise counts from the version that wrote the programs: here from the
+release of its jaxlib, less what a release's StableHLO may be older than it.
 """
 
 import re
@@ -20,7 +19,7 @@ RELEASED = {
     (0, 11, 2): date(2026, 9, 17),
     (0, 12, 0): date(2026, 10, 19),
 }
-YEARS, MONTHS = 5, 6
+YEARS = 5
 OLDER = timedelta(days=60)  # than a release its StableHLO is at most
 SOON = timedelta(days=90)  # before the last day, every start says it
 
@@ -54,10 +53,16 @@ def today() -> date:
     return datetime.now(UTC).date()
 
 
-def stablehlo_version(blob: bytes) -> str | None:
-    """The version of StableHLO that a portable program is written in; None for jax.export's container."""
+def stablehlo_version(blob: bytes) -> str:
+    """The version of StableHLO that a portable program is written in.
+
+    Raises:
+        ValueError: The bytes are no portable form of StableHLO.
+    """
     found = re.match(rb"ML\xefR\x0dStableHLO_v(\d{1,4}\.\d{1,4}\.\d{1,4})\0", blob)
-    return None if found is None else found[1].decode()
+    if found is None:
+        raise ValueError(f"expected StableHLO's portable form, found {blob[:24]!r}")
+    return found[1].decode()
 
 
 def promise(target: Target) -> Promise:
@@ -68,10 +73,6 @@ def promise(target: Target) -> Promise:
     made = target.requires.jaxlib
     version = tuple(int(each) for each in re.findall(r"\d+", made)[:3])
     released = RELEASED[max((each for each in RELEASED if each <= version), default=min(RELEASED))]
-    if target.portable is None:
-        month = released.month - 1 + MONTHS
-        until = date(released.year + month // 12, month % 12 + 1, min(released.day, 28))
-        return Promise(until, "jax.export's container", f"jax {made} and later ones")
     day = released - OLDER
     until = date(day.year + YEARS, day.month, min(day.day, 28))
     form = f"StableHLO {target.portable}"

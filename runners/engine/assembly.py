@@ -2,8 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +23,6 @@ if TYPE_CHECKING:
     from ling3export.runners.load.segments import SegmentedRunner
     from ling3export.runners.state.prefix_cache import Event, PrefixCache
     from ling3export.runners.transfer.prefix_store import PrefixStore
-
-# A hundred times the temperature below which sample programs of old artifacts took wrong tokens.
-COLDEST = 1e-6
-COLD = (
-    f"temperatures below {COLDEST:g} are taken as 0: the sample programs of this artifact, which was built before they "
-    "were mended, would take wrong tokens there; build it again to have them sampled"
-)
 
 
 @dataclass(frozen=True)
@@ -164,17 +156,8 @@ def _assembled(
         else:
             follows = FollowingStore(channel)
 
-    @cache
-    def takes_any_temperature() -> bool:
-        """Asks the sample programs, once a request needs to know; every host does in the same step."""
-        if not (right := runner.marks_unusable()):
-            report(COLD)
-        return right
-
     def sequence(arrival: "Arrival") -> Sequence:  # knows no engine, so that the engine's thread keeps none alive
         number, request, at, carried, saved = arrival
-        if 0 < request.sampling.temperature < COLDEST and not takes_any_temperature():
-            request = replace(request, sampling=replace(request.sampling, temperature=0.0))
         kept = {"include_stop": request.include_stop_str_in_output, "skip_special": request.skip_special_tokens}
         stream = tokenizer.stream(request.stop, **kept) if tokenizer else None
         processor = None

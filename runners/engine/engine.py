@@ -9,7 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.handle import EngineStopped, Piece, RequestHandle
@@ -310,30 +310,12 @@ class Engine:
         self.limits.check(request)
         if request.do_remote_decode or request.do_remote_prefill:
             self.config.check_transfer(request.name, gives=request.do_remote_decode)
-        if (request.adjusts or request.logprobs is not None) and not self._record.paddings("logits_processor"):
-            raise ArtifactError(
-                f"{request.name}: expected logits_processor programs in target `{self.target}` for log-probabilities, "
-                "penalties, logit_bias, min_tokens and grammars, found none: the artifact is older than they are",
-                "build it again: ling3export build",
-            )
-        if request.sampling.min_p and not self._record.takes("sample", "min_p"):
-            raise ArtifactError(
-                f"{request.name}: expected sample programs with `min_p` in target `{self.target}`, found none: the "
-                "artifact is older than they are",
-                "build it again: ling3export build",
-            )
         if request.grammar is not None:
             self.files.grammars(self.limits.vocab_size).check(request.grammar, request.name)
         if request.score_from is not None:
             check_cells(self._record, self.target, self._artifact)
         if request.stop:
             self.files.tokenizer(f"{request.name}: stop strings")
-
-    @property
-    def scores_best(self) -> bool:
-        """Whether score programs say how likely the best token is; those of older artifacts do not."""
-        cells = [cell for cell in self._record.cells.values() if cell.phase == "score"]
-        return all(any(leaf.name == "best_logprob" for leaf in cell.outputs) for cell in cells)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is held now, as JSON; and the seconds of the start's stages."""

@@ -85,7 +85,6 @@ class OutputProcessor:
                 continue
             token, request = tokens[row], sequence.request
             if not 0 <= token < self._vocab_size:
-                # Sample programs give -1; those of artifacts that were built before give another that is none.
                 found = "NaN or infinity" if token == -1 else f"token {token} of {self._vocab_size}"
                 self.fail(sequence, unusable(sequence, found, sequence.num_tokens))
                 continue
@@ -122,8 +121,7 @@ class OutputProcessor:
                 self.fail(sequence, unusable(sequence, "NaN or infinity", first + int(finite.argmin()) + 1))
                 continue
             try:
-                best = said.get("best_logprob", np.full_like(said["logprob"], np.nan))  # older programs have none
-                each = zip(said["logprob"].tolist(), said["best"].tolist(), best.tolist(), strict=True)
+                each = zip(*(said[name].tolist() for name in ("logprob", "best", "best_logprob")), strict=True)
                 over = sequence.accept_scores(span.start, [Logprobs(own, ((id, top),)) for own, id, top in each])
             except BaseException as error:
                 self.fail(sequence, broken(sequence.request, "its scores to be taken", error))

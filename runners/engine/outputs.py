@@ -134,8 +134,7 @@ class ModelRunnerOutput(NamedTuple):
         tokens: By row of the call.
         logits: fp32 ``[rows, vocab]``, where a sequence asks for them.
         logprobs: ``logprob``, ``top_token`` and ``top_logprob`` by row, where a sequence asks for them.
-        scores: ``logprob`` and ``best`` of each padded token of a score call, and ``best_logprob``, which score
-            programs of older artifacts do not give.
+        scores: ``logprob``, ``best`` and ``best_logprob`` of each padded token of a score call.
     """
 
     at: float

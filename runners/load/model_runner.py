@@ -52,7 +52,6 @@ class ModelRunner:
         self._parts = parts
         self.inputs: dict[str, Inputs] | None = None
         self._blank: dict[tuple[str, str], jax.Array] = {}
-        self._takes_min_p = target.takes("sample", "min_p")
         self.cells = {name: _Cell(name, cell, programs, params) for name, cell in target.cells.items()}
 
     def reset(self) -> None:
@@ -90,12 +89,7 @@ class ModelRunner:
         return out
 
     def sample(self, logits: jax.Array, rows: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
-        """Tokens, int32 ``[rows]``, still being computed; also written to the state.
-
-        Programs of older artifacts have no ``min_p``: they draw as if it were 0.
-        """
-        if not self._takes_min_p:
-            fields = {name: value for name, value in fields.items() if name != "min_p"}
+        """Tokens, int32 ``[rows]``, still being computed; also written to the state."""
         token = self._run(f"sample@{rows}", fields, {"logits": logits})["token"]
         token.copy_to_host_async()
         return token
@@ -209,18 +203,6 @@ class ModelRunner:
             fields = {"slot": np.array([0 if first else slot], np.int32), "page": listed.reshape(-1)}
             calls.append((fields, places.reshape(-1)))
         return calls
-
-    def marks_unusable(self) -> bool:
-        """Whether the sample programs mark logits that are not usable with -1: those of older artifacts do not.
-
-        Runs the smallest one on logits that are NaN, and waits; every host has to ask in the same step.
-        """
-        rows = min(self._target.paddings("sample"))
-        cell = self._target.cells[f"sample@{rows}"]
-        (leaf,) = (leaf for leaf in cell.inputs if leaf.name == "logits")
-        logits = self.logits(np.full(leaf.shape, np.nan, np.float32))
-        fields = {row.name: np.zeros(row.shape, row.dtype) for row in cell.fields}
-        return bool((self.read(self.sample(logits, rows, fields)) == -1).all())
 
     def logits(self, values: np.ndarray) -> jax.Array:
         """Logits of the host ``[rows, vocab]`` as ``sample`` takes them."""

@@ -143,9 +143,6 @@ def _echoed(call: GenerationCall, asked: CompletionsBody, engine: "Engine") -> G
     with refusing("echo"):
         for request in scores:
             engine.check(request)
-    if scores and asked.logprobs and not engine.scores_best:
-        wanted = "score programs that say how likely the best token is, with `logprobs` of 1"
-        raise refusal("echo", wanted, "those of an older artifact: build it again")
     return replace(call, requests=[*call.requests, *scores], scores=len(scores))
 
 

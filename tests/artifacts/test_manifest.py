@@ -30,15 +30,15 @@ from ling3export.foundation.strict_json import LARGEST
 from tests.support.limits import file_size_limit
 from tests.support.manifests import sealed
 
-GOLDEN = Path(__file__).parents[1] / "golden" / "format-2-targets"
+BUILT = Path(__file__).parents[1] / "data"
 TARGET = "cpu-tp2"
 HINT = "hint: copy the artifact again, or build it again"
 
 
 @pytest.fixture(scope="module")
 def small() -> Manifest:
-    """One target of the golden manifest: what a build of it alone writes."""
-    manifest = read_manifest(GOLDEN)
+    """One target of the manifest of tests/data: what a build of it alone writes."""
+    manifest = read_manifest(BUILT)
     receipts = {TARGET: manifest.vectors.receipts[TARGET]}
     targets = {TARGET: manifest.targets[TARGET]}
     return replace(manifest, targets=targets, vectors=replace(manifest.vectors, receipts=receipts))
@@ -89,27 +89,20 @@ def test_canonical_refuses_what_has_two_spellings_or_none(value: Any, message: s
         canonical(value)
 
 
-def test_the_golden_manifest_is_written_again_byte_by_byte_but_for_the_digest_of_programs(tmp_path: Path) -> None:
-    """The golden one is from when `programs_digest` covered `eos_token_id`, too."""
-    old, golden = (GOLDEN / MANIFEST).read_bytes(), read_manifest(GOLDEN)
-    manifest = write_manifest(tmp_path, golden)
-    assert golden.programs_digest is not None and manifest.programs_digest is not None and manifest.sha256 is not None
-    whole = old.replace(golden.programs_digest.encode(), manifest.programs_digest.encode())
-    assert golden.sha256 is not None and old.count(golden.sha256.encode()) == 1
-    whole = whole.replace(golden.sha256.encode(), manifest.sha256.encode())
-    assert write_manifest(tmp_path, manifest) == manifest == read_manifest(tmp_path)
+def test_a_manifest_is_written_again_byte_by_byte(tmp_path: Path) -> None:
+    whole, built = (BUILT / MANIFEST).read_bytes(), read_manifest(BUILT)
+    manifest = write_manifest(tmp_path, built)
+    assert manifest == built == read_manifest(tmp_path)
     assert (tmp_path / MANIFEST).read_bytes() == whole
     assert os.listdir(tmp_path) == [MANIFEST]
-    assert FORMAT_VERSION == 2
-    assert whole.startswith(b'{\n  "format": 2,\n  "producer": {')
+    assert FORMAT_VERSION == 1
+    assert whole.startswith(b'{\n  "format": 1,\n  "producer": {')
     lines = whole.splitlines(keepends=True)
     covered = b"".join(lines[:-2])
     assert lines[-2:] == [f'  "sha256": "{hashlib.sha256(covered).hexdigest()}"\n'.encode(), b"}\n"]
     raw = json.loads(whole)
     assert raw["sha256"] == manifest.sha256
     assert raw["weights_digest"] == sha256_of({name: row["sha256"] for name, row in raw["weights"]["index"].items()})
-    assert raw["programs_digest"] != golden.programs_digest
-    assert golden.programs_digest == sha256_of({name: raw[name] for name in ("config", "plan", "targets")})
     del raw["config"]["eos_token_id"]
     assert raw["programs_digest"] == sha256_of({name: raw[name] for name in ("config", "plan", "targets")})
 
@@ -167,7 +160,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
     path.mkdir()
     assert failure(tmp_path) == f"manifest.json: expected a readable file, found a folder, in {tmp_path}\n{HINT}"
     path.rmdir()
-    path.symlink_to(GOLDEN / MANIFEST)
+    path.symlink_to(BUILT / MANIFEST)
     assert failure(tmp_path) == f"manifest.json: expected a readable file, found a symbolic link, in {tmp_path}\n{HINT}"
     path.unlink()
     os.mkfifo(path)
@@ -179,7 +172,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
     path.write_bytes(b"\xff")
     assert failure(tmp_path).startswith("manifest.json: expected JSON, found 'utf-8' codec can't decode")
     twice = "manifest.json: expected JSON, found a key that stands twice in one object"
-    path.write_text('{"format": 2, "a": 1, "a": 2}')
+    path.write_text('{"format": 1, "a": 1, "a": 2}')
     assert failure(tmp_path) == f"{twice}, in {tmp_path}\n{HINT}"
     path.write_text('{"format": NaN}')
     assert failure(tmp_path) == f"manifest.json: expected JSON, found the number NaN, in {tmp_path}\n{HINT}"
@@ -188,7 +181,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
         assert failure(tmp_path) == f"manifest.json: expected a format version, found {found}, in {tmp_path}\n{HINT}"
     path.write_text('{"format": 3, "anything": []}')
     assert failure(tmp_path) == (
-        f"manifest.json: expected format 2 or older, found format 3, in {tmp_path}\n"
+        f"manifest.json: expected format 1, found format 3, in {tmp_path}\n"
         "hint: install a newer ling3export, or build the artifact again with this one"
     )
     path.write_text('{"format": 1, "a": "\\ud800"}')
@@ -208,7 +201,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
         '"' + "\\" * 8_000_001,
         "[" * 17 + "]" * 17,
         " " * (LARGEST + 1),
-        '{"format": 2, "a": ' + "[" * 450 + "]" * 450 + ', "b": [' + "1," * 2_000_000 + "1]}",
+        '{"format": 1, "a": ' + "[" * 450 + "]" * 450 + ', "b": [' + "1," * 2_000_000 + "1]}",
     ],
     ids=["quotes", "backslashes", "seventeen levels", "large", "deep and large"],
 )
@@ -426,9 +419,7 @@ def test_a_manifest_is_not_written_through_a_link(
     folder, outside = tmp_path / "a", tmp_path / "outside"
     folder.mkdir()
     outside.write_text("years")
-    leftovers = [f".{MANIFEST}.partial", f".{MANIFEST}.partial-7-0123abcd"]
-    for name in leftovers:
-        (folder / name).symlink_to(outside)
+    (folder / f".{MANIFEST}.partial-7-0123abcd").symlink_to(outside)
     (folder / MANIFEST).symlink_to(outside)
     written = write_manifest(folder, small)
     assert outside.read_text() == "years"

@@ -30,7 +30,7 @@ def parted(folder: Path) -> Manifest:
 
 
 def sealed(raw: dict[str, Any]) -> bytes:
-    """The text of a manifest of format 2, every digest right, whatever else is in it."""
+    """The text of a manifest, every digest right, whatever else is in it."""
     body = {key: value for key, value in raw.items() if key not in ("programs_digest", "weights_digest", "sha256")}
     programs = {name: body.get(name) for name in PROGRAMS}
     if isinstance(programs["config"], dict):

@@ -55,9 +55,6 @@ class ScriptedRunner(FakeBackend):
         self.refused: list[str] = []
         self._left: dict[int, list[int]] = {}  # of the answer in a slot; nothing before its first token
 
-    def marks_unusable(self) -> bool:
-        return True
-
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> list[Any]:
         rows = super().step(phase, padding, fields)
         if phase == "prefill":

@@ -183,4 +183,5 @@ def _target(cells: dict[str, schema.Cell], needs: schema.Executable, state_progr
         state=schema.State("replicated", SLOTS, PAGES, PAGE, CONTEXT // PAGE, CHUNK, arrays),
         cells=cells,
         state_program=state_program,
+        portable="1.18.0",
     )

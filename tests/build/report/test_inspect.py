@@ -9,7 +9,7 @@ from ling3export.artifacts.program_records import Collective
 from ling3export.report.inspect import describe, estimated
 
 TARGET = "tpu-v6e-2x2-tp4"
-GOLDEN = Path(__file__).parents[2] / "golden/format-2-targets"
+GOLDEN = Path(__file__).parents[2] / "data"
 
 
 def test_inspect_keeps_one_unit_a_table_and_footnotes_within_80_columns():

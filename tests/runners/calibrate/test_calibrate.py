@@ -161,7 +161,7 @@ def test_plan_shows_what_was_measured_of_an_artifact_that_was_built_alike(run, a
 
 
 def test_the_engine_chooses_prefill_paddings_by_measured_times():
-    golden = Path(__file__).parents[2] / "golden/format-2-targets"
+    golden = Path(__file__).parents[2] / "data"
     target = next(iter(read_manifest(golden).targets.values()))
     some, names = next(iter(target.cells.values())), [f"prefill@{padding}" for padding in (16, 128, 512)]
     cells = {name: replace(some, phase="prefill", padding=int(name[8:]), estimate=None) for name in names}

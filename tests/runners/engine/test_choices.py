@@ -2,25 +2,19 @@
 
 import json
 import re
-import shutil
-from dataclasses import replace
-from pathlib import Path
 from unittest.mock import Mock
 
 import llguidance
 import pytest
 
-from ling3export.artifacts.schema import Target
-from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from tests.support import toy_artifact
 from tests.support.choosing import greedy, log_softmax, most_likely
-from tests.support.manifests import changed_targets
 from tests.support.toy_artifact import logits
 
 PROMPT = [5, 9, 7]
-GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 def ask(count: int = 12, prompt: list[int] = PROMPT, **fields) -> Request:
@@ -132,25 +126,6 @@ def test_what_is_no_grammar_is_refused():
             ask(grammar=grammar)
     with pytest.raises(RequestError, match="at most 65,536 characters, found 70,000"):
         ask(grammar=("regex", "a" * 70_000))
-
-
-def without_adjusting(target: Target) -> Target:
-    return replace(
-        target, cells={name: cell for name, cell in target.cells.items() if cell.phase != "logits_processor"}
-    )
-
-
-def test_an_artifact_without_adjust_programs_serves_all_but_what_needs_them(tmp_path):
-    """Artifacts that were built before there were any."""
-    older = shutil.copytree(toy_artifact.shared(), tmp_path / "older.ling3")
-    changed_targets(older, without_adjusting)
-    needing = {"logprobs": 0}, {"how": {"logit_bias": {1: 1.0}}}, {"min_tokens": 2, "stop_token_ids": [1]}
-    with Engine(older, report=lambda text: None) as engine:
-        assert engine.complete([ask(5)])[0].token_ids == greedy(logits, PROMPT, 5)
-        assert engine.complete([ask(5, min_tokens=5)])[0].token_ids == greedy(logits, PROMPT, 5), "nothing could end it"
-        for fields in (*needing, {"how": {"presence_penalty": 1.0}}):
-            with pytest.raises(ArtifactError, match="expected logits_processor programs in target `cpu-tp2`"):
-                engine.submit(ask(**fields))
 
 
 def test_penalties_hold_where_a_sequence_starts_again():

@@ -29,7 +29,7 @@ def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
 
 def test_the_padding_that_pays_by_the_compilers_estimates():
     """Where a call costs the same at any padding, the largest always pays; a manifest says so."""
-    target = next(iter(read_manifest(Path(__file__).parents[2] / "golden/format-2-targets").targets.values()))
+    target = next(iter(read_manifest(Path(__file__).parents[2] / "data").targets.values()))
     some = next(iter(target.cells.values()))
     cells = {
         f"{phase}@{padding}": replace(some, phase=phase, padding=padding, estimate=SimpleNamespace(seconds=cost))

@@ -57,7 +57,7 @@ class ScoringBackend(FakeBackend):
                 tokens = rows[n][: int(fields["chunk_start"][n]) + offset + 1]
                 logprob[place], best[place] = likelihood(tokens, following), next_token(tokens)
                 logprob[place] = self.unlikely.get(following, logprob[place])
-        return {"logprob": logprob, "best": best}
+        return {"logprob": logprob, "best": best, "best_logprob": np.full_like(logprob, np.nan)}
 
 
 class ScoreRig(Rig):

@@ -150,7 +150,7 @@ def test_a_future_format(copy):
     ):
         said = refusal(command, *arguments)
         assert said == (
-            f"error: manifest.json: expected format 2 or older, found format 3, in {copy}\n"
+            f"error: manifest.json: expected format 1, found format 3, in {copy}\n"
             "hint: install a newer ling3export, or build the artifact again with this one\n"
         )
 

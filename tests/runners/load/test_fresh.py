@@ -57,7 +57,8 @@ raw = compile_state(rows, mesh)
 file = schema.FileRecord("state.exec", len(raw), "0" * 64)
 arrays = tuple(schema.StateArrayRecord(row.name, row.shape, row.dtype, row.spec, row.axes) for row in rows)
 target = schema.Target(
-    platform="cpu", mesh=schema.Mesh("tp", tuple(range(16)), (0,) * 16), requires=requirements(jax.devices(), raw),
+    platform="cpu", portable="1.18.0",
+    mesh=schema.Mesh("tp", tuple(range(16)), (0,) * 16), requires=requirements(jax.devices(), raw),
     toolchain={}, fingerprint="0" * 64, state_abi="0" * 64, geometry={}, parameters=(), cells={},
     state=schema.State("replicated", 1, 1, 16, 1, 16, arrays),
     state_program=file,
