@@ -16,7 +16,6 @@ from ling3export.artifacts.schema import (
     GIVERS,
     MOVING,
     ON_LOGITS,
-    SEGMENTS,
     SPLIT,
     Cell,
     Manifest,
@@ -148,12 +147,9 @@ def _check_target(target: Target, plan: PlanRecord) -> None:
         for phase, paddings in (("prefill", plan.paddings), ("decode", plan.decode_paddings)):
             _same(f"the plan's {phase} paddings", paddings, target.paddings(phase))
         for phase in MOVING:
-            wanted = bool(snapshots) and (phase != "offload_group" or target.segments != "none")
-            _same(f"how many {phase} programs there are", int(wanted), len(target.paddings(phase)))
-            if wanted and phase != "copy":
+            _same(f"how many {phase} programs there are", int(bool(snapshots)), len(target.paddings(phase)))
+            if snapshots and phase != "copy":
                 _same(f"the padding of {phase}, that of offload", target.paddings("offload"), target.paddings(phase))
-        for phase in SEGMENTS if any(target.paddings(phase) for phase in SEGMENTS) else ():
-            _same(f"the paddings of prefill, as {phase}'s", plan.paddings, target.paddings(phase))
         rows = {cell.rows for cell in target.cells.values() if cell.phase in GIVERS}
         for phase in ON_LOGITS:
             if missing := sorted(rows - set(target.paddings(phase))):
@@ -179,7 +175,7 @@ def _check_parameter(parameter: ParameterRecord, tensors: Mapping[str, StoredTen
 
 def _check_cell(cell: Cell, target: Target) -> None:
     chunk, pages = target.state.chunk, target.state.max_pages
-    chunked = cell.phase in ("prefill", "score", *SEGMENTS)
+    chunked = cell.phase in ("prefill", "score")
     if chunked and cell.padding % chunk:
         _wrong(f"a multiple of the chunk, {chunk}", cell.padding, "padding")
     rows = cell.padding // chunk if chunked else cell.padding
@@ -204,9 +200,6 @@ def _check_cell(cell: Cell, target: Target) -> None:
         "experts": {"results": rows},
         "combine": {"hidden": rows},
         "head": {"logits": rows},
-        "embed": {"hidden": cell.padding},
-        "group": {"hidden": cell.padding},
-        "unembed": {"logits": rows},
         "logits_processor": dict.fromkeys(("logits", "logprob", "top_token", "top_logprob"), rows),
     }.get(cell.phase, {})
     found = {leaf.name: leaf.shape[:1] for leaf in cell.outputs if leaf.group == "out"}
@@ -238,8 +231,6 @@ def _check_moved(cell: Cell, target: Target) -> None:
     _same("every pool of the state", sorted(pools if leaves else ()), sorted(found), "outputs")
     for name, leaf in found.items():
         layers, _, *each = pools[name].shape
-        if cell.phase == "offload_group":  # as many of them as a group has
-            layers = min(layers, *leaf.shape[:1])
         shape = (layers, cell.padding, *each[:-1]) if "pages" in pools[name].axes else (layers, *each)
         width = len(shape)
         _same(f"the shape of {name}", (shape, pools[name].dtype), (leaf.shape[:width], leaf.dtype), "outputs")
@@ -250,7 +241,7 @@ def _check_moved(cell: Cell, target: Target) -> None:
 def _check_leaves(cell: Cell, target: Target) -> None:
     sides = (("inputs", cell.inputs, ("params", "state", "batch")), ("outputs", cell.outputs, ("state", "out")))
     arrays = sorted(target.state.arrays, key=lambda array: array.name)
-    if cell.phase in (*SPLIT, *SEGMENTS) and cell.phase not in ("attend", "group"):
+    if cell.phase in SPLIT and cell.phase != "attend":
         arrays = []  # they know no sequences
     if cell.phase in (*ON_LOGITS, *MOVING):  # the last tokens alone, all but them, or none; others take every array
         arrays = [array for array in arrays if any(leaf.name == array.name for leaf in cell.inputs)]
@@ -280,8 +271,6 @@ def _check_leaves(cell: Cell, target: Target) -> None:
         "experts": [*_scale(target), "group_list", "y"],
         "combine": ["expert_ids", "residual", "results", "weights"],
         "head": ["hidden"],
-        "group": ["hidden"],
-        "unembed": ["hidden"],
     }
     names = sorted([*more.get(cell.phase, []), *["packed"] * bool(cell.fields)])
     _same("the batch of the phase", names, list(batch), "inputs")

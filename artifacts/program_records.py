@@ -34,8 +34,8 @@ StoredDtype = Annotated[str, one_of(*BY_CODE)]
 Phase = Annotated[
     str,
     one_of(
-        "prefill", "score", "decode", "sample", "logits_processor", "copy", "offload", "onload", "offload_group",
-        "attend", "dispatch", "experts", "combine", "head", "embed", "group", "unembed",
+        "prefill", "score", "decode", "sample", "logits_processor", "copy", "offload", "onload",
+        "attend", "dispatch", "experts", "combine", "head",
     ),
 ]  # fmt: skip
 # Custom calls in name only: the pieces of a prefetch, which lie one after the other, seen as one array.

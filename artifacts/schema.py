@@ -26,15 +26,9 @@ from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, one_of, withi
 from ling3export.foundation.dtypes import BY_CODE
 
 ON_LOGITS = ("sample", "logits_processor")  # phases that take another's logits, and no parameters
-MOVING = (
-    "copy",
-    "offload",
-    "onload",
-    "offload_group",
-)  # the phases that move one sequence's state, and compute nothing
+MOVING = ("copy", "offload", "onload")  # the phases that move one sequence's state, and compute nothing
 GIVERS = ("prefill", "score", "decode")  # whose logits are sampled
 SPLIT = ("attend", "dispatch", "experts", "combine", "head")  # a decode step cut at each layer's experts
-SEGMENTS = ("embed", "group", "unembed")  # a prefill call cut at its groups of layers
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
 KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs
@@ -237,11 +231,6 @@ class Target:
     def processes(self) -> int:
         """How many hosts run it together."""
         return self.mesh.processes
-
-    @property
-    def segments(self) -> str:
-        """At what its prefill calls are cut: ``group`` or ``none``."""
-        return "group" if self.paddings("group") else "none"
 
     def paddings(self, phase: str) -> tuple[int, ...]:
         """Paddings of a phase, ascending."""

@@ -5,7 +5,6 @@ partial sums, after attention and after the MLP; rounding the sums first would m
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -154,28 +153,6 @@ class Ling3(nnx.Module):
         for index in range(groups * size, config.num_hidden_layers):
             carry = self.run_layer(static_layer(config, index), *carry, batch)
         return carry
-
-    def run_group(
-        self, g: Index, x: Float32[Array, "T D"], state: State, batch: Batch
-    ) -> tuple[Float32[Array, "T D"], State]:
-        """The layers of one group of :meth:`run_layers`, by its number; the last one may be incomplete."""
-        config, size = self.config, self.config.layer_group_size
-        count, whole = config.num_hidden_layers, config.num_hidden_layers // size
-
-        def unrolled(first: int) -> Callable[[tuple[jax.Array, State]], tuple[jax.Array, State]]:
-            def run(carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-                for index in range(first, min(first + size, count)):
-                    carry = self.run_layer(static_layer(config, index), *carry, batch)
-                return carry
-
-            return run
-
-        carry = (self._without_padding(x, batch), state)
-        if self.geometry.tiled or not whole:
-            return lax.switch(g, [unrolled(first) for first in range(0, count, size)], carry)
-        if count % size == 0:
-            return self._group(batch)(jnp.asarray(g), carry)
-        return lax.cond(g < whole, partial(self._group(batch), jnp.asarray(g)), unrolled(whole * size), carry)
 
     def chunks(self, fields: dict[str, Int32[Array, "..."]]) -> Chunks:
         """The chunks of a prefill call, with what KDA's form needs of them."""

@@ -1,5 +1,5 @@
 """The programs that move one sequence's state: ``copy`` within the pools, ``offload`` out of them, ``onload`` into
-them, and ``offload_group``, which is ``offload`` of one group of layers.
+them.
 
 They compute nothing, so what was onloaded is offloaded again bit for bit. What leaves has the order of the whole
 sequence, whatever the parallelism: heads 0 to H-1 in order, latents without the padding of their rows. A device gives
@@ -25,9 +25,8 @@ from ling3export.model.mla.paged import local_pages
 from ling3export.model.state import StateArray, state_arrays
 
 Tree = dict[str, Any]
-Part = tuple[jax.Array, int] | None  # the first of a pool's layers and how many; None for all
 PAGES = "mla_latent"
-PHASES = ("copy", "offload", "onload", "offload_group")
+PHASES = ("copy", "offload", "onload")
 
 
 def pools(config: Config, geometry: Geometry, phase: str) -> list[StateArray]:
@@ -36,25 +35,18 @@ def pools(config: Config, geometry: Geometry, phase: str) -> list[StateArray]:
     return [row for row in rows if row.name != PAGES or phase != "copy"]
 
 
-def group_layers(config: Config) -> dict[str, int]:
-    """The most layers that a group has in each pool."""
-    size = config.layer_group_size
-    return {PAGES: max(1, config.num_hidden_layers % size), "kda_conv": size - 1, "kda_recurrent": size - 1}
-
-
-def moved(config: Config, geometry: Geometry, padding: int, phase: str) -> tuple[Tree, Tree]:
+def moved(config: Config, geometry: Geometry, padding: int) -> tuple[Tree, Tree]:
     """(abstract values, partition specs) of one sequence's state with ``padding`` pages, by the name of the pool.
 
     ``kda_recurrent [layers, H, K, V]``, ``kda_conv [layers, H, 3 K taps]`` (as the pool's row: oldest tap first, q, k
     and v of each), ``mla_latent [layers, P, page, R + rope]``. Where pages are striped, the first ``P / tp`` of the
-    pages lie on the first device, and so on. Of ``offload_group``, layers are those of a group.
+    pages lie on the first device, and so on.
     """
     values: Tree = {}
     specs: Tree = {}
     shape: tuple[int, ...]
     for row in pools(config, geometry, "offload"):
         layers, _, *each = row.shape
-        layers = group_layers(config)[row.name] if phase == "offload_group" else layers
         if row.name == PAGES:
             shape = (layers, padding, each[0], config.latent_dim)
             spec = PartitionSpec(None, AXIS) if row.split else PartitionSpec()
@@ -77,21 +69,14 @@ def copy(state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
 
 
 def offload(config: Config, geometry: Geometry, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
-    """The state of ``slot`` and the latents of ``page[P]``; zeros in the place of a page 0.
-
-    Where there is a ``group [1]``, in the phase ``offload_group``, layers begin with the group's first, or so many
-    before the pool's last as are given: a last group that has fewer of a kind, or none, stands at the end.
-    """
-    slot, out, part = fields["slot"][0], {}, None
+    """The state of ``slot`` and the latents of ``page[P]``; zeros in the place of a page 0."""
+    slot, out = fields["slot"][0], {}
     for name in state:
-        if "group" in fields:
-            each = 1 if name == PAGES else config.layer_group_size - 1
-            part = fields["group"][0] * each, group_layers(config)[name]
         if name == PAGES:
             pages_out = _pages_at_once if geometry.tiled else _pages_out
-            out[name] = pages_out(state[name], _local(fields["page"], geometry), config.latent_dim, part)
+            out[name] = pages_out(state[name], _local(fields["page"], geometry), config.latent_dim)
         else:
-            out[name] = jnp.squeeze(_at(state[name], slot, part), 1)
+            out[name] = jnp.squeeze(_at(state[name], slot), 1)
     return state, out
 
 
@@ -112,24 +97,23 @@ def body(config: Config, geometry: Geometry, phase: str) -> Callable[[Tree, Tree
         "copy": lambda state, batch, fields: copy(state, fields),
         "offload": lambda state, batch, fields: offload(config, geometry, state, fields),
         "onload": lambda state, batch, fields: onload(geometry, state, batch, fields),
-        "offload_group": lambda state, batch, fields: offload(config, geometry, state, fields),
     }[phase]
 
 
-def _page(pool: jax.Array, number: jax.Array, width: int, part: Part) -> jax.Array:
-    return jnp.where(number > 0, _at(pool, number, part)[..., :width], jnp.zeros((), pool.dtype))
+def _page(pool: jax.Array, number: jax.Array, width: int) -> jax.Array:
+    return jnp.where(number > 0, _at(pool, number)[..., :width], jnp.zeros((), pool.dtype))
 
 
-def _pages_at_once(pool: jax.Array, page: jax.Array, width: int, part: Part) -> jax.Array:
+def _pages_at_once(pool: jax.Array, page: jax.Array, width: int) -> jax.Array:
     """For XLA:TPU, which moves twice the bytes where a loop writes the pages (docs/log/programs-tpu.md)."""
-    return jnp.concatenate([_page(pool, page[n], width, part) for n in range(page.shape[0])], axis=1)
+    return jnp.concatenate([_page(pool, page[n], width) for n in range(page.shape[0])], axis=1)
 
 
-def _pages_out(pool: jax.Array, page: jax.Array, width: int, part: Part) -> jax.Array:
+def _pages_out(pool: jax.Array, page: jax.Array, width: int) -> jax.Array:
     def step(n: jax.Array, out: jax.Array) -> jax.Array:
-        return _set(out, n, _page(pool, page[n], width, part))
+        return _set(out, n, _page(pool, page[n], width))
 
-    out = jnp.zeros((part[1] if part else pool.shape[0], page.shape[0], pool.shape[2], width), pool.dtype)
+    out = jnp.zeros((pool.shape[0], page.shape[0], pool.shape[2], width), pool.dtype)
     with jax.named_scope("pages"):
         return lax.fori_loop(0, _used(page), step, out)
 
@@ -157,10 +141,7 @@ def _used(numbers: Int32[Array, "N"]) -> Int32[Array, ""]:
     return jnp.max(jnp.where(numbers > 0, jnp.arange(1, numbers.shape[0] + 1, dtype=jnp.int32), 0))
 
 
-def _at(pool: jax.Array, number: jax.Array, part: Part = None) -> jax.Array:
-    if part is not None:
-        first, count = part
-        return lax.dynamic_slice(pool, [first, number, *[0] * (pool.ndim - 2)], (count, 1, *pool.shape[2:]))
+def _at(pool: jax.Array, number: jax.Array) -> jax.Array:
     return lax.dynamic_slice_in_dim(pool, number, 1, axis=1)
 
 

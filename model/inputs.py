@@ -42,9 +42,8 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
 
     Args:
         phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` or ``attend`` (sequences B), ``sample``
-            or ``logits_processor`` (rows R), ``copy`` (pairs of slots N), ``offload``, ``onload`` or
-            ``offload_group`` (pages P), ``dispatch`` (pairs Y); ``embed``, ``group`` and ``unembed`` (T); other phases
-            have none.
+            or ``logits_processor`` (rows R), ``copy`` (pairs of slots N), ``offload`` or
+            ``onload`` (pages P), ``dispatch`` (pairs Y); other phases have none.
         padding: T, B, R, N, P or Y.
         max_pages: Columns of the page table.
     """
@@ -68,10 +67,6 @@ def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
         "copy": {"source": each, "target": each},
         "offload": {"slot": (1,), "page": each},
         "onload": {"slot": (1,), "page": each},
-        "offload_group": {"slot": (1,), "page": each, "group": (1,)},
-        "embed": {name: prefill[name] for name in ("tokens", "chunk_slot", "chunk_len")},
-        "group": {name: shape for name, shape in prefill.items() if name != "tokens"} | {"group": (1,)},
-        "unembed": {"chunk_len": chunk},
     }
     fields, offset = [], 0
     for name, shape in shapes.get(phase, {}).items():

@@ -31,7 +31,6 @@ from ling3export.model.inputs import (
 from ling3export.model.parameters import arguments
 from ling3export.model.sampling.logits_processor import process_logits
 from ling3export.model.sampling.sample import sample, score_next
-from ling3export.model.segments import segment
 from ling3export.model.state import state_arrays
 
 P = PartitionSpec
@@ -158,7 +157,7 @@ def build_step(
         geometry: Parallelism, pools and dtype.
         phase: ``prefill``, ``score``, ``decode``; ``sample`` or ``logits_processor``, which take no parameters, the
             logits in the batch, and of the state only ``last_token``, or nothing; or one of ``exchange.PHASES``, which
-            take no parameters, or of ``model/ffn/split_program.py`` or ``model/segments.py``.
+            take no parameters, or of ``model/ffn/split_program.py``.
         padding: Padded tokens, sequences or rows; pairs of slots or pages; pairs of a token and an expert.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
@@ -182,11 +181,11 @@ def build_step(
         names = [row.name for row in exchange.pools(config, geometry, phase)]
         params, param_specs = {}, {}
         state, state_specs = ({name: tree[name] for name in names} for tree in (state, state_specs))
-        values, value_specs = exchange.moved(config, geometry, padding, phase)
+        values, value_specs = exchange.moved(config, geometry, padding)
         if phase == "onload":
             batch, batch_specs = batch | values, batch_specs | value_specs
-        out = value_specs if phase in ("offload", "offload_group") else {}
-    part = split_program(config, geometry, phase, padding) or segment(config, phase, padding)
+        out = value_specs if phase == "offload" else {}
+    part = split_program(config, geometry, phase, padding)
     if part is not None:
         batch, batch_specs = (tree if fields else {} for tree in (batch, batch_specs))
         batch, batch_specs = batch | part.batch, batch_specs | dict.fromkeys(part.batch, P())

@@ -43,12 +43,6 @@ PROGRAMS = section(
     ),
     _option("score_paddings", PADDINGS, "Padded tokens of a call that scores given tokens."),
     _option(
-        "segments",
-        click.Choice(["none", "group"]),
-        "group: also add programs that prefill one group of layers a call. A server that prefills for others then "
-        "sends the state of each group while it computes the next.",
-    ),
-    _option(
         "afd",
         int,
         "Also add decode programs whose experts ffn-workers compute, for N attention processes.  [default: 0, none]",

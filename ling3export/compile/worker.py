@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 MODULE = "ling3export.compile.recorded"  # which calls `main`
 STATE_PROGRAM = {"state_program": True}
-CALLING = ("prefill", "score", "decode", "sample", "group", "unembed")  # whose executables call native kernels
+CALLING = ("prefill", "score", "decode", "sample")  # whose executables call native kernels
 
 
 @dataclass(frozen=True)

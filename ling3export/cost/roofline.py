@@ -3,7 +3,7 @@
 import math
 
 from ling3export.artifacts.program_records import Experts, RooflineBound
-from ling3export.artifacts.schema import MOVING, ON_LOGITS, SEGMENTS, SPLIT
+from ling3export.artifacts.schema import MOVING, ON_LOGITS, SPLIT
 from ling3export.cost.chips import Chip
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.model.config import Config
@@ -14,10 +14,10 @@ from ling3export.model.mla.paged import tile_pages
 from ling3export.model.moe import form_of, tile_rows, touched
 from ling3export.model.parameters import parameters
 from ling3export.model.sampling.logits_processor import TOP
-from ling3export.model.segments import TABLE
 
 # Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
 COLLECTIVE_SECONDS = 1e-5
+TABLE = "embeddings.word_embeddings"  # read a row a token, multiplied by nothing
 
 
 TOKENS = 1024  # cached by each sequence of the decode batch that costs are counted for
@@ -41,7 +41,7 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
     tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
     few = form_of(padding, config, geometry) == "some"
     some = {"some": most_touched(padding, config, geometry.tp)} if few else {}
-    if phase in ("prefill", "score", *SEGMENTS):
+    if phase in ("prefill", "score"):
         return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0, "ends": 0} | some
     pages = min(geometry.max_pages, math.ceil(tokens / geometry.page_size))
     held = math.ceil(padding * pages / (geometry.tp if geometry.striped else 1))
@@ -93,8 +93,6 @@ def roofline_bound(
         held = 1 if geometry.striped else geometry.tp
         moved = _state_moved(config, geometry, sequences, pages)
         moved["latents"] *= held
-        if phase == "offload_group":
-            moved = {name: each // _groups(config) for name, each in moved.items()}
         return _bound(moved, 0.0, 0, chip)
     if phase in ON_LOGITS:
         return _bound({"logits": 4 * padding * config.vocab_size // geometry.tp}, 0.0, 0, chip)
@@ -104,33 +102,18 @@ def roofline_bound(
     chosen = config.num_experts_per_tok / config.num_experts
     read = touched(padding, config)
     for row in parameters(config, geometry.weights):
-        if row.name == TABLE or not _used(row.name, phase):
+        if row.name == TABLE:
             continue
         split = geometry.tp if row.split else 1
         share = math.prod(row.shape) / split
         routed = row.split == "experts"
-        rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase in ("prefill", "unembed") else padding
+        rows = padding // CHUNK if row.name == "embeddings.lm_head" and phase == "prefill" else padding
         weights += row.nbytes(geometry.dtype) / split * (read if routed else 1.0)
         flops += 2 * rows * share * (chosen if routed else 1.0)
     sequences = padding if phase == "decode" else 1
     moved = {"weights": round(weights)} | _state_moved(config, geometry, sequences, tokens if phase == "decode" else 0)
     collectives = 2 * config.num_hidden_layers if geometry.tp > 1 else 0
-    if phase in SEGMENTS:  # of ``group`` the mean group's
-        hidden = 4 * padding * config.hidden_size
-        parts = _groups(config) if phase == "group" else 1
-        moved = {name: each // parts for name, each in moved.items() if phase == "group" or name == "weights"}
-        moved["hidden"] = hidden * (2 if phase == "group" else 1)
-        flops, collectives = flops / parts, {"group": collectives // parts, "embed": collectives and 1}.get(phase, 0)
     return _bound(moved, flops, collectives, chip)
-
-
-def _groups(config: Config) -> int:
-    return -(-config.num_hidden_layers // config.layer_group_size)
-
-
-def _used(name: str, phase: str) -> bool:
-    """Whether a phase multiplies a parameter; of a prefill that is cut, each multiplies its own."""
-    return phase not in SEGMENTS or (phase != "embed" and (phase == "unembed") == (name in HEAD))
 
 
 def _split_bound(

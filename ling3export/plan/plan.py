@@ -5,7 +5,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.schema import SEGMENTS
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config, parsed, read_config
 from ling3export.model.geometry import CHUNK, Geometry
@@ -20,7 +19,6 @@ DEFAULT_CONTEXT = 8192
 SLOTS_MOVED = 8  # pairs of slots that a call copies at most
 PAGES_MOVED = 8  # latent pages that a call fetches or stores at most: 14 MB of Ling3-Tiny's beside 20 MB of state
 MOST_SNAPSHOTS = 2**16
-SEGMENTATIONS = ("none", "group")
 MOST_SESSIONS = 1024  # what a schedule context may count
 
 
@@ -49,7 +47,6 @@ class Plan:
     notes: tuple[str, ...] = ()  # lines for the user: what was chosen, and why
     score_paddings: tuple[int, ...] = ()  # score's
     ffn_paddings: tuple[int, ...] = ()  # those of dispatch and experts; with none, decode steps are not cut
-    segments: str = "none"  # ``group`` where prefill calls are cut at groups of layers
 
     @property
     def named_notes(self) -> list[str]:
@@ -65,7 +62,7 @@ class Plan:
             *(PlannedCell("score", p) for p in reversed(self.score_paddings)),
             *(PlannedCell("decode", p) for p in reversed(self.decode_paddings)),
             *(PlannedCell(phase, r) for phase in ("sample", "logits_processor") for r in reversed(rows)),
-            *moving_cells(self.geometry, self.segments),
+            *moving_cells(self.geometry),
             *(
                 PlannedCell(phase, p)
                 for phase in ("attend", "combine", "head")
@@ -73,7 +70,6 @@ class Plan:
                 if self.ffn_paddings
             ),
             *(PlannedCell(phase, p) for phase in ("dispatch", "experts") for p in reversed(self.ffn_paddings)),
-            *(PlannedCell(phase, p) for phase in SEGMENTS if self.segments != "none" for p in reversed(self.paddings)),
         )
 
     def record(self) -> dict[str, Any]:
@@ -89,18 +85,16 @@ class Plan:
             "dtype": self.geometry.dtype,
             "geometry": asdict(self.geometry),
             **({"ffn_paddings": list(self.ffn_paddings)} if self.ffn_paddings else {}),
-            **({"segments": self.segments} if self.segments != "none" else {}),
         }
 
 
-def moving_cells(geometry: Geometry, segments: str) -> tuple[PlannedCell, ...]:
+def moving_cells(geometry: Geometry) -> tuple[PlannedCell, ...]:
     """The programs that move states, where there are snapshots; what a call does not move of its padding is free."""
     if not geometry.snapshots:
         return ()
     step = geometry.tp if geometry.striped else 1  # each device gives as many pages
     pages = -(-min(geometry.max_pages, PAGES_MOVED) // step) * step
-    phases = ("offload", "onload", *["offload_group"] * (segments != "none"))
-    return PlannedCell("copy", SLOTS_MOVED), *(PlannedCell(phase, pages) for phase in phases)
+    return PlannedCell("copy", SLOTS_MOVED), *(PlannedCell(phase, pages) for phase in ("offload", "onload"))
 
 
 def derive_decode_paddings(paddings: Sequence[int], max_running: int) -> tuple[tuple[int, ...], str]:
@@ -205,8 +199,6 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     if options.afd_dtype != "model" and (options.dtype != "bfloat16" or not options.afd):
         found = f"--dtype {options.dtype} and --afd {options.afd}"
         raise PlanError(f"--afd-dtype {options.afd_dtype}: expected --dtype bfloat16 and --afd, found {found}")
-    if options.segments not in SEGMENTATIONS:
-        raise PlanError(f"--segments: expected {' or '.join(SEGMENTATIONS)}, found {options.segments}")
     if not 0 < options.memory_fraction <= 1:
         raise PlanError(f"--memory-fraction: expected above 0 and at most 1, found {options.memory_fraction}")
     limit = config.context
@@ -218,11 +210,6 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
         )
         raise PlanError(f"--context: expected 2 to {limit} ({source}), found {context}")
     target = parse_target(target_text, options.tp, config)
-    if options.segments != "none" and target.platform != "cpu":
-        raise PlanError(
-            f"--segments {options.segments}: expected a target for cpu, found {target.name}",
-            "programs for accelerators are not cut: they were never measured so",
-        )
     chosen = options.tp is None and "@" not in target_text and target.platform == "cpu"
     if chosen and target.tp != DEFAULT_CPU_TP:
         notes.append(f"tp {target.tp}: the most of up to {DEFAULT_CPU_TP} devices that this model splits over")
@@ -247,13 +234,8 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     )
     geometry, note = size_pages(config, geometry, options, target)
     notes.append(note)
-    if options.segments != "none":
-        count = -(-config.num_hidden_layers // config.layer_group_size)
-        notes.append(f"prefill in {count} groups of {config.layer_group_size} layers, beside that of one program")
     scored, split = tuple(options.score_paddings), derive_ffn_paddings(config, decode, options.afd)
-    return Plan(
-        target, geometry, tuple(options.paddings), tuple(decode), context, tuple(notes), scored, split, options.segments
-    )
+    return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, tuple(notes), scored, split)
 
 
 def make_plans(config: Config, options: Options) -> list[Plan]:

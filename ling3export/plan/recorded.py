@@ -63,7 +63,6 @@ def plan_of(manifest: Manifest, name: str) -> Plan:
         plan.context,
         score_paddings=record.paddings("score"),
         ffn_paddings=record.paddings("experts"),
-        segments=record.segments,
     )
 
 

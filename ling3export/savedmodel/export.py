@@ -98,8 +98,6 @@ def build_savedmodel(
     """
     if options.afd:
         raise PlanError("--afd: expected none with --format savedmodel, found it", "build an artifact")
-    if options.segments != "none":
-        raise PlanError("--segments: expected none with --format savedmodel, found group", "build an artifact")
     check_packages()
     source = Checkpoint.open(checkpoint, ignore=ignore)
     options = as_stored(options, checkpoint)

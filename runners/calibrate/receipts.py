@@ -126,16 +126,13 @@ def decided(logits: np.ndarray, bound: float) -> bool:
     return bool(first - second > 2 * bound * np.linalg.norm(logits))
 
 
-def agreement(
-    found: Mapping[str, Logits], cut: Mapping[tuple[int, int], Logits], segmented: Mapping[int, Logits]
-) -> dict[str, float]:
+def agreement(found: Mapping[str, Logits], cut: Mapping[tuple[int, int], Logits]) -> dict[str, float]:
     """Largest relative distance between the logits of two paddings, for prefill and for decode; and between those of a
-    whole decode step that was cut at the experts, or prefill call at its groups, and those of the one program.
+    decode step that was cut at the experts and those of the one program.
 
     Args:
         found: By cell, the logits that it gave.
         cut: Those of steps that were cut, by the paddings of ``attend`` and ``dispatch``.
-        segmented: Those of calls that were cut, by padding.
     """
     distances = {}
     for phase in ("prefill", "decode"):
@@ -144,9 +141,7 @@ def agreement(
         if errors:
             distances[f"{phase}_padding_against_padding"] = max(errors)
     steps = [(found.get(f"decode@{padding}", {}), values) for (padding, _), values in cut.items()]
-    calls = [(found.get(f"prefill@{padding}", {}), values) for padding, values in segmented.items()]
-    for name, whole in (("split_against_decode", steps), ("segments_against_prefill", calls)):
-        errors = [relative_error(values[key], fused[key]) for fused, values in whole for key in values if key in fused]
-        if errors:
-            distances[name] = max(errors)
+    errors = [relative_error(values[key], fused[key]) for fused, values in steps for key in values if key in fused]
+    if errors:
+        distances["split_against_decode"] = max(errors)
     return distances

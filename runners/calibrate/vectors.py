@@ -7,18 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ling3export.artifacts.manifest import read_checked
-from ling3export.artifacts.schema import (
-    GIVERS,
-    MOVING,
-    SEGMENTS,
-    SPLIT,
-    Cell,
-    Manifest,
-    Receipts,
-    SequenceRecord,
-    State,
-    Target,
-)
+from ling3export.artifacts.schema import GIVERS, MOVING, SPLIT, Cell, Manifest, Receipts, SequenceRecord, State, Target
 from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.calibrate.receipts import (
     TOLERANCES,
@@ -33,7 +22,6 @@ from ling3export.runners.calibrate.receipts import (
 from ling3export.runners.engine.inputs import Fields, Span, decode_fields, prefill_fields, sample_fields
 from ling3export.runners.ffn import split
 from ling3export.runners.ffn.connector import Phases
-from ling3export.runners.load.segments import Layers, SegmentedRunner, groups_of, rows_of
 
 if TYPE_CHECKING:
     from ling3export.runners.load.loader import Loaded
@@ -61,15 +49,12 @@ def measured(loaded: "Loaded") -> Receipts:
     through = VectorRunner(loaded.runner, target, vectors.sequences)
     found: dict[str, Logits] = {}
     cut: dict[tuple[int, int], Logits] = {}  # by the paddings of attend and dispatch
-    segmented: dict[int, Logits] = {}  # by padding
     receipts = {}
     for cell in sorted(target.cells.values(), key=lambda cell: cell.padding):
         if cell.phase == "sample":
             receipts[cell.name] = exact_receipt(*through.sample(cell.padding))
         elif cell.phase == "logits_processor":
             receipts[cell.name] = exact_receipt(*through.adjust(cell.padding))
-        elif cell.phase == "offload_group":
-            receipts[cell.name] = exact_receipt(*through.sliced(groups_of(manifest, target)))
         elif cell.phase in MOVING:
             receipts[cell.name] = exact_receipt(*through.moved(cell.phase))
         elif cell.phase == "score":
@@ -80,16 +65,11 @@ def measured(loaded: "Loaded") -> Receipts:
             if at not in cut:
                 cut[at] = through.split(manifest, *at)
             receipts[cell.name] = logits_receipt(cut[at], expected, tolerance)
-        elif cell.phase in SEGMENTS:
-            if cell.padding not in segmented:
-                by = SegmentedRunner(loaded.runner, manifest, target)
-                segmented[cell.padding] = through.prompts(cell.padding, by)
-            receipts[cell.name] = logits_receipt(segmented[cell.padding], expected, tolerance)
         else:
             logits = through.prompts(cell.padding) if cell.phase == "prefill" else through.decode(cell.padding)
             found[cell.name] = logits
             receipts[cell.name] = logits_receipt(logits, expected, tolerance)
-    return Receipts(tolerance, receipts, agreement(found, cut, segmented))
+    return Receipts(tolerance, receipts, agreement(found, cut))
 
 
 def split_of(target: Target, cell: Cell) -> tuple[int, int]:
@@ -129,24 +109,19 @@ class VectorRunner:
         # Pages are few, and every sequence gets the same number.
         self._pages = math.ceil(max(len(sequence.ids) for sequence in sequences) / target.state.page_size)
 
-    def prefill(
-        self, padding: int, sequence: int, slot: int, by: Any = None
-    ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
-        """Prefills one prompt in calls of ``padding``; yields the logits at every chunk's end.
-
-        ``by`` makes the calls: the model runner by default.
-        """
+    def prefill(self, padding: int, sequence: int, slot: int) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+        """Prefills one prompt in calls of ``padding``; yields the logits at every chunk's end."""
         entry = self._sequences[sequence]
         prompt = entry.ids[: entry.prompt]
         for at in range(0, len(prompt), padding):
             fields, ends = self._prefill_fields(padding, prompt[at : at + padding], at, slot)
-            logits = self._runner.read((by or self._runner).step("prefill", padding, fields))
+            logits = self._runner.read(self._runner.step("prefill", padding, fields))
             for row, end in enumerate(ends):
                 yield (sequence, end), logits[row]
 
-    def prompts(self, padding: int, by: Any = None) -> Logits:
+    def prompts(self, padding: int) -> Logits:
         """Prefills every prompt, one after the other; returns the logits at the ends of their chunks."""
-        return {at: row for number in range(len(self._sequences)) for at, row in self.prefill(padding, number, 1, by)}
+        return {at: row for number in range(len(self._sequences)) for at, row in self.prefill(padding, number, 1)}
 
     def score(self, padding: int, sequence: int) -> ScoredSequence:
         """Scores each token of one sequence behind those before it, in calls of ``padding``."""
@@ -269,20 +244,6 @@ class VectorRunner:
         given = self._runner.fetch(slot, pages).replaced(lambda shape: rng.standard_normal(shape, np.float32))
         self._runner.store(slot, pages, given)
         return pages, given
-
-    def sliced(self, groups: tuple[Layers, ...]) -> tuple[int, int]:
-        """Fetches a state whole, and group by group: how many numbers were compared, and how many were wrong."""
-        runner, total, wrong = self._runner, 0, 0
-        pages, given = self._filled(1)
-        wanted = runner.gathered(given).arrays()
-        for number, layers in enumerate(groups):
-            found = runner.gathered(runner.slicing(1, pages, number)()).arrays()
-            for name, array in found.items():
-                part = array[rows_of(layers[name], len(array), len(wanted[name]))]
-                other = wanted[name][layers[name].start : layers[name].stop]
-                total += part.size
-                wrong += int(np.sum(part.view(np.uint8) != other.view(np.uint8))) if part.size else 0
-        return total, wrong
 
     def moved(self, phase: str) -> tuple[int, int]:
         """Stores numbers that no model gave and fetches them again, of another slot where ``phase`` is ``copy``.

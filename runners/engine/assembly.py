@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.core import Arrival, EngineCore
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.ffn.split import SplitRunner
-    from ling3export.runners.load.segments import SegmentedRunner
     from ling3export.runners.state.prefix_cache import Event, PrefixCache
     from ling3export.runners.transfer.prefix_store import PrefixStore
 
@@ -40,7 +39,6 @@ class EngineParts:
         renew: Makes another core over the same weights, with fresh state and nothing held; None on several hosts.
         store: Keeps what the cache knows in a folder; None where nothing does.
         split: What sends decode steps through FFN workers; None where this process computes its own experts.
-        segmented: What runs prefill calls group by group; None where they are one program.
     """
 
     loaded: Loaded
@@ -53,7 +51,6 @@ class EngineParts:
     renew: "Callable[[], EngineCore] | None"
     store: "PrefixStore | None"
     split: "SplitRunner | None"
-    segmented: "SegmentedRunner | None"
 
 
 def load_parts(
@@ -99,7 +96,6 @@ def _assembled(
     from ling3export.runners.engine.logits_processor import LogitsProcessorState
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.load.loader import calls_measured
-    from ling3export.runners.load.segments import SegmentedRunner
     from ling3export.runners.state.layout import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache, snapshot_cost
 
@@ -109,14 +105,12 @@ def _assembled(
     limits = Limits(manifest.plan.context, manifest.vocab_size, record.state.pages, record.state.page_size)
     measured = calls_measured(loaded.folder, manifest, loaded.target, report, channel)
     blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record, measured)
-    segmented = SegmentedRunner(loaded.runner, manifest, record) if record.segments != "none" else None
-    whole: Any = segmented or loaded.runner
     split = None
     if config.ffn:
         from ling3export.runners.ffn.split import connected  # with shared memory, which no other start needs
 
-        split = connected(whole, manifest, record, config.ffn, config.ffn_timeout)
-    runner: Any = split or whole  # each hands on to the next whatever it does not cut
+        split = connected(loaded.runner, manifest, record, config.ffn, config.ffn_timeout)
+    runner: Any = split or loaded.runner
 
     copies, shared = bool(record.state.snapshots), None
     if config.prefix_cache and not copies:
@@ -175,7 +169,6 @@ def _assembled(
             "cache": shared,
             "supports_state_copy": copies,
             "store": store or follows,
-            "save_async": segmented.save_async if segmented and not channel else None,
         }
         return SharedCore(channel, *parts, **options) if channel else EngineCore(*parts, **options)
 
@@ -189,4 +182,4 @@ def _assembled(
     if channel and channel.leads:
         channel.parts(b"")  # the others give theirs when they begin to follow
     again = None if channel else renew
-    return EngineParts(loaded, files, limits, blocks, counters, core(), shared, again, store, split, segmented)
+    return EngineParts(loaded, files, limits, blocks, counters, core(), shared, again, store, split)

@@ -28,7 +28,6 @@ from ling3export.runners.engine.request import Request, request_of
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
-from ling3export.runners.load.segments import PendingSave
 from ling3export.runners.load.sharded import packed, unpacked
 from ling3export.runners.state.prefix_cache import PrefixCache
 from ling3export.runners.state.sequence_state import SequenceState, Token, TransferredState
@@ -104,8 +103,6 @@ class EngineCore:
         cache: Keeps beginnings of sequences for others; None shares nothing.
         supports_state_copy: Whether the artifact has the programs that move states.
         store: Keeps what the cache knows in a folder; None where nothing does.
-        save_async: Starts to save a sequence's state in the prefill call that ends its prompt, and says whether it did;
-            None where states are saved afterwards.
 
     Attributes:
         backend: What was given.
@@ -127,7 +124,6 @@ class EngineCore:
         cache: PrefixCache | None = None,
         supports_state_copy: bool = False,
         store: "PrefixStore | FollowingStore | None" = None,
-        save_async: Callable[[PendingSave], bool] | None = None,
     ) -> None:
         self.backend = backend
         self.counters = Counters() if counters is None else counters
@@ -136,7 +132,7 @@ class EngineCore:
             backend, blocks, self.counters, cache, supports_state_copy=supports_state_copy, store=store
         )
         self._scheduler = Scheduler(shapes, blocks, self.counters, coordinator)
-        self._executor = Executor(backend, shapes.chunk, blocks, vocab_size, self.counters, save_async)
+        self._executor = Executor(backend, shapes.chunk, blocks, vocab_size, self.counters)
         self._processor = OutputProcessor(self._scheduler, coordinator, self.counters, vocab_size, shapes.chunk)
         self._sequence, self._ahead = sequence, ahead
         self.live: dict[int, Sequence] = {}

@@ -82,8 +82,6 @@ class Engine:
             from ling3export.runners.transfer.manager import transfer_manager  # with all carriers
 
             self._transfers = transfer_manager(loaded.manifest, loaded.record, config.transfer, report)
-            if parts.segmented is not None:
-                parts.segmented.begin = self._transfers.save_early
         self._loop = Loop(
             parts.core,
             self.timings,

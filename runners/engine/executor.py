@@ -1,6 +1,6 @@
 """Runs what the scheduler decided: from a ``SchedulerOutput`` the calls of a model runner, and what they brought."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Many
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,6 @@ from ling3export.runners.engine.outputs import (
     StateMove,
 )
 from ling3export.runners.engine.sequence import now
-from ling3export.runners.load.segments import PendingSave
 from ling3export.runners.state.sequence_state import SequenceState
 
 if TYPE_CHECKING:
@@ -37,21 +36,13 @@ class Executor:
         blocks: Has the page table.
         vocab_size: Token ids are below it.
         counters: Told of the calls.
-        save_async: Starts to save a sequence's state in the prefill call that ends its prompt, and says whether it did;
-            None where states are saved afterwards.
     """
 
     def __init__(
-        self,
-        backend: "ModelRunner",
-        chunk: int,
-        blocks: BlockManager,
-        vocab_size: int,
-        counters: Counters,
-        save_async: Callable[[PendingSave], bool] | None = None,
+        self, backend: "ModelRunner", chunk: int, blocks: BlockManager, vocab_size: int, counters: Counters
     ) -> None:
         self._backend, self._chunk, self._blocks = backend, chunk, blocks
-        self._vocab_size, self._counters, self._save_async = vocab_size, counters, save_async
+        self._vocab_size, self._counters = vocab_size, counters
         self._sampling = np.full(len(blocks.page_table), GREEDY)  # how the tokens of each state slot are sampled
 
     def execute_model(self, output: SchedulerOutput) -> DeviceArray | Mapping[str, DeviceArray]:
@@ -83,17 +74,7 @@ class Executor:
         fields = prefill_fields(padding, spans, self._chunk, pages, score=scores)
         if scores:
             return self._backend.score(padding, fields)
-        self._start_saves(output)
         return self._backend.step(phase, padding, fields)
-
-    def _start_saves(self, output: SchedulerOutput) -> None:
-        """Has the states of prompts that end with a prefill call leave while it computes, where they leave."""
-        if self._save_async is None:
-            return
-        for sequence in (row.sequence for row in output.rows if row.sequence.request.do_remote_decode):
-            pages = sequence.computed_pages(self._blocks.page_size)
-            save = PendingSave(sequence.number, sequence.request, sequence.slot, pages)
-            sequence.saved_early = self._save_async(save)
 
     def _move(self, moves: Many[StateMove]) -> None:
         for move in moves:

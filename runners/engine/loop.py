@@ -24,7 +24,7 @@ from ling3export.runners.load.loader import Timings
 
 if TYPE_CHECKING:
     from ling3export.runners.state.sequence_state import TransferredState
-    from ling3export.runners.transfer.manager import KVTransferManager
+    from ling3export.runners.transfer.manager import Exported, KVTransferManager
     from ling3export.runners.transfer.prefix_store import PrefixStore
 
 
@@ -325,13 +325,10 @@ class Loop:
                 handle.update(sequence.output)
                 touched[handle.number] = handle
         for sequence in outputs.ended:
-            if sequence.request.do_remote_decode and self._transfers is not None:
-                well = sequence.error is None and sequence.stop_reason != "cancelled"
-                if sequence.exported_state is not None or (sequence.saved_early and well):
-                    self._hand_over(sequence, self._transfers)
-                    continue
-                if sequence.saved_early:  # for nothing
-                    self._transfers.drop(sequence.number)
+            exported = sequence.exported_state
+            if exported is not None and sequence.request.do_remote_decode and self._transfers is not None:
+                self._hand_over(sequence, exported, self._transfers)
+                continue
             with self._changed:
                 handle = self._handles.pop(sequence.number, None)
                 saved = self._saving.pop(sequence.number, None)
@@ -344,7 +341,7 @@ class Loop:
         for asked in self._compared:
             asked.set_result(outputs.digests)
 
-    def _hand_over(self, sequence: Sequence, transfers: "KVTransferManager") -> None:
+    def _hand_over(self, sequence: Sequence, exported: "Exported", transfers: "KVTransferManager") -> None:
         """Ends a request once its state is where another engine can take it."""
         completion, begun = outcome(sequence), now()
 
@@ -370,7 +367,7 @@ class Loop:
             wake([handle])
             return not handle.cancelled
 
-        transfers.save(sequence.number, sequence.request, sequence.exported_state, done)
+        transfers.save(sequence.number, sequence.request, exported, done)
 
     def _fail_all(self) -> None:
         with self._changed:

@@ -72,7 +72,6 @@ class Sequence:
         calls: Those that it took part in, in order.
         rows: The logits that each token was taken from, if the request asks for them.
         exported_state: Waits for its state of the computed positions, where that leaves the engine.
-        saved_early: Whether its state left already, with the call that ended its prompt.
     """
 
     def __init__(
@@ -110,7 +109,6 @@ class Sequence:
         self.calls: list[DispatchedCall] = []
         self.rows: list[np.ndarray] = []
         self.exported_state: Callable[[], ShardedState | SequenceState] | None = None
-        self.saved_early = False
         # By position: log-probabilities of the next token and of the best one there, and the latter's id.
         self._scores: dict[int, Logprobs] = {}
 

@@ -14,7 +14,6 @@ from ling3export.runners import flight
 from ling3export.runners.load.fresh import Fresh, fresh_zeros
 from ling3export.runners.load.sharded import ShardedState, Shards, call_of
 
-NONE: Mapping[str, np.ndarray] = {}
 Inputs = tuple[Mapping[str, np.ndarray], dict[str, jax.Array]]  # the fields of a call, and the arrays beside them
 
 
@@ -154,16 +153,10 @@ class ModelRunner:
         """A state that was fetched, on host 0 with the parts of all hosts; every one of several hosts calls this."""
         return state if self._parts is None else state.joined(self._parts(state.split()))
 
-    def slicing(self, slot: int, pages: Sequence[int], group: int) -> Callable[[], ShardedState]:
-        """:meth:`fetching` of a group of layers, on this host."""
-        return self._fetching(slot, pages, "offload_group", {"group": np.array([group], np.int32)})
-
-    def _fetching(
-        self, slot: int, pages: Sequence[int], phase: str = "offload", more: Mapping[str, np.ndarray] = NONE
-    ) -> Callable[[], ShardedState]:
+    def _fetching(self, slot: int, pages: Sequence[int]) -> Callable[[], ShardedState]:
         calls, places = [], []
         for fields, order in self._moving(slot, pages):
-            calls.append(self._run(f"{phase}@{fields['page'].size}", {**fields, **more}, {}))
+            calls.append(self._run(f"offload@{fields['page'].size}", fields, {}))
             places.append(order)
         return lambda: ShardedState(
             tuple({name: Shards.of(array) for name, array in call.items()} for call in calls), tuple(places)

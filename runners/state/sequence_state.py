@@ -24,7 +24,6 @@ from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.reading import opened
 from ling3export.foundation.strict_json import parse_json
-from ling3export.runners.load.segments import rows_of
 from ling3export.runners.load.sharded import ShardedState
 from ling3export.runners.state.layout import (
     CONV,
@@ -136,6 +135,12 @@ def canonical(pools: Arrays) -> dict[str, np.ndarray]:
     latents, recurrent, conv = (pools[POOLS[name]] for name in (LATENT, RECURRENT, CONV))
     rows = conv.reshape(*conv.shape[:2], -1, 3, recurrent.shape[2]).transpose(0, 3, 1, 4, 2)
     return {LATENT: latents.reshape(len(latents), -1, latents.shape[-1]), RECURRENT: recurrent, CONV: rows}
+
+
+def rows_of(layers: range, given: int, total: int) -> slice:
+    """Where a group's layers stand among the ``given`` ones that a program gave of a pool of ``total``."""
+    first = min(layers.start, total - given)
+    return slice(layers.start - first, layers.stop - first)
 
 
 def fill(state: SequenceState, pools: Arrays, layers: Mapping[str, range] | None = None) -> None:

@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.load.segments import Layers
 from ling3export.runners.state.layout import StateLayout, StateMismatch, check_same_state
 from ling3export.runners.state.prefix_cache import chain_start, chained
 from ling3export.runners.state.sequence_state import Arrays, SequenceState, fill
 from ling3export.runners.transfer.store import NAME, PendingWrite, StateAddress, StateStore
 
+Layers = Mapping[str, range]  # a group's, by the name of the pool
 LONGEST = 1e6  # seconds of a lease
 LOADS = 4  # at once
 WAITING = 512  # threads of loads that wait for their turn

@@ -13,12 +13,10 @@ from time import perf_counter as now
 from typing import Any, NamedTuple
 
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.load.segments import Hand, Layers, PendingSave, groups_of
 from ling3export.runners.load.sharded import ShardedState
 from ling3export.runners.state.layout import description_of, layout_of, root_of
 from ling3export.runners.state.sequence_state import Arrays, SequenceState, Token, TransferredState, token_of
-from ling3export.runners.transfer.connector import Connector, TransferRequest
+from ling3export.runners.transfer.connector import Connector, Layers, TransferRequest
 from ling3export.runners.transfer.folder import FolderStore
 from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.store import StateAddress, StateStore
@@ -67,7 +65,6 @@ class KVTransferManager:
         self._connector, self._store, self._groups = connector, store, groups
         self._vocab_size, self._report = vocab_size, report
         self.counts: Counter[str] = Counter()
-        self._early: dict[str, TransferRequest] = {}  # saved already, of requests that have not ended
         self._loads: dict[str, _Waiting] = {}
         self._buffers: dict[str, SequenceState] = {}
         connector.register_kv_caches(self._buffers)
@@ -75,27 +72,17 @@ class KVTransferManager:
         self._thread = threading.Thread(target=self._run, name="ling3-exchange", daemon=True)
         self._thread.start()
 
-    def save(self, number: int, request: Any, exported: Exported | None, done: Saved) -> None:
+    def save(self, number: int, request: Any, exported: Exported, done: Saved) -> None:
         """Saves the state behind a prompt for another engine.
 
         Args:
             number: The request's.
             request: The engine's request.
-            exported: Waits for the state; None where it was saved early.
+            exported: Waits for the state.
             done: Gets what the client is given, None where that failed; in this thread. Says whether the client is
                 still there: else the state is freed.
         """
         self._jobs.put(lambda: self._save(_named(number, request), exported, done))
-
-    def save_early(self, saves: list[PendingSave]) -> Hand:
-        """Saves the states of sequences group by group, in a step whose groups are being computed.
-
-        Returns:
-            What takes the states of each group in order, of all sequences together, and then None.
-        """
-        groups: queue.SimpleQueue[list[Callable[[], ShardedState]] | None] = queue.SimpleQueue()
-        self._jobs.put(lambda: self._save_early([_named(each.number, each.request) for each in saves], groups))
-        return groups.put
 
     def load(self, number: int, request: Any, done: Loaded) -> None:
         """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails."""
@@ -151,38 +138,14 @@ class KVTransferManager:
             connector.wait_for_save()
             connector.clear_connector_metadata()
 
-    def _save_early(
-        self, tickets: list[TransferRequest], groups: "queue.SimpleQueue[list[Callable[[], ShardedState]] | None]"
-    ) -> None:
-        def states(group: int) -> Mapping[str, Callable[[], Arrays]]:
-            found = groups.get()
-            if found is None:
-                raise Ling3Error(f"expected {len(self._groups)} groups of layers, found {group}")
-            self.counts["groups_saved"] += len(found)
-            return {
-                ticket.request_id: lambda given=given: given().arrays()  # type: ignore[misc]
-                for ticket, given in zip(tickets, found, strict=True)
-            }
-
+    def _save(self, ticket: TransferRequest, exported: Exported, done: Saved) -> None:
+        params = None
         try:
-            self._step(tickets, states)
-            self._early |= {ticket.request_id: ticket for ticket in tickets}
-        except Exception as error:
-            self.counts["save_failed"] += len(tickets)
-            names = ", ".join(ticket.request_id for ticket in tickets)
-            self._report(f"transfer of {names}: expected its state to be saved by group, found {error}")
-
-    def _save(self, ticket: TransferRequest, exported: Exported | None, done: Saved) -> None:
-        params, whole = None, exported is None and self._early.pop(ticket.request_id, None) is not None
-        try:
-            if exported is not None:
-                state = exported()
-                arrays = state.arrays() if isinstance(state, ShardedState) else state.pool_arrays(1)
-                self._step([ticket], lambda group: {ticket.request_id: lambda: arrays})
-                whole = True
-            if whole:  # else it failed group by group, which was reported
-                _, params = self._connector.request_finished(ticket)
-                self.counts["saved" if params else "save_failed"] += 1
+            state = exported()
+            arrays = state.arrays() if isinstance(state, ShardedState) else state.pool_arrays(1)
+            self._step([ticket], lambda group: {ticket.request_id: lambda: arrays})
+            _, params = self._connector.request_finished(ticket)
+            self.counts["saved" if params else "save_failed"] += 1
         except Exception as error:
             self.counts["save_failed"] += 1
             self._report(f"transfer of {ticket.request_id}: expected its state to be saved, found {error}")
@@ -190,13 +153,9 @@ class KVTransferManager:
             self._take_back(params)
 
     def _drop(self, request_id: str) -> None:
-        """Frees the state that was saved for a request whose client has left."""
+        """Gives up the load of a request whose client has left."""
         self._connector.handle_preemptions({request_id})
         self._loads.pop(request_id, None)
-        if (ticket := self._early.pop(request_id, None)) is not None:
-            _, params = self._connector.request_finished(ticket)
-            if params is not None:
-                self._take_back(params)
 
     def _take_back(self, params: Mapping[str, Any]) -> None:
         """Frees a state that was saved for another engine, as that engine would do."""
@@ -265,9 +224,7 @@ def transfer_manager(
         TransferError: The port is taken, the folder cannot be made, or there is no shared memory.
     """
     layout, description = layout_of(target), description_of(manifest, target)
-    groups: Sequence[Layers] = groups_of(manifest, target)
-    if target.segments == "none":
-        groups = [{array.name: range(array.shape[0]) for array in target.state.arrays}]
+    groups = [{array.name: range(array.shape[0]) for array in target.state.arrays}]
     store: StateStore
     if transfer.carrier == "tcp":
         store = TcpStore(layout, description, transfer)

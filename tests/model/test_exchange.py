@@ -22,7 +22,7 @@ class Mover(Quick):
         step, call = self.step(phase, padding)
         batch = {"packed": pack(step.fields, **fields)}
         if given is not None:
-            batch |= self._put(given, moved(self.config, self.geometry, padding, phase)[1])
+            batch |= self._put(given, moved(self.config, self.geometry, padding)[1])
         after, out = call({}, {name: self.state[name] for name in step.arguments[1]}, batch)
         self.state = self.state | after
         return {name: np.asarray(value) for name, value in out.items()}

@@ -67,7 +67,6 @@ class Recipe:
     afd_dtype: str = "model"
     target: str = "cpu"
     snapshots: int = 0
-    segments: str = "none"
     kernels: str = "off"
     weights: str = "bf16"
     optimized: bool = False  # by LLVM: where its numbers are compared, or many tokens computed
@@ -102,8 +101,6 @@ class Recipe:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
         if self.afd:
             numbers |= {"--afd": self.afd, "--afd-dtype": self.afd_dtype}
-        if self.segments != "none":
-            numbers["--segments"] = self.segments
         if self.snapshots:  # blocks of 16 tokens, and not enough of them for all sequences that may run
             numbers |= {"--max-running": 4, "--context": 256, "--page-size": 16, "--pages": 28}
             numbers["--snapshots"] = self.snapshots
@@ -126,9 +123,7 @@ RECIPES = {
     "micro-tp2": Recipe(2, "micro"),
     "micro-tp1": Recipe(1, "micro", optimized=True),
     # With everything that may stand beside quantized weights.
-    "micro-tp2-int4": Recipe(
-        2, "micro", paddings=(16,), decode=2, weights="int4", afd=1, snapshots=2, segments="group"
-    ),
+    "micro-tp2-int4": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4", afd=1, snapshots=2),
     "micro-tp1-kernels": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on"),
     "micro-tp1-kernels-int4": Recipe(
         1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on", weights="int4"
@@ -139,12 +134,6 @@ RECIPES = {
     "micro-tp1-afd-int8": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=2, afd=1, afd_dtype="int8"),
     "micro-tp1-snapshots": Recipe(1, "micro", paddings=(64,), decode=4, snapshots=6),
     "micro-tp2-snapshots": Recipe(2, "micro", paddings=(64,), decode=4, snapshots=2),
-    # Prefill cut at two groups of layers.
-    "micro-tp1-segments": Recipe(1, "micro", paddings=(64,), decode=4, snapshots=6, segments="group"),
-    "micro-tp2-segments": Recipe(2, "micro", paddings=(64,), decode=4, snapshots=2, segments="group"),
-    "micro-tp1-segments-kernels": Recipe(
-        1, "micro", dtype="bfloat16", paddings=(16,), decode=1, segments="group", kernels="on"
-    ),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
     "demo-tp1": Recipe(1, "demo", dtype="bfloat16", score=(128,), context=4096, optimized=True),

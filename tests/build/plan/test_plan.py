@@ -67,25 +67,6 @@ def test_a_split_model_has_experts_for_one_session_and_for_all():
         make_plan(dense, replace(SMALL, afd=1), "cpu")
 
 
-def test_segments_add_programs_and_change_none():
-    small = replace(SMALL, snapshots=1)
-    plan, whole = (make_plan(CONFIG, replace(small, segments=each), "cpu") for each in ("group", "none"))
-    more = [
-        "offload_group",
-        *(f"{phase}@{p}" for phase in ("embed", "group", "unembed") for p in reversed(plan.paddings)),
-    ]
-    added = [cell.name for cell in plan.cells if cell not in whole.cells]
-    assert [name.partition("@")[0] if name.startswith("offload_group") else name for name in added] == more
-    assert [cell for cell in plan.cells if cell.name not in added] == list(whole.cells)
-    assert plan.notes == (*whole.notes, "prefill in 3 groups of 3 layers, beside that of one program")
-    assert "segments" not in whole.record() and plan.record()["segments"] == "group"
-    assert refusal(segments="layer") == "--segments: expected none or group, found layer"
-    with pytest.raises(PlanError, match="--segments group: expected a target for cpu, found tpu-v6e-2x2-tp4"):
-        make_plan(CONFIG, replace(small, segments="group"), "tpu:v6e:2x2")
-    with pytest.raises(PlanError, match="--segments: expected none with --format savedmodel, found group"):
-        build_savedmodel(Path("checkpoint"), Path("model"), Options(segments="group"), Mock())
-
-
 @pytest.mark.parametrize(
     ("paddings", "running", "expected", "why"),
     [
