@@ -9,7 +9,8 @@ ends, before it would make other calls, which none of the hosts would ever come 
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,9 +22,9 @@ from ling3export.runners.engine.coordinator import PrefixCacheCoordinator
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.executor import Executor
 from ling3export.runners.engine.handle import broken
-from ling3export.runners.engine.logits_processor import LogitsEdits
+from ling3export.runners.engine.mask_queue import MaskQueue, WaitingRow
 from ling3export.runners.engine.output_processor import OutputProcessor
-from ling3export.runners.engine.outputs import Emitted, InFlightSample, InFlightScore, SchedulerOutput
+from ling3export.runners.engine.outputs import DeviceArray, Emitted, InFlightSample, InFlightScore, SchedulerOutput
 from ling3export.runners.engine.request import Request, request_of
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence, now
@@ -103,6 +104,7 @@ class EngineCore:
         cache: Keeps beginnings of sequences for others; None shares nothing.
         supports_state_copy: Whether the artifact has the programs that move states.
         store: Keeps what the cache knows in a folder; None where nothing does.
+        channel: To the other hosts; None on one host.
 
     Attributes:
         backend: What was given.
@@ -124,6 +126,7 @@ class EngineCore:
         cache: PrefixCache | None = None,
         supports_state_copy: bool = False,
         store: "PrefixStore | FollowingStore | None" = None,
+        channel: Channel | None = None,
     ) -> None:
         self.backend = backend
         self.counters = Counters() if counters is None else counters
@@ -134,6 +137,7 @@ class EngineCore:
         self._scheduler = Scheduler(shapes, blocks, self.counters, coordinator)
         self._executor = Executor(backend, shapes.chunk, blocks, vocab_size, self.counters)
         self._processor = OutputProcessor(self._scheduler, coordinator, self.counters, vocab_size, shapes.chunk)
+        self._masks = MaskQueue(vocab_size, self._processor.fail, channel)
         self._sequence, self._ahead = sequence, ahead
         self.live: dict[int, Sequence] = {}
         self._flight: deque[InFlightSample | InFlightScore] = deque()
@@ -141,7 +145,7 @@ class EngineCore:
     @property
     def busy(self) -> bool:
         """Whether a step without inputs would do anything."""
-        return self._scheduler.busy or bool(self._flight)
+        return self._scheduler.busy or bool(self._flight) or bool(self._masks)
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Takes the inputs, dispatches a call, and waits for the oldest ones where enough are in flight."""
@@ -159,7 +163,7 @@ class EngineCore:
         for number in inputs.saved:
             if number in self.live:
                 self._save(self.live[number])
-        output = self._scheduler.schedule(self._settle)
+        output = self._scheduler.schedule(self._settle, self._masks.holds)
         self._dispatch(output)
         while len(self._flight) > (self._ahead if output.phase else 0):
             self._collect()
@@ -186,6 +190,8 @@ class EngineCore:
     def _save(self, sequence: Sequence) -> None:
         """Ends a sequence where it is, once what was dispatched for it is read; its state is exported."""
         sequence.saved = True
+        if sequence.awaits_mask:
+            self._sample_waiting(self._masks.finish(sequence))
         self._settle()
         if not sequence.over:
             sequence.stop_reason = "saved"
@@ -199,15 +205,35 @@ class EngineCore:
         if output.phase == "score":
             self._flight.append(InFlightScore(output, found))
         elif output.phase:
-            edits: dict[int, LogitsEdits] = {}
             if output.processed:
                 processors = [row.sequence.logits_processor for row in output.processed]
                 if any(each is not None and each.needs_tokens for each in processors):
                     # The mask depends on tokens that were not read: they are now, and it is filled while the call runs.
                     self._settle()
                     self.doing = output.cell, now()
-                edits = self._processor.logits_edits(output)
-            self._flight.append(self._executor.sample_tokens(output, found, edits))
+                self._masks.add(output, found)
+            filled = self._masks.fill()
+            own = [waiting.row for waiting in filled if waiting.output is output]
+            if own:
+                output.rows = sorted([*output.rows, *own], key=attrgetter("row"))
+                output.processed = [*output.processed, *own]
+            self._sample(output, found)
+            return self._sample_waiting([waiting for waiting in filled if waiting.output is not output])
+        self._sample_waiting(self._masks.fill())
+
+    def _sample(self, output: SchedulerOutput, logits: DeviceArray) -> None:
+        """Dispatches the sampling of a call's rows."""
+        edits = self._processor.logits_edits(output)
+        self._flight.append(self._executor.sample_tokens(output, logits, edits))
+
+    def _sample_waiting(self, filled: list[WaitingRow]) -> None:
+        """Dispatches the sampling of rows of earlier calls, whose masks were filled since, call by call."""
+        calls: dict[int, list[WaitingRow]] = {}
+        for waiting in filled:
+            calls.setdefault(id(waiting.output), []).append(waiting)
+        for call in calls.values():
+            rows = sorted((waiting.row for waiting in call), key=attrgetter("row"))
+            self._sample(replace(call[0].output, rows=rows, processed=rows, spans=()), call[0].logits)
 
     def _settle(self) -> bool:
         """Waits for all calls in flight; False if there are none."""
@@ -247,7 +273,7 @@ class SharedCore(EngineCore):
     """
 
     def __init__(self, channel: Channel, *core: Any, **options: Any) -> None:
-        super().__init__(*core, **options)
+        super().__init__(*core, channel=channel, **options)
         self._channel = channel
         self._read = hashlib.sha256()
 

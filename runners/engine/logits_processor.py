@@ -1,5 +1,6 @@
 """Penalties, biases, grammars and least lengths of a sequence: edits of its logits, and masks of the allowed tokens."""
 
+import time
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Many
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from ling3export.runners.engine.inputs import Fields
 from ling3export.runners.engine.request import Request
 from ling3export.runners.text.grammar import Matcher
 
+RESTRICTING = "its next token to be restricted"  # the step that an error interrupted
 ROOM = 64  # edits that there is room for at first; doubled as often as it is needed
 
 
@@ -20,16 +22,20 @@ class LogitsProcessorState:
 
     Args:
         request: What was asked.
-        matcher: Follows the request's grammar; None where it has none.
+        matcher: See below.
         ends: Tokens that end the text: not allowed before the request's ``min_tokens``.
 
     Attributes:
-        matcher: The same.
+        matcher: Follows the request's grammar; None where it has none.
+        fill_seconds: The time that the last mask of the grammar took on this host.
+        slow: Whether that was long on host 0.
     """
 
     def __init__(self, request: Request, matcher: Matcher | None, ends: Iterable[int] = ()) -> None:
         how = request.sampling
         self.matcher = matcher
+        self.fill_seconds, self.slow = 0.0, False
+        self._allowed: np.ndarray | None = None  # by the grammar, of the next row
         self._ends = np.array(sorted(ends), np.int64)
         self._to_wait = request.min_tokens  # tokens, before one of these may come
         self._how = how
@@ -69,17 +75,25 @@ class LogitsProcessorState:
             [self._tokens[:count], self._scales[:count].view(np.int32), self._addends[:count].view(np.int32)]
         )
 
+    def fill(self, vocab_size: int) -> np.ndarray:
+        """Fills the grammar's mask of the next row, int32 ``[W]``; ``mask`` uses it."""
+        assert self.matcher is not None
+        begun = time.monotonic()
+        words = self._allowed = np.zeros(-(-vocab_size // 32), np.int32)
+        self.matcher.fill(words)
+        self.fill_seconds = time.monotonic() - begun
+        return words
+
     def mask(self, vocab_size: int) -> np.ndarray | None:
         """int32 ``[W]``, the bits of the tokens that may follow; None where any may."""
         waits = self._to_wait > 0
         if self.matcher is None and not waits:
             return None
-        words = np.zeros(-(-vocab_size // 32), np.int32)
         if self.matcher is None:
-            bits = np.arange(32 * len(words)) < vocab_size
-            words[:] = np.packbits(bits, bitorder="little").view("<i4")
+            bits = np.arange(32 * -(-vocab_size // 32)) < vocab_size
+            words = np.packbits(bits, bitorder="little").view("<i4")
         else:
-            self.matcher.fill(words)
+            words = self.fill(vocab_size) if self._allowed is None else self._allowed
         if waits:
             open_ended = words.copy()
             ends = self._ends[self._ends < vocab_size]
@@ -91,6 +105,7 @@ class LogitsProcessorState:
         """Takes a token that was read."""
         how = self._how
         self._to_wait -= 1
+        self._allowed = None
         if how.penalises:
             place, new = self._place(token), token not in self._counted
             self._counted.add(token)

@@ -12,7 +12,7 @@ import numpy as np
 from ling3export.runners.engine.coordinator import PrefixCacheCoordinator
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.handle import GrammarFailed, LogitsError, RequestFailed, broken
-from ling3export.runners.engine.logits_processor import LogitsEdits
+from ling3export.runners.engine.logits_processor import RESTRICTING, LogitsEdits
 from ling3export.runners.engine.outputs import Emitted, ModelRunnerOutput, SchedulerOutput
 from ling3export.runners.engine.request import Logprobs
 from ling3export.runners.engine.scheduler import Scheduler
@@ -71,7 +71,7 @@ class OutputProcessor:
                     if edit.mask is not None or edit.edits.shape[1]:
                         edits[row.row] = edit
                 except BaseException as error:
-                    self.fail(sequence, broken(sequence.request, "its next token to be restricted", error))
+                    self.fail(sequence, broken(sequence.request, RESTRICTING, error))
         output.rows = [row for row in output.rows if not row.sequence.over]
         return edits
 

@@ -73,19 +73,20 @@ class Scheduler:
         self._dequeue(sequence)
         self._coordinator.leave(sequence)
 
-    def schedule(self, settle: Settle) -> SchedulerOutput:
+    def schedule(self, settle: Settle, holds: Callable[[Sequence], bool]) -> SchedulerOutput:
         """Decides the next call, which counts as dispatched from now on.
 
         Args:
             settle: Called where pages run out: a sequence that turns out to have ended frees its own, and only tokens
                 that were read can be prefilled again.
+            holds: Whether a running sequence sits out this step.
         """
         output = SchedulerOutput(at=now())
         self._admit(output)
         if self._decoded_last:
-            found = self._prefill(output) or self._decode(output, settle)
+            found = self._prefill(output) or self._decode(output, settle, holds)
         else:
-            found = self._decode(output, settle) or self._prefill(output)
+            found = self._decode(output, settle, holds) or self._prefill(output)
         if not found:
             output.before = self._coordinator.take_moves()
         return output
@@ -158,9 +159,9 @@ class Scheduler:
             self._counters.tokens_in += new
         return spans
 
-    def _decode(self, output: SchedulerOutput, settle: Settle) -> bool:
+    def _decode(self, output: SchedulerOutput, settle: Settle, holds: Callable[[Sequence], bool]) -> bool:
         """A decode call; False if no sequence waits for one."""
-        taken = self._decodable(settle)
+        taken = self._decodable(settle, holds)
         if not taken:
             return False
         output.before = self._coordinator.take_moves()
@@ -184,9 +185,10 @@ class Scheduler:
         output.behind = self._coordinator.take_moves()
         return True
 
-    def _decodable(self, settle: Settle) -> list[Sequence]:
+    def _decodable(self, settle: Settle, holds: Callable[[Sequence], bool]) -> list[Sequence]:
         """The sequences of the next decode call, each with a page for its next position."""
-        ready = [s for s in self._running if s.num_sampled < s.max_new_tokens][: self._shapes.decode[-1]]
+        ready = [s for s in self._running if s.num_sampled < s.max_new_tokens and not holds(s)]
+        ready = ready[: self._shapes.decode[-1]]
         for sequence in sorted(ready, key=ORDER):  # the oldest first: it never has to give way
             self._grow(sequence, settle)
         return [s for s in ready if s.table is not None]
@@ -199,7 +201,8 @@ class Scheduler:
             holders = [
                 s
                 for s in (*self._prefilling, *self._running)
-                if s is sequence or (s.table is not None and self._blocks.blocks(s.table, sequence.table))
+                if s is sequence
+                or (not s.awaits_mask and s.table is not None and self._blocks.blocks(s.table, sequence.table))
             ]
             self._preempt(max(holders, key=ORDER))
 

@@ -72,6 +72,7 @@ class Sequence:
         calls: Those that it took part in, in order.
         rows: The logits that each token was taken from, if the request asks for them.
         exported_state: Waits for its state of the computed positions, where that leaves the engine.
+        awaits_mask: Whether its next logits are computed, but the mask of its grammar is not filled.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Sequence:
         self.calls: list[DispatchedCall] = []
         self.rows: list[np.ndarray] = []
         self.exported_state: Callable[[], ShardedState | SequenceState] | None = None
+        self.awaits_mask = False
         # By position: log-probabilities of the next token and of the best one there, and the latter's id.
         self._scores: dict[int, Logprobs] = {}
 
@@ -121,6 +123,11 @@ class Sequence:
     def over(self) -> bool:
         """Whether it ended."""
         return self.stop_reason is not None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar restricts its tokens."""
+        return self.logits_processor is not None and self.logits_processor.matcher is not None
 
     @property
     def scoring(self) -> bool:

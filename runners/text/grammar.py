@@ -170,10 +170,11 @@ class Grammars:
             )
             named = [{"name": "before", "lark_grammar": before}, answer | {"name": "answer"}]
             inner = json.dumps({"grammars": named})
-        # A mask takes at most 0.1 s of the engine's thread, 2.7 s by default; a matcher's states take up to 100 MB.
+        # A mask takes at most about 0.02 s of a thread, 2.7 s by default; a matcher's states take up to 100 MB.
         limits = self._library.LLParserLimits(
-            initial_lexer_fuel=200_000, step_lexer_fuel=50_000, max_lexer_states=50_000
-        )
+            max_items_in_row=1000, step_max_items=10_000,
+            initial_lexer_fuel=200_000, step_lexer_fuel=50_000, max_lexer_states=50_000,
+        )  # fmt: skip
         compiled = make(self._tokenizer, inner, log_level=0, limits=limits)
         if (matcher := Matcher(compiled)).error:
             raise _unusable(grammar, matcher)

@@ -1,0 +1,185 @@
+"""Grammars of all rows together hold a step for a few milliseconds: rows whose masks do not fit sit out steps."""
+
+import random
+import time
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ling3export.runners.engine import mask_queue
+from ling3export.runners.engine.core import StepInputs
+from ling3export.runners.engine.handle import GrammarFailed
+from ling3export.runners.engine.logits_processor import LogitsProcessorState
+from ling3export.runners.engine.mask_queue import STEP_SECONDS
+from ling3export.runners.engine.request import Request
+from ling3export.runners.engine.sequence import Sequence
+from tests.support.fake_backend import FakeBackend, answer
+from tests.support.scheduler_rig import Rig, prompt
+
+SLOW = 3 * STEP_SECONDS
+
+
+class Matcher:
+    """A grammar that allows every token, and takes its time."""
+
+    error, over = "", False
+
+    def __init__(self, seconds: float = SLOW) -> None:
+        self.seconds, self.fills = seconds, 0
+
+    def fill(self, mask: np.ndarray) -> None:
+        time.sleep(self.seconds)
+        self.fills += 1
+        mask[:] = -1
+
+    def accept(self, token: int) -> None:
+        pass
+
+
+class Backend(FakeBackend):
+    """Changes no logits: the oracle knows no grammar."""
+
+    def adjust(self, logits: Any, count: int, fields: Any, edits: Any, mask: Any) -> dict[str, Any]:
+        return {"logits": logits}
+
+
+def restricted(rig: Rig, tokens: list[int], count: int, matcher: Any) -> Sequence:
+    request = Request(tuple(tokens), count, name=f"request {len(rig.sequences)}")
+    processor = LogitsProcessorState(request, matcher)
+    return rig.add(Sequence(request, len(rig.sequences), count, frozenset(), logits_processor=processor))
+
+
+def test_slow_grammars_of_all_other_rows_slow_a_plain_sequence_by_a_mask_or_two_a_step():
+    """One request of 854 bytes with n=40 filled 40 masks one after the other in each step."""
+    rig = Rig(slots=16, pages=160, decode=(4, 16), backend=Backend)
+    matchers = [Matcher() for _ in range(15)]
+    for number, matcher in enumerate(matchers):
+        restricted(rig, [number, 1], 8, matcher)
+    plain = rig.submit([5, 6, 7], 20)
+    fills, most = 0, 0
+    while plain.stop_reason is None:
+        rig.step()
+        now = sum(matcher.fills for matcher in matchers)
+        most, fills = max(most, now - fills), now
+    assert most <= 2  # the oldest, and one whose time is unknown
+    assert fills < 60  # of 15 a step; it takes part in 20 calls, with those of prefill before
+    rig.run()
+    rig.check()
+    assert [matcher.fills for matcher in matchers] == [8] * 15
+
+
+def test_masks_that_fit_are_filled_in_the_step_of_their_rows():
+    rig = Rig(slots=16, pages=160, decode=(4, 16), backend=Backend)
+    for number in range(16):
+        restricted(rig, [number, 1, 2, 3], 8, Matcher(0.0))
+    rig.run()
+    rig.check()
+    assert sum(phase == "decode" for phase, _ in rig.backend.calls) < 16
+
+
+def test_a_cheap_grammar_waits_for_no_slow_one():
+    rig = Rig(slots=16, pages=160, decode=(4, 16), backend=Backend)
+    for number in range(10):
+        restricted(rig, [number, 1], 12, Matcher())
+    for _ in range(40):  # all have filled a mask
+        rig.step()
+    cheap = restricted(rig, [50], 8, Matcher(0.0))
+    steps = 0
+    while cheap.stop_reason is None:
+        rig.step()
+        steps += 1
+    assert steps <= 2 * 8 + 4  # of 86 where it waited for them
+    rig.run()
+    rig.check()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_rows_that_wait_keep_their_logits_through_preemption_and_cancelling(seed):
+    rng = random.Random(seed)
+    rig = Rig(slots=6, pages=14, decode=(2, 6), backend=Backend, snapshots=rng.choice([0, 3]))
+    for number in range(14):
+        tokens = prompt(rng, rng.randrange(1, 12))
+        matcher = Matcher(rng.choice([0.0, 0.0, STEP_SECONDS / 2, SLOW]))
+        if rng.random() < 0.3:
+            rig.submit(tokens, rng.randrange(1, 16))
+        else:
+            restricted(rig, tokens, rng.randrange(1, 16), matcher)
+        for _ in range(rng.randrange(4)):
+            rig.step()
+        if number % 5 == 4:
+            rig.cancel(rng.choice(rig.sequences))
+    rig.run(2000)
+    rig.check()
+
+
+def test_logits_of_few_calls_are_kept():
+    """Each is [rows, vocab] of the devices' memory."""
+    rig = Rig(slots=16, pages=160, decode=(4, 16), backend=Backend)
+    for number in range(16):
+        restricted(rig, [number], 8, Matcher())
+    plain = rig.submit([7], 4)
+    while plain.stop_reason is None:
+        rig.step()
+        waiting = sum(sequence.awaits_mask for sequence in rig.sequences)
+        assert waiting <= 16
+    decoded = [rows for phase, rows in rig.backend.calls if phase == "decode"]
+    assert len(decoded) < 40
+    rig.run()
+    rig.check()
+
+
+def test_a_mask_that_waits_too_long_fails_its_request_and_no_other(monkeypatch):
+    monkeypatch.setattr(mask_queue, "DEADLINE", 0.05)
+    rig = Rig(slots=8, pages=80, decode=(8,), backend=Backend)
+    slow = [restricted(rig, [number], 4, Matcher(0.03)) for number in range(6)]
+    plain = rig.submit([9, 9], 12)
+    rig.run()
+    failed = [sequence for sequence in slow if sequence.stop_reason == "failed"]
+    assert failed and plain.generated == answer([9, 9], 12)
+    for sequence in failed:
+        assert isinstance(sequence.error, GrammarFailed)
+        wanted = f"{sequence.request.name}: the grammar's allowed tokens took over 0.05 s"
+        assert (sequence.error.message, bool(sequence.error.hint)) == (wanted, True)
+    assert (rig.blocks.free_slots, rig.blocks.free_pages) == rig.size
+
+
+class Wire:
+    """A channel between two hosts of one process: the follower reads what host 0 sent."""
+
+    def __init__(self, number: int, shared: list[bytes]) -> None:
+        self.hosts, self.leads, self.messages = SimpleNamespace(number=number), number == 0, shared
+        self.sent: list[bytes] = []
+
+    def together(self) -> nullcontext[None]:
+        return nullcontext()
+
+    def send(self, kind: bytes, payload: bytes = b"") -> None:
+        self.sent.append(payload)
+
+    def shared(self, payload: bytes = b"") -> bytes:
+        if self.leads:
+            self.messages.append(payload)
+            return payload
+        return self.messages.pop(0)
+
+
+def test_all_hosts_sample_the_rows_whose_masks_fit_on_host_0():
+    """Time decides which masks fit, and hosts that take different rows make different calls."""
+    shared: list[bytes] = []
+    wires = Wire(0, shared), Wire(1, shared)
+    lead, follower = (Rig(slots=8, pages=80, decode=(8,), backend=Backend, channel=wire) for wire in wires)
+    for number in range(6):
+        restricted(lead, [number, 2], 6, Matcher())
+        restricted(follower, [number, 2], 6, Matcher(0.0))
+    for rig in (lead, follower):
+        rig.submit([8], 9)
+    while lead.core.busy:
+        lead.ended += lead.core.step(StepInputs()).ended
+        follower.ended += follower.core.received(wires[0].sent[-1]).ended
+        assert follower.backend.calls == lead.backend.calls
+    assert not follower.core.busy and not shared
+    for rig in (lead, follower):
+        rig.check()
