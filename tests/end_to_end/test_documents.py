@@ -29,6 +29,7 @@ from tests.support.package_copy import copied
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
 LOG = sorted(f"docs/log/{page.name}" for page in (ROOT / "docs/log").glob("*.md"))  # what was, not what is
 LINKING = [*PAGES, "CHANGELOG.md", *LOG, "artifacts/FORMAT.md"]
+FIRST = ("README.md", "docs/quickstart.md")  # what a newcomer types; the other pages run in `make extras`
 WITH_COMMANDS = [page for page in PAGES if (ROOT / page).is_file() and commands((ROOT / page).read_text())]
 
 MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "4", "--context", "512", "--score-paddings", "16")
@@ -214,7 +215,9 @@ def is_optional(command: Command) -> bool:
     return any(word in command.text for word in OPTIONAL)
 
 
-@pytest.mark.parametrize("page", WITH_COMMANDS)
+@pytest.mark.parametrize(
+    "page", [page if page in FIRST else pytest.param(page, marks=pytest.mark.extras) for page in WITH_COMMANDS]
+)
 def test_commands_print_what_is_shown(page: str, tmp_path: Path, artifact: Artifacts):
     run(page, [each for each in commands((ROOT / page).read_text()) if not is_optional(each)], tmp_path, artifact)
 

@@ -1,4 +1,4 @@
-"""The targets by name, each with its number of cases in `make test`: more where a case is cheap."""
+"""The targets by name with their cases in `make test`, more where a case is cheap; and more cases of `make extras`."""
 
 from tests.fuzz import (
     answer_cases,
@@ -26,7 +26,7 @@ TARGETS = {
     "lengths": (build_cases.lengths, 150),
     "answers": (answer_cases.answers, 1000),
     "prompts": (runner_cases.prompts, 150),
-    "together": (runner_cases.together, 180),
+    "together": (runner_cases.together, 20),
     "evaluation": (runner_cases.evaluations, 100),
     "tasks": (runner_cases.tasks, 100),
     "cache": (build_cases.caches, 30),
@@ -39,3 +39,5 @@ TARGETS = {
     "events": (event_cases.batches, 300),
     "subscribers": (event_cases.messages, 60),
 }
+
+EXTRAS = {"together": range(20, 180)}  # further cases, which take a minute of a core

@@ -7,7 +7,7 @@ import pytest
 
 from tests.fuzz.harness import Found, run
 from tests.fuzz.mutations import SPELLINGS, json_text, mutated, mutated_bytes
-from tests.fuzz.targets import TARGETS
+from tests.fuzz.targets import EXTRAS, TARGETS
 
 pytestmark = pytest.mark.fuzz
 TREE = {"a": [1, 2.5, None, True, {"b": "text"}], "c": {"d": [], "e": "x"}, "f": -3}
@@ -16,10 +16,20 @@ TREE = {"a": [1, 2.5, None, True, {"b": "text"}], "c": {"d": [], "e": "x"}, "f":
 @pytest.mark.parametrize("name", TARGETS)
 def test_damage_is_refused_in_clear_words_or_does_no_harm(name):
     """Never a traceback, an abort, a hang, a wrong token or an escape sequence."""
-    found = run(name, range(TARGETS[name][1]))
-    assert not found.failures, "\n\n".join(map(str, found.failures[:5]))
-    assert found.counts["accepted"] > 0
-    assert found.counts.total() == TARGETS[name][1]
+    check(name, range(TARGETS[name][1]))
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("name", EXTRAS)
+def test_more_damage_is_refused_or_does_no_harm(name):
+    check(name, EXTRAS[name])
+
+
+def check(name: str, cases: range) -> None:
+    record = run(name, cases)
+    assert not record.failures, "\n\n".join(map(str, record.failures[:5]))
+    assert record.counts["accepted"] > 0
+    assert record.counts.total() == len(cases)
 
 
 def faulty(name: str, cases: int = 6, seed: int = 0, limit: float = 1.0) -> Found:
