@@ -28,6 +28,7 @@ from ling3export.runners.serve.page import PAGE, page_routes
 from ling3export.runners.serve.responses import ResponsesAnswer, responses
 from ling3export.runners.serve.schema import ELEMENTS, ApiError, parse, refused
 from ling3export.runners.serve.tokenize import detokenize, tokenize, tokenizer_info
+from ling3export.runners.text.trial import PROCESSES, GrammarBusy
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
@@ -96,6 +97,9 @@ def application(engine: "Engine", policy: Policy, events: "Publisher | None" = N
         exception_handlers={
             ApiError: _handler(lambda request, error: error),
             QueueFull: _handler(_full),
+            GrammarBusy: _handler(
+                lambda request, error: ApiError(503, error.message, code="busy", headers={"Retry-After": "1"})
+            ),
             RequestFailed: _handler(lambda request, error: stopped(error)),
             HTTPException: no_route,
             ClientDisconnect: _handler(lambda request, error: ApiError(LEFT, "client: expected to wait, found gone")),
@@ -119,7 +123,7 @@ class _Endpoints:
         self._piece = asyncio.Lock()  # held while a piece of a large body is taken
         self._readers = ThreadPoolExecutor(2, "ling3-read")
         self._slow_readers = ThreadPoolExecutor(1, "ling3-read-large")
-        self._grammar_readers = ThreadPoolExecutor(1, "ling3-read-grammar")
+        self._grammar_readers = ThreadPoolExecutor(2 * PROCESSES, "ling3-read-grammar")
         self.counters = Metrics(engine)
 
     async def generate(self, request: Request) -> Response:

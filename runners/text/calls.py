@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 
 CALL, CALLED = "<tool_call>", "</tool_call>"
 KEY, KEYED, VALUE, VALUED = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
-STRING = re.compile(r'"(?:[^"\\]|\\.)*"', re.DOTALL)  # of JSON
+IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)  # of JSON, as far as it goes
+OUTSIDE = re.compile(f'"|{CALLED}')  # of strings
 QUOTES = re.compile(r"\\.", re.DOTALL)  # what stands for itself in one, quotes too
 NAME = re.compile(r"\s*([\w.:/-]{0,64})")  # of a function, where it is written bare
 BLANKS = re.compile(r"\s*")
@@ -49,31 +50,43 @@ class JsonCall:
     """
 
     def __init__(self, functions: Functions) -> None:
-        self._seen = 0
+        self._place = 0  # characters before it are read
+        self._in_string = False  # at that place
 
     def read(self, text: str, last: bool) -> Read | None:
-        """What the text is; None while that is open.
+        """What the text is; None while that is open. Each character is looked at once.
 
         Args:
             text: What stands behind the opening mark, so far.
             last: Nothing follows.
         """
-        new = text.find(CALLED, max(0, self._seen - len(CALLED) + 1)) >= 0
-        self._seen = len(text)
-        first = place = text.find(CALLED) if new or last else -1
-        while place >= 0:
-            if '"' not in STRING.sub("", text[:place]):
-                call = _json_call(text[:place])
-                return Read((place if call else first) + len(CALLED), call)
-            place = text.find(CALLED, place + 1)
-        if not last:
+        if (end := self._end(text)) is not None and (call := _json_call(text[:end])) is not None:
+            return Read(end + len(CALLED), call)
+        if end is None and not last:
             return None
+        first = text.find(CALLED)
         return Read(len(text) if first < 0 else first + len(CALLED), None)
+
+    def _end(self, text: str) -> int | None:
+        """Where the first closing mark outside of a string begins; None where there is none yet."""
+        while True:
+            if self._in_string:
+                self._place = IN_STRING.match(text, self._place).end()  # type: ignore[union-attr]  # it takes nothing
+                if not text.startswith('"', self._place):
+                    return None
+                self._place, self._in_string = self._place + 1, False
+            elif (found := OUTSIDE.search(text, self._place)) is None:
+                self._place = max(self._place, len(text) - len(CALLED) + 1)
+                return None
+            elif found[0] == CALLED:
+                return found.start()
+            else:
+                self._place, self._in_string = found.end(), True
 
 
 def _json_call(text: str) -> Call | None:
     try:
-        call = json.loads(text)
+        call = json.loads(text, parse_constant=_refuse)
     except (ValueError, RecursionError):
         return None
     name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)

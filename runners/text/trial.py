@@ -9,41 +9,53 @@ import resource
 import signal
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from ling3export.foundation.errors import RequestError
+from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.processes import Child, Parent, ending
 from ling3export.runners.text.grammar import Grammar, Grammars
 from ling3export.runners.text.vocabulary import Tokenizer
 
 SECONDS = 3.0  # of processor time that a grammar may take, its first masks among them; large ones take 0.1
 BYTES = 64 << 20  # of memory that it may take
+PROCESSES = 3  # that try grammars at once
+TURN = 5.0  # seconds to wait until one is free
 WAIT = 30.0  # seconds until a try is given up on a machine that is busy
 TOKENS = 3  # that are taken: some grammars fail behind their first token, whichever it is
 
 
+class GrammarBusy(Ling3Error):
+    """As many grammars are tried as may be at once, and none of them has come to an end in time."""
+
+
 class GrammarTrial:
-    """A process that tries grammars for one tokenizer, one after the other. It starts with the first grammar.
+    """At most PROCESSES processes that try grammars for one tokenizer. Each starts when it is needed first.
 
     Args:
         tokenizer: Text of tokenizer.json.
         vocab_size: Token ids of the model are below it.
         eos: Ids that end a text.
+
+    Attributes:
+        turns: One for each process; held while it tries a grammar.
     """
 
     def __init__(self, tokenizer: str, vocab_size: int, eos: Iterable[int]) -> None:
-        self._told = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos": sorted(eos)}
-        self._turn = threading.Lock()
-        self._child: Child | None = None
+        self._vocabulary = {"tokenizer": tokenizer, "vocab_size": vocab_size, "eos": sorted(eos)}
+        self.turns = threading.BoundedSemaphore(PROCESSES)
+        self._idle: list[tuple[Child, Callable[[], object]]] = []  # each process, with what closes it
 
     def refusal(self, grammar: Grammar) -> str:
         """What is wrong with a grammar; empty where nothing is.
 
         Raises:
+            GrammarBusy: No process was free for TURN seconds.
             RequestError: It took more than WAIT seconds, which the machine may be to blame for.
         """
-        with self._turn:
-            child = self._child or self._started()
+        if not self.turns.acquire(timeout=TURN):
+            raise GrammarBusy(f"grammars: {PROCESSES} others are being compiled and took over {TURN:g} s", "try again")
+        try:
+            child, close = self._idle.pop() if self._idle else self._started()
             overdue = threading.Timer(WAIT, child.kill)
             overdue.daemon = True
             overdue.start()
@@ -51,10 +63,12 @@ class GrammarTrial:
             reply = child.receive()
             overdue.cancel()
             if reply is not None:
+                self._idle.append((child, close))
                 return str(reply["refusal"])
-            self._child = None
             code, _ = child.ended()
-            self._close()
+            close()
+        finally:
+            self.turns.release()
         wanted = f"expected a {grammar.kind} grammar that takes at most {SECONDS:g} s and {BYTES >> 20} MiB to compile"
         if code == -signal.SIGKILL:
             raise RequestError(f"{wanted}, found one that was not compiled within {WAIT:g} s")
@@ -63,11 +77,11 @@ class GrammarTrial:
             f"{wanted}, found one that takes {bounds[code]}" if code in bounds else f"{wanted}, found it {ending(code)}"
         )
 
-    def _started(self) -> Child:
-        child = self._child = Child(__spec__.name)
-        self._close = weakref.finalize(self, child.__exit__)
-        child.send(self._told)
-        return child
+    def _started(self) -> tuple[Child, Callable[[], object]]:
+        child = Child(__spec__.name)
+        close = weakref.finalize(self, child.__exit__)
+        child.send(self._vocabulary)
+        return child, close
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ import json
 import sys
 import threading
 import time
+from contextlib import ExitStack
 from typing import Any
 
 import httpx2
@@ -11,8 +12,9 @@ import pytest
 
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.text import trial
 from ling3export.runners.text.grammar import Grammar
-from ling3export.runners.text.trial import BYTES, SECONDS, WAIT
+from ling3export.runners.text.trial import BYTES, PROCESSES, SECONDS, WAIT, GrammarBusy, GrammarTrial
 from tests.support import toy_artifact
 from tests.support.serving import Server
 
@@ -62,6 +64,19 @@ def test_grammars_that_take_hours_stop_nobody():
             assert (answer.status_code, error["param"]) == (400, "response_format")
             assert error["message"].startswith(f"response_format: {TOOK} more ")
         assert memory(server) < before + (BYTES >> 1)
+        # A malformed schema waits for none of them: it waited 8 s for its 400.
+        threads = [threading.Thread(target=ask, args=(steps,)) for steps in ((9941, 9931), (9931, 9929))]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.5)
+        begun = time.monotonic()
+        malformed = hostile(5)
+        malformed["response_format"]["json_schema"]["schema"] = {"type": "nothing"}
+        answer = httpx2.post(f"{server.url}/v1/completions", json=malformed, timeout=WAIT)
+        assert answer.status_code == 400 and "more time" not in answer.text
+        assert time.monotonic() - begun < SECONDS
+        for thread in threads:
+            thread.join()
         thread = threading.Thread(target=ask, args=((9949, 9941),))
         thread.start()
         time.sleep(0.3)
@@ -97,3 +112,14 @@ def test_a_grammar_that_fails_behind_its_first_token_is_refused(grammar):
         pytest.raises(RequestError, match=f"expected a {grammar.kind} grammar that some text fits, found"),
     ):
         engine.submit(engine.request([5], 4, grammar=grammar))
+
+
+def test_a_grammar_that_gets_no_turn_is_refused_for_now(monkeypatch):
+    """Others held all processes: who waits gets 503, and can ask again."""
+    monkeypatch.setattr(trial, "TURN", 0.05)
+    grammars = GrammarTrial("{}", 320, [316])
+    with ExitStack() as held:
+        for _ in range(PROCESSES):
+            held.enter_context(grammars.turns)
+        with pytest.raises(GrammarBusy, match=f"{PROCESSES} others are being compiled"):
+            grammars.refusal(Grammar("regex", "a"))

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
@@ -237,6 +238,37 @@ def test_the_template_says_which_dialect_it_is():
     assert reader_of('… <tool_call>{"name": … ') is JsonCall
     text = '<tool_call>{"name": "f", "arguments": {"text": "<arg_key>"}}</tool_call>'
     assert parsed(text, [3] * 99, reader=JsonCall) == {"tool_calls": [("f", {"text": "<arg_key>"})]}
+
+
+@pytest.mark.parametrize("unit", ["</tool_call>", '\\"</tool_call>', '"x</tool_call>" '])
+def test_a_json_call_with_many_marks_in_strings_is_read_in_linear_time(unit):
+    """400 marks took 14 s of the server's event loop: the text before each was read again with each piece."""
+    strings = json.dumps(unit * 2000) if unit[0] != '"' else f"[{', '.join(['0', *[json.dumps(unit)] * 2000])}]"
+    text = f'{{"name": "f", "arguments": {{"text": {strings}}}}}</tool_call>'
+    reader, begun = JsonCall({}), time.process_time()
+    for size in range(0, len(text), 7):
+        assert reader.read(text[:size], False) is None
+    read = reader.read(text, False)
+    assert read is not None and read.call is not None and read.end == len(text)
+    assert json.loads(read.call.arguments)["text"] == json.loads(strings)
+    assert time.process_time() - begun < 1
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
+def test_a_json_call_with_a_number_that_json_does_not_have_is_text(constant):
+    """It came back as arguments that no client can parse."""
+    text = f'<tool_call>{{"name": "f", "arguments": {{"count": {constant}}}}}</tool_call>'
+    assert parsed(text, [5] * 99, reader=JsonCall) == {"content": text}
+
+
+@pytest.mark.parametrize("end", ["", '"', '"}}</tool_call>', '\\"}</tool_call>'])
+def test_a_json_call_whose_string_does_not_end_is_text_up_to_its_first_mark(end):
+    good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    broken = '<tool_call>{"name": "f</tool_call>'
+    for size in (1, 5, 999):
+        assert parsed(broken + good + end, [size] * 999, reader=JsonCall) == {
+            "content": broken + end.lstrip() if end else broken, "tool_calls": [("f", {})]
+        }  # fmt: skip
 
 
 def test_a_whole_answer_is_split_where_its_template_thinks():
