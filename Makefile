@@ -9,7 +9,7 @@ setup: .venv/installed
 parity: .venv-parity/installed
 
 .venv/installed: pyproject.toml constraints.txt .ci/venv
-	.ci/venv .venv build,tpu,eval,serve,sign,oci,remote,train,test,dev 3.13 3.12 3.11
+	.ci/venv .venv build,tpu,eval,serve,sign,train,test,dev 3.13 3.12 3.11
 
 # Python 3.11 first: the oldest supported, so this environment also tests the oldest jax.
 .venv-parity/installed: pyproject.toml constraints.txt .ci/venv

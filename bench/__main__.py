@@ -100,21 +100,6 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: 
 
 
 @main.command()
-@click.argument("first", type=PATH)
-@click.argument("programs", type=PATH, required=False)
-@click.argument("weights", type=PATH, required=False)
-@click.option("--hosts", type=PATH, help="An artifact of several hosts.")
-def catalog(first: Path, programs: Path | None, weights: Path | None, hosts: Path | None) -> None:
-    """Bytes that pulls move.
-
-    FIRST is published first, then PROGRAMS, which has the same weights, then WEIGHTS, which has the programs of FIRST.
-    """
-    from bench.catalog import main as run
-
-    run(first, programs, weights, hosts)
-
-
-@main.command()
 @click.option("--folder", type=click.Path(path_type=Path), help="[default: .cache/card]")
 @click.option("--target", default="cuda", show_default=True, help="What is built for; cuda is tuned on the card.")
 @click.option("--preset", default="full", show_default=True, help="Of the random checkpoints.")

@@ -69,18 +69,6 @@ class UnsafePath(CatalogError):
     """A path would leave the folder that it belongs to, or two would meet there."""
 
 
-class AuthRequired(CatalogError):
-    """A catalogue wants a token, and there is none."""
-
-    exit_code = 13
-
-
-class AuthDenied(CatalogError):
-    """A catalogue does not take the token that there is."""
-
-    exit_code = 14
-
-
 class RequestError(Ling3Error):
     """A generation request that can never be served."""
 

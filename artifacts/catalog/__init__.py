@@ -1,1 +1,1 @@
-"""Artifacts in places where others find them: what is said of one, where it lies, and how it is pulled."""
+"""The catalogue: artifacts published under names and versions, in OCI image layouts."""

@@ -1,63 +1,73 @@
-"""A store in a folder: an OCI image layout, which other tools read and copy (``oci:FOLDER``).
+"""A store: an OCI image layout in a folder, which skopeo and oras copy to registries and back.
 
-Blobs come first, each whole under its digest by a rename; then one rename of ``index.json`` makes a version and moves
-``latest``. So a kill at any moment leaves the versions that were there, and blobs that ``gc`` removes.
+A version is an image manifest. Its config is the record; each layer is a file of the artifact. Blobs come first, each
+whole under its digest by a rename; one rename of ``index.json`` then adds a version and moves ``latest``. So a kill at
+any moment leaves the versions that were there, and blobs that ``gc`` removes.
 """
 
-import fcntl
 import os
 import re
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from ling3export.artifacts.catalog import oci
-from ling3export.artifacts.catalog.oci import Block, CatalogEntry, Descriptor, Index, LayerSource
-from ling3export.artifacts.catalog.record import LARGEST, parsed
-from ling3export.artifacts.catalog.versions import is_version, latest, order
-from ling3export.artifacts.files import PARTIAL, inside, leftovers, locked, refuse_links, remove, replacing, writing
+from ling3export.artifacts.catalog.record import (
+    LARGEST,
+    BlobDigest,
+    CatalogRecord,
+    File,
+    is_version,
+    latest,
+    order,
+    parsed,
+    read_record,
+    typed,
+)
+from ling3export.artifacts.files import PARTIAL, leftovers, locked, refuse_links, remove, replacing, writing
 from ling3export.artifacts.records import canonical, to_json
-from ling3export.foundation.errors import CatalogError, VersionExists
+from ling3export.foundation.errors import CatalogError, listed
 from ling3export.foundation.reading import opened, read_bytes
 
-LAYOUT, INDEX = "oci-layout", "index.json"
-LAYOUT_DATA = canonical({"imageLayoutVersion": "1.0.0"})
+ARTIFACT = "application/vnd.ling3.artifact.v1"
+RECORD = "application/vnd.ling3.record.v1+json"
+LAYER = "application/vnd.ling3.file.v1"
+MANIFEST = "application/vnd.oci.image.manifest.v1+json"
+TITLE, NAME = "org.opencontainers.image.title", "org.opencontainers.image.ref.name"
+LAYOUT, INDEX, LOCK, BLOBS = "oci-layout", "index.json", ".lock", "blobs/sha256"
+EMPTY = {"schemaVersion": 2, "mediaType": "application/vnd.oci.image.index.v1+json", "manifests": []}
+OURS = re.compile(rf"[0-9a-f]{{64}}|\.[0-9a-f]{{64}}\.{PARTIAL}")  # names that a publication makes in BLOBS
 BLOCK = 1 << 20
-BLOBS = "blobs/sha256"
-OURS = re.compile(rf"[0-9a-f]{{64}}|\.[0-9a-f]{{64}}\.{PARTIAL}")  # what a publication makes in BLOBS
-PUBLISHERS_LOCK, INDEX_LOCK = ".writers.lock", ".index.lock"
 
 
-def named(digest: str) -> str:
-    """The path of a blob below the layout."""
-    return digest.replace(":", "/", 1).join(("blobs/", ""))
+@dataclass(frozen=True)
+class Descriptor:
+    """The fields of an OCI descriptor that we read."""
+
+    mediaType: str
+    digest: BlobDigest
+    size: int
 
 
-def blocks(file: Any, count: int) -> Iterator[Block]:
-    """The next ``count`` bytes of a file, as far as there are some; a block is there until the next is asked for."""
-    buffer = memoryview(bytearray(min(BLOCK, max(count, 0))))
-    while count > 0 and (size := file.readinto(buffer[:count])):
-        yield buffer[:size]
-        count -= size
+@dataclass(frozen=True)
+class Published:
+    """A version in a store: its image manifest, which names every byte by digest, and its record."""
 
+    image: Descriptor
+    record: CatalogRecord
 
-def existing(id: str, version: str, store: object) -> VersionExists:
-    """What is said of a version that was to be new."""
-    return VersionExists(
-        f"version `{id}@{version}`: expected a new one, found one with other content, in {store}",
-        "what was published never changes: publish under the next version",
-    )
+    def __str__(self) -> str:
+        return f"{self.record.id}@{self.record.version}"
+
+    def tagged(self, tag: str) -> dict[str, Any]:
+        """A descriptor for ``index.json``."""
+        return to_json(self.image) | {"artifactType": ARTIFACT, "annotations": {NAME: f"{self.record.id}:{tag}"}}
 
 
 class OciLayout:
-    """An OCI image layout.
-
-    Args:
-        folder: Where it is; a first publication makes it.
-    """
+    """An OCI image layout; the first publication makes its folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -67,45 +77,60 @@ class OciLayout:
 
     # --- reading -----------------------------------------------------------------------------------------------------
 
-    def entries(self, id: str | None = None) -> list[CatalogEntry]:
-        """Every version, or those of one id, in order; the tag ``latest`` is none."""
-        return _entries(self._index(), id)
-
-    def versions(self, id: str) -> list[str]:
-        """The versions of an id, in order."""
-        return [entry.version for entry in self.entries(id)]
-
-    def entry(self, id: str, version: str) -> CatalogEntry | None:
-        """A version, if it is there."""
-        return next((entry for entry in self.entries(id) if entry.version == version), None)
-
-    def read(self, blob: Descriptor) -> bytes:
-        """A small blob: a manifest or a record.
+    def versions(self, id: str | None = None) -> list[Published]:
+        """All versions, or all of one id, in order. Images of other kinds are passed over.
 
         Raises:
-            CatalogError: It is missing, damaged, or larger than any such document.
+            CatalogError: The folder is no layout, or a document is missing or damaged.
+            UnsafePath: A file's path leaves its folder.
         """
-        what = f"blob `{blob.digest}`"
-        try:
-            data = self._bytes(named(blob.digest), LARGEST)
-        except OSError as error:
-            raise CatalogError(f"{what}: expected a readable file, found {error.strerror}, in {self}") from error
-        if f"sha256:{sha256(data).hexdigest()}" != blob.digest:
-            raise CatalogError(f"{what}: expected bytes of this digest, found others, in {self}")
-        return data
+        published: dict[str, Published] = {}  # by digest: `latest` names a version again
+        for image in self._images():
+            if image.digest not in published and image.mediaType == MANIFEST:
+                config = self._descriptor(self._manifest(image).get("config"))
+                if config.mediaType == RECORD:
+                    record = read_record(self._document(config), f"{config.digest} of {self}")
+                    published[image.digest] = Published(image, record)
+        chosen = [version for version in published.values() if id in (None, version.record.id)]
+        return sorted(chosen, key=lambda version: (version.record.id, order(version.record.version)))
 
-    def stream(self, blob: Descriptor, start: int = 0, stop: int | None = None) -> Iterator[Block]:
-        """The bytes of a blob from ``start`` to ``stop``, not checked."""
-        try:
-            yield from self._blocks(named(blob.digest), start, blob.size + 1 if stop is None else stop)
-        except OSError as error:
-            what = f"blob `{blob.digest}`"
-            raise CatalogError(f"{what}: expected a readable file, found {error.strerror}, in {self}") from error
+    def find(self, id: str, version: str | None = None) -> Published:
+        """One version, by default the latest.
 
-    def _index(self) -> Index:
+        Raises:
+            CatalogError: It is not in the store.
+        """
+        known = {published.record.version: published for published in self.versions(id)}
+        wanted = version or latest(known)
+        if wanted not in known:
+            found = f"version {listed([*reversed(known)])}" if known else "none"
+            raise CatalogError(
+                f"version `{id}@{version or 'latest'}`: expected it in the store, found {found}, in {self}"
+            )
+        return known[wanted]
+
+    def blob(self, sha: str) -> str:
+        """The path of a blob below the folder.
+
+        Raises:
+            ArtifactError: A symbolic link is on the way to it.
+            CatalogError: It is missing.
+        """
+        path = f"{BLOBS}/{sha}"
+        refuse_links(self.folder, (path,))
+        if not (self.folder / path).exists():
+            raise CatalogError(
+                f"blob `sha256:{sha}`: expected a file, found none, in {self}", "copy or publish the version again"
+            )
+        return path
+
+    def _images(self) -> list[Descriptor]:
+        return [self._descriptor(raw) for raw in self._index()["manifests"]]
+
+    def _index(self) -> dict[str, Any]:
         try:
-            layout = parsed(self._bytes(LAYOUT, LARGEST), str(self), LAYOUT)
-            data = self._bytes(INDEX, LARGEST)
+            layout = parsed(read_bytes(self.folder, LAYOUT, LARGEST), str(self), LAYOUT)
+            index = parsed(read_bytes(self.folder, INDEX, LARGEST), str(self), INDEX)
         except OSError as error:
             raise CatalogError(
                 f"store `{self}`: expected an OCI image layout, found {error.strerror}, at {error.filename}",
@@ -113,99 +138,103 @@ class OciLayout:
             ) from error
         if layout.get("imageLayoutVersion") != "1.0.0":
             raise CatalogError(f"{LAYOUT}: expected imageLayoutVersion 1.0.0, found another, in {self}")
-        index: Index = oci.foreign(Index, parsed(data, str(self), INDEX), str(self), INDEX)
+        if not isinstance(index.get("manifests"), list):
+            raise CatalogError(f"{INDEX} `manifests`: expected a list, found another value, in {self}")
         return index
 
-    def _bytes(self, path: str, largest: int) -> bytes:
-        """All bytes of a small file."""
-        return read_bytes(self.folder, path, largest)
+    def _manifest(self, image: Descriptor) -> dict[str, Any]:
+        return parsed(self._document(image), str(self), f"manifest {image.digest}")
 
-    def _blocks(self, path: str, start: int, stop: int) -> Iterator[Block]:
-        """The bytes of a file from ``start`` to ``stop``."""
-        with opened(self.folder, path) as file:
-            file.seek(start)
-            yield from blocks(file, stop - start)
+    def _descriptor(self, raw: object) -> Descriptor:
+        """A descriptor without the fields that other tools add."""
+        if isinstance(raw, dict):
+            raw = {name: raw[name] for name in Descriptor.__dataclass_fields__ if name in raw}
+        return typed(Descriptor, raw, str(self), "descriptor")
+
+    def _document(self, blob: Descriptor) -> bytes:
+        """The bytes of a manifest or a record, compared with their digest."""
+        what = f"blob `{blob.digest}`"
+        try:
+            data = read_bytes(self.folder, f"{BLOBS}/{blob.digest.removeprefix('sha256:')}", LARGEST)
+        except OSError as error:
+            raise CatalogError(f"{what}: expected a readable file, found {error.strerror}, in {self}") from error
+        if f"sha256:{sha256(data).hexdigest()}" != blob.digest:
+            raise CatalogError(f"{what}: expected bytes of this digest, found others, in {self}")
+        return data
 
     # --- writing -----------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def writing(self, id: str) -> Iterator[None]:
-        """Blobs that are written in the block are not removed by ``gc`` before it ends; makes the layout."""
+    def publishing(self) -> Iterator[None]:
+        """Makes the layout, and holds its lock in the block: ``gc`` and other publishers wait."""
         with writing(self.folder / LAYOUT):
             refuse_links(self.folder, (BLOBS,))
             (self.folder / BLOBS).mkdir(parents=True, exist_ok=True)
-        with locked(self.folder / PUBLISHERS_LOCK, fcntl.LOCK_SH):
-            with locked(self.folder / INDEX_LOCK):
-                for left in leftovers(self.folder / INDEX):  # by a writer that was killed
-                    remove(left)
-                if not self._there(LAYOUT):
-                    self._put(LAYOUT, LAYOUT_DATA)
-                if not self._there(INDEX):  # last: where it is, there is a whole layout
-                    self._put_index(())
+        with locked(self.folder / LOCK):
+            for path in leftovers(self.folder / INDEX):  # of a writer that was killed
+                remove(path)
+            if not os.path.lexists(self.folder / LAYOUT):
+                self._put(LAYOUT, canonical({"imageLayoutVersion": "1.0.0"}))
+            if not os.path.lexists(self.folder / INDEX):  # last: a folder with an index is a whole layout
+                self._put(INDEX, canonical(EMPTY))
             yield
 
-    def add(self, part: LayerSource) -> int:
-        """Writes a part of a file; returns how many bytes had to be written.
+    def add_file(self, folder: Path, file: File) -> int:
+        """Copies a file of ``folder`` into the store; returns the bytes that were written.
 
         Raises:
             CatalogError: The file has changed since its digest was taken.
         """
-        blob = named(part.digest)
-        if self._there(blob):
+        path = f"{BLOBS}/{file.sha256}"
+        if os.path.lexists(self.folder / path):
             return 0
-        with opened(part.path, part.title) as file, self._written(blob, part.size) as out:
-            file.seek(part.start)
+        refuse_links(self.folder, (path,))
+        with opened(folder, file.path) as source, replacing(self.folder / path, file.size) as blob:
             digest = sha256()
-            for data in blocks(file, part.size):
+            while data := source.read(BLOCK):
                 digest.update(data)
-                out.write(data)
-            if f"sha256:{digest.hexdigest()}" != part.digest:
-                raise CatalogError(f"file `{part.title}`: expected no change meanwhile, found one, in {part.path}")
-        return part.size
+                blob.write(data)
+            if digest.hexdigest() != file.sha256:
+                raise CatalogError(f"file `{file.path}`: expected no change meanwhile, found one, in {folder}")
+            os.fchmod(blob.fileno(), 0o444)  # pulled folders may hold it as a second name
+        return file.size
 
-    def add_document(self, data: bytes, media: str, artifact: str | None = None) -> Descriptor:
-        """Writes a record or a manifest."""
-        digest = f"sha256:{sha256(data).hexdigest()}"
-        if not self._there(named(digest)):
-            self._put(named(digest), data)
-        return Descriptor(mediaType=media, digest=digest, size=len(data), artifactType=artifact)
-
-    def enter(self, id: str, version: str, manifest: Descriptor) -> None:
-        """Makes a version and moves ``latest``.
-
-        Raises:
-            VersionExists: It is there.
-        """
-        with locked(self.folder / INDEX_LOCK):
-            index = self._index()
-            entries = _entries(index)
-            if any((each.id, each.version) == (id, version) for each in entries):
-                raise existing(id, version, self)
-            entries.append(CatalogEntry(id, version, replace(manifest, annotations={oci.NAME: f"{id}:{version}"})))
-            tags = []
-            for each in sorted({entry.id for entry in entries}):
-                known = {entry.version: entry.descriptor for entry in entries if entry.id == each}
-                newest = latest(known)
-                assert newest is not None
-                tags.append(replace(known[newest], annotations={oci.NAME: f"{each}:latest"}))
-            others = [each for each in index.manifests if not _is_ours(each)]
-            self._put_index((*others, *(entry.descriptor for entry in entries), *tags))
+    def enter(self, record: CatalogRecord) -> Published:
+        """Adds a new version whose files are in the store, and moves ``latest``; the caller holds the lock."""
+        layers = [
+            to_json(Descriptor(LAYER, f"sha256:{file.sha256}", file.size)) | {"annotations": {TITLE: file.path}}
+            for file in record.files
+        ]
+        manifest = {"schemaVersion": 2, "mediaType": MANIFEST, "artifactType": ARTIFACT, "layers": layers}
+        config = self._put_document(RECORD, canonical(to_json(record)))
+        image = self._put_document(MANIFEST, canonical(manifest | {"config": to_json(config)}))
+        index, versions = self._index(), [*self.versions(record.id), Published(image, record)]
+        digests = {version.image.digest for version in versions}
+        newest = latest(version.record.version for version in versions)
+        tags = [version.tagged(version.record.version) for version in versions]
+        tags += [version.tagged("latest") for version in versions if version.record.version == newest]
+        others = [raw for raw in index["manifests"] if raw["digest"] not in digests]
+        self._put(INDEX, canonical(index | {"manifests": [*others, *tags]}))
+        return versions[-1]
 
     def gc(self) -> tuple[int, int]:
-        """Removes blobs that no version names; returns how many, and their bytes.
+        """Removes blobs that no version names; returns their number and their bytes.
 
-        Waits until nobody publishes. Files with other names than blobs have are left alone.
+        Waits until nobody publishes. Files whose names are not those of blobs stay.
 
         Raises:
-            ArtifactError: A link leads out of the layout, to where files could be somebody else's.
+            ArtifactError: A link leads out of the layout.
+            CatalogError: A manifest is missing or damaged.
         """
-        with locked(self.folder / PUBLISHERS_LOCK), locked(self.folder / INDEX_LOCK):
+        with locked(self.folder / LOCK):
             refuse_links(self.folder, (BLOBS,))
             kept: set[str] = set()
-            for each in self._index().manifests:
-                kept.add(each.digest)
-                manifest = oci.image_of(self.read(each), str(self))
-                kept |= {manifest.config.digest, *(layer.digest for layer in manifest.layers)}
+            for image in self._images():
+                manifest = self._manifest(image)
+                layers = manifest.get("layers")
+                if not isinstance(layers, list):
+                    raise CatalogError(f"manifest {image.digest}: expected layers, found none, in {self}")
+                kept |= {image.digest, *(self._descriptor(raw).digest for raw in (manifest.get("config"), *layers))}
             removed = freed = 0
             for path in (self.folder / BLOBS).iterdir():
                 if OURS.fullmatch(path.name) and f"sha256:{path.name}" not in kept:
@@ -215,31 +244,42 @@ class OciLayout:
                             removed, freed = removed + 1, freed + size
             return removed, freed
 
-    def _there(self, path: str) -> bool:
-        return os.path.lexists(inside(self.folder, path))
-
-    def _written(self, path: str, size: int) -> AbstractContextManager[BinaryIO]:
-        """A file to write, which is there whole once the block ends well."""
-        refuse_links(self.folder, (path,))
-        return replacing(inside(self.folder, path), size)
+    def _put_document(self, media: str, data: bytes) -> Descriptor:
+        digest = sha256(data).hexdigest()
+        if not os.path.lexists(self.folder / BLOBS / digest):
+            self._put(f"{BLOBS}/{digest}", data)
+        return Descriptor(media, f"sha256:{digest}", len(data))
 
     def _put(self, path: str, data: bytes) -> None:
-        with self._written(path, len(data)) as file:
+        refuse_links(self.folder, (path,))
+        with replacing(self.folder / path, len(data)) as file:
             file.write(data)
 
-    def _put_index(self, manifests: tuple[Descriptor, ...]) -> None:
-        self._put(INDEX, canonical(to_json(Index(schemaVersion=2, mediaType=oci.INDEX, manifests=manifests))))
+
+def parse_reference(text: str) -> tuple[OciLayout, str, str | None]:
+    """The store, the id and the version of ``oci:FOLDER/ID[@VERSION]``; no version means the latest.
+
+    Raises:
+        CatalogError: The text has another form.
+    """
+    match = re.fullmatch(r"oci:(.+)/([a-z0-9-]+)(?:@([^@/]+))?", text)
+    if match is None or (match[3] is not None and not is_version(match[3]) and match[3] != "latest"):
+        raise CatalogError(
+            f"reference `{text}`: expected oci:FOLDER/ID or oci:FOLDER/ID@VERSION, found another form",
+            "for example oci:store/ling3-tiny@1.0.0; skopeo copy brings versions of a registry into a folder",
+        )
+    return OciLayout(Path(match[1])), match[2], None if match[3] == "latest" else match[3]
 
 
-def _entries(index: Index, id: str | None = None) -> list[CatalogEntry]:
-    found = []
-    for each in index.manifests:
-        name, _, version = each.annotation(oci.NAME).partition(":")
-        if is_version(version) and id in (None, name):
-            found.append(CatalogEntry(name, version, each))
-    return sorted(found, key=lambda entry: (entry.id, order(entry.version)))
+def parse_store(text: str) -> OciLayout:
+    """The store ``oci:FOLDER``.
 
-
-def _is_ours(descriptor: Descriptor) -> bool:
-    version = descriptor.annotation(oci.NAME).partition(":")[2]
-    return is_version(version) or version == "latest"
+    Raises:
+        CatalogError: The text has another form.
+    """
+    kind, _, folder = text.partition(":")
+    if kind != "oci" or not folder:
+        raise CatalogError(
+            f"store `{text}`: expected oci:FOLDER, found another form", "skopeo copy moves versions to a registry"
+        )
+    return OciLayout(Path(folder))

@@ -1,25 +1,49 @@
-"""What a catalogue says of an artifact: the record, its digest, and the strict reader of what somebody else wrote."""
+"""The record of a published version: its fields, its reader, and which of two versions is the later."""
 
 import re
-import types
-import typing
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Annotated, Any, TypeVar
 
-from ling3export.artifacts.catalog.versions import is_version
 from ling3export.artifacts.files import stays_inside
-from ling3export.artifacts.records import Digest, Rule, WrongRecordError, at_most, from_json, one_of, sha256_of
-from ling3export.foundation.errors import CatalogError, UnsafePath, listed
+from ling3export.artifacts.records import Digest, Rule, WrongRecordError, at_most, from_json, one_of
+from ling3export.foundation.errors import CatalogError, UnsafePath
 from ling3export.foundation.strict_json import parse_json
 
 SCHEMA = "ling3.catalog/1"
-KINDS = ("artifact", "programs", "weights", "checkpoint", "dataset", "task-suite")
-LARGEST = 8 << 20  # bytes of a record, and of the documents around it
+LARGEST = 8 << 20  # bytes of a record and of an OCI document
+LONGEST_VERSION = 100  # characters: a registry's tag has 128
+SEMVER = re.compile(  # semver.org, 2.0.0
+    r"(0|[1-9]\d{0,17})\.(0|[1-9]\d{0,17})\.(0|[1-9]\d{0,17})"
+    r"(?:-((?:0|[1-9]\d{0,17}|\d*[a-zA-Z-][0-9a-zA-Z-]*)(?:\.(?:0|[1-9]\d{0,17}|\d*[a-zA-Z-][0-9a-zA-Z-]*))*))?"
+    r"(?:\+([0-9a-zA-Z-]+(?:\.[0-9a-zA-Z-]+)*))?",
+    re.ASCII,
+)
 
 T = TypeVar("T")
+
+
+def is_version(text: str) -> bool:
+    """Whether a text is a semantic version."""
+    return len(text) <= LONGEST_VERSION and SEMVER.fullmatch(text) is not None
+
+
+def order(version: str) -> tuple[object, ...]:
+    """A key that sorts versions from the earliest to the latest; build metadata decides last."""
+    match = SEMVER.fullmatch(version)
+    assert match is not None
+    major, minor, patch, pre_release, metadata = match.groups()
+    parts = [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in (pre_release or "").split(".") if part]
+    return int(major), int(minor), int(patch), pre_release is None, tuple(parts), metadata or ""
+
+
+def latest(versions: Iterable[str]) -> str | None:
+    """The latest release, the latest pre-release if there is no release, None if there is no version."""
+    known = list(versions)
+    releases = [version for version in known if "-" not in version.partition("+")[0]]
+    return max(releases or known, key=order, default=None)
 
 
 def _is_date(text: str) -> bool:
@@ -34,12 +58,17 @@ Id = Annotated[
 ]
 Version = Annotated[str, Rule("a semantic version", is_version)]
 Date = Annotated[str, Rule("an ISO 8601 date with its zone", _is_date)]
-Named = Annotated[str, Rule("sha256: and 64 hex digits", re.compile(r"sha256:[0-9a-f]{64}").fullmatch)]
+BlobDigest = Annotated[str, Rule("sha256: and 64 hex digits", re.compile(r"sha256:[0-9a-f]{64}").fullmatch)]
 
 
 @dataclass(frozen=True)
 class File:
-    """A file of what is published, by its path below the folder."""
+    """A file of the artifact.
+
+    Attributes:
+        path: Below the artifact's folder.
+        size: Bytes.
+    """
 
     path: str
     size: int
@@ -47,46 +76,36 @@ class File:
 
 
 @dataclass(frozen=True)
-class Dependency:
-    """What has to be pulled, too: named by records of earlier versions alone."""
+class Requirements:
+    """The machine that an artifact needs.
 
-    id: Id
-    version: Version
+    Attributes:
+        targets: One of them must fit the machine.
+        devices: Of the largest target.
+        jaxlib: The version that all programs were compiled with; None if they differ.
+        state_abi: None if targets differ.
+        memory_bytes_per_device: The largest peak of a cell.
+    """
 
-
-@dataclass(frozen=True)
-class Needs:
-    """What a machine must have: one of the targets, and of it so many devices."""
-
-    token: bool
     targets: tuple[str, ...]
     devices: int
-    depends: tuple[Dependency, ...]
     jaxlib: str | None = None
     state_abi: Digest | None = None
     memory_bytes_per_device: int | None = None
 
 
 @dataclass(frozen=True)
-class Install:
-    """How it is run once it is here."""
-
-    command: str
-    config: dict[str, str]
-
-
-@dataclass(frozen=True)
 class EvalScore:
-    """How it did in an evaluation."""
+    """The success rate of an evaluation, and the digest of its run.json."""
 
     suite: str
     score: float
-    run_digest: Named
+    run_digest: BlobDigest
 
 
 @dataclass(frozen=True, kw_only=True)
 class CatalogRecord:
-    """What a catalogue says of one version; it never changes."""
+    """The description of one version; it never changes."""
 
     schema: Annotated[str, one_of(SCHEMA)]
     id: Id
@@ -94,16 +113,12 @@ class CatalogRecord:
     name: str
     description: str
     author: str
-    kind: Annotated[str, one_of(*KINDS)]
-    requirements: Needs
-    install: Install
+    kind: Annotated[str, one_of("artifact", "programs")]
+    requirements: Requirements
     tags: Annotated[tuple[str, ...], at_most(64)]
     created_at: Date
-    updated_at: Date
     files: Annotated[tuple[File, ...], at_most(100_000)]
-    digest: Named
     eval: EvalScore | None = None
-    signature: str | None = None
 
     @property
     def size(self) -> int:
@@ -111,47 +126,24 @@ class CatalogRecord:
         return sum(file.size for file in self.files)
 
 
-def digest_of(raw: dict[str, Any]) -> str:
-    """The digest of a record's JSON: of all but ``digest`` and ``signature``."""
-    return "sha256:" + sha256_of({name: value for name, value in raw.items() if name not in ("digest", "signature")})
-
-
-def read_record(
-    data: bytes, where: str, *, strict: bool = False, warn: Callable[[str], object] = lambda text: None
-) -> CatalogRecord:
-    """A record from its bytes.
+def read_record(data: bytes, where: str) -> CatalogRecord:
+    """A record from its JSON text.
 
     Args:
         data: JSON.
-        where: Where it comes from, for messages.
-        strict: Whether a field that this version does not know is refused; else it is only warned of.
-        warn: Told of such fields.
+        where: Names its place in messages.
 
     Raises:
-        CatalogError: No JSON, a field that is missing or wrong, or another digest than its own.
-        UnsafePath: A path that leaves the folder, or two that some file system takes for one.
+        CatalogError: It is no JSON, or a field is missing, unknown or wrong.
+        UnsafePath: A path leaves the folder, or two paths meet on some file system.
     """
-    raw = parsed(data, where, "record")
-    known, unknown = without_unknown(CatalogRecord, raw)
-    if unknown:
-        if strict:
-            raise CatalogError(f"record: expected no other fields, found {listed(unknown)}, in {where}")
-        warn(f"record: fields that this version does not know: {listed(unknown)}, in {where}")
-    record = typed(CatalogRecord, known, where, "record")
-    if record.digest != (found := digest_of(raw)):
-        raise CatalogError(f"record: expected digest {record.digest}, found {found}, in {where}")
-    if datetime.fromisoformat(record.updated_at) < datetime.fromisoformat(record.created_at):
-        raise CatalogError(f"record `updated_at`: expected no earlier than created_at, found earlier, in {where}")
+    record = typed(CatalogRecord, parsed(data, where, "record"), where, "record")
     check_paths([file.path for file in record.files], where)
     return record
 
 
 def parsed(data: bytes, where: str, what: str) -> dict[str, Any]:
-    """A JSON object that somebody else wrote.
-
-    Raises:
-        CatalogError: It is none.
-    """
+    """A JSON object; a CatalogError if it is none."""
     try:
         raw = parse_json(data, LARGEST)
     except ValueError as error:
@@ -162,42 +154,19 @@ def parsed(data: bytes, where: str, what: str) -> dict[str, Any]:
 
 
 def typed(kind: type[T], raw: object, where: str, what: str) -> T:
-    """A record of ``kind`` from JSON.
-
-    Raises:
-        CatalogError: A field is missing, unknown, or of another type.
-    """
+    """A dataclass from JSON; a CatalogError if a field is missing, unknown or of another type."""
     try:
         return from_json(kind, raw)
     except WrongRecordError as error:
-        at = f" `{error.where}`" if error.path else ""
-        raise CatalogError(f"{what}{at}: expected {error.expected}, found {error.found}, in {where}") from error
-
-
-def without_unknown(kind: Any, value: Any, at: str = "") -> tuple[Any, list[str]]:
-    """A JSON value without the fields that ``kind`` does not have, at any depth, and the names of these."""
-    origin, parameters = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (Annotated, typing.Union, types.UnionType):
-        return without_unknown(parameters[0], value, at)
-    if origin is tuple and isinstance(value, list):
-        pairs = [without_unknown(parameters[0], each, at) for each in value]
-        return [each for each, _ in pairs], list(dict.fromkeys(name for _, names in pairs for name in names))
-    if not (is_dataclass(kind) and isinstance(value, dict)):
-        return value, []
-    hints = typing.get_type_hints(kind, include_extras=True)
-    known, unknown = {}, [f"{at}{name}" for name in value if name not in hints]
-    for each in fields(kind):
-        if each.name in value:
-            known[each.name], inner = without_unknown(hints[each.name], value[each.name], f"{at}{each.name}.")
-            unknown += inner
-    return known, unknown
+        field = f" `{error.where}`" if error.path else ""
+        raise CatalogError(f"{what}{field}: expected {error.expected}, found {error.found}, in {where}") from error
 
 
 def check_paths(paths: Iterable[str], where: str) -> None:
-    """Passes where every path stays in its folder and no two can meet, wherever they are written.
+    """Passes if every path stays in its folder and no two paths meet, on any file system.
 
     Raises:
-        UnsafePath: One climbs out or is absolute, two differ in case alone, or one is a folder of another.
+        UnsafePath: A path climbs out or is absolute, two differ only in case, or one is a folder of another.
     """
     seen: dict[str, str] = {}
     folders: dict[str, str] = {}

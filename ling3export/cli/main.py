@@ -23,7 +23,7 @@ from ling3export.plan.options import Options
 from ling3export.runners.cli.cluster import Cluster, cluster_options, on_cluster
 from ling3export.runners.cli.command import Group, given, section
 from ling3export.runners.cli.options import FOLDER, PATH, shard_option, trust_option
-from ling3export.runners.cli.references import Artifact
+from ling3export.runners.cli.references import ARTIFACT
 
 if TYPE_CHECKING:
     from ling3export.model.config import Config
@@ -76,13 +76,13 @@ def _unwinding() -> Iterator[None]:
 def main() -> None:
     """Compile Ling3-Tiny ahead of time: one artifact, any machine.
 
-    CHECKPOINT is a Hugging Face folder, ARTIFACT the folder NAME.ling3 that a build makes of it; what is only read may
-    be a REFERENCE of the catalogue in its place. ling3-runner runs it.
+    CHECKPOINT is a Hugging Face folder. ARTIFACT is the folder NAME.ling3 that a build makes of it; ling3-runner runs
+    it. Commands that only read an artifact also take oci:FOLDER/ID[@VERSION], a version of the catalogue.
     """
 
 
 @main.command(common=COMMON_BUILD)
-@click.argument("checkpoint", required=False, type=Artifact(elsewhere=True, beside="replay"))
+@click.argument("checkpoint", required=False, type=PATH)
 @click.argument("artifact", required=False, type=FOLDER)
 @build_options
 @section(
@@ -228,11 +228,7 @@ def _check_alone(chosen: set[str]) -> None:
 @build_options
 @click.option("--lengths", type=PATH, metavar="FILE", help="A histogram of requests, as JSON lines.")
 @click.option(
-    "--from",
-    "artifact",
-    type=Artifact(manifest=True),
-    metavar="ARTIFACT",
-    help="Take temporaries and estimates from one built alike.",
+    "--from", "artifact", type=ARTIFACT, metavar="ARTIFACT", help="Take temporaries and estimates from one built alike."
 )
 @IGNORE
 @WIDE
@@ -282,7 +278,7 @@ main.add_command(sign)
 
 
 @main.command()
-@click.argument("artifact", type=Artifact(elsewhere=True, out="out"))
+@click.argument("artifact", type=FOLDER)
 @click.argument("checkpoint", type=PATH)
 @click.argument("out", required=False, type=FOLDER)
 @click.option("--force", is_flag=True, help="Replace OUT, or the weights that ARTIFACT has.")
@@ -341,7 +337,7 @@ def synth(directory: Path, preset: str, seed: int, layers: int | None, form: str
 
 
 @main.command()
-@click.argument("artifact", type=Artifact(manifest=True))
+@click.argument("artifact", type=ARTIFACT)
 @WIDE
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
 @click.option("--load-plan", is_flag=True, help="Print what each stored tensor is made of, as JSON.")
@@ -369,7 +365,7 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 
 
 @main.command()
-@click.argument("artifact", type=Artifact(elsewhere=True))
+@click.argument("artifact", type=ARTIFACT)
 @click.option("--target", help="Only this target; programs of others need not be there.")
 @click.option("--no-run", is_flag=True, help="Check digests alone: nothing of ARTIFACT is executed.")
 @click.option("--portable", is_flag=True, help="Run the portable programs of every target, on the processor.")

@@ -11,7 +11,6 @@ from ling3export.artifacts.manifest import file_records, read_checked, recorded_
 from ling3export.artifacts.receipts import NO_WEIGHTS, PORTABLE, error_columns, told
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Manifest, PortableReceipts, Receipts, Target
-from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.store import Store
 from ling3export.foundation.errors import ArtifactError, MisfitError, listed
@@ -66,13 +65,12 @@ def check_digests(artifact: Path, manifest: Manifest, target: str | None = None)
     Args:
         artifact: The folder.
         manifest: Its manifest.
-        target: Programs of all other targets may be missing, as ``pull --target`` leaves them out.
+        target: Programs of all other targets may be missing.
 
     Raises:
         ArtifactError: One is missing, damaged, or reached through a symbolic link.
     """
     refuse_links(artifact, recorded_files(manifest))
-    check_share(artifact, "every target", None)
     others = {
         record.path for name, each in manifest.targets.items() if target not in (None, name) for record in each.files
     }

@@ -77,7 +77,7 @@ class Ling3API(ModelAPI):
         check: str = "all",
     ) -> None:
         super().__init__(model_name, base_url, api_key, [], config or GenerateConfig())
-        self.engine = Engine(folder_of(artifact or model_name, target), target=target, programs=programs, check=check)
+        self.engine = Engine(folder_of(artifact or model_name), target=target, programs=programs, check=check)
         running = self.engine.manifest.targets[self.engine.target]
         self._rows = min(max(running.paddings("decode")), running.state.slots)
 

@@ -60,7 +60,7 @@ class Ling3Model(TemplateLM):
         device: object = None,
     ) -> None:
         super().__init__()
-        self.engine = Engine(folder_of(artifact, target), target=target, programs=programs, check=check)
+        self.engine = Engine(folder_of(artifact), target=target, programs=programs, check=check)
         self.max_gen_toks, self._seed, self._chats = max_gen_toks, seed, False
         self._encode = self.engine.files.tokenizer("lm-eval: text in").encode
         limits = self.engine.limits

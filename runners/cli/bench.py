@@ -16,7 +16,7 @@ from ling3export.runners import flight
 from ling3export.runners.cli.command import INTERRUPTED, Decorator, Group, section
 from ling3export.runners.cli.eval import progress
 from ling3export.runners.cli.options import PATH, engine_options
-from ling3export.runners.cli.references import ARTIFACT, Artifact
+from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.transfer.options import CARRIERS
 
 if TYPE_CHECKING:
@@ -205,9 +205,7 @@ def check(file: Any) -> None:
 @click.option("--least", type=POSITIVE, default=2, help="Texts that share a prefix.")
 @click.option("--longer", type=click.IntRange(0), default=120, help="Units that a prefix is longer than.")
 @click.option("--unit", type=click.Choice(["character", "token"]), default="character", help="What is counted.")
-@click.option(
-    "--tokenizer", type=Artifact(elsewhere=True), help="A tokenizer.json, or an artifact, that counts tokens."
-)
+@click.option("--tokenizer", type=ARTIFACT, help="A tokenizer.json, or an artifact, that counts tokens.")
 @click.option("--block", type=POSITIVE, default=256, help="Tokens a block of a prefix cache.")
 @click.option("--top", type=click.IntRange(0), default=10, help="Prefixes to list.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON object with all of them.")

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import click
 
@@ -62,15 +62,6 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-@runtime_checkable
-class Later(Protocol):
-    """The value of a parameter that the others decide, too."""
-
-    def decided(self, context: click.Context) -> Any:
-        """The value, once ``context`` has those of the others."""
-        ...
-
-
 class Once(click.Option):
     """An option that may not be given twice: where click takes the last value, a user may have meant both."""
 
@@ -112,15 +103,6 @@ class Command(click.Command):
             hidden = sum(option.hidden for option in _options(self))
             text = f"Show this message with {hidden} more options, those for experts."
             self.params.append(_eager("--help-all", _show_everything, text, is_flag=True))
-
-    def invoke(self, ctx: click.Context) -> Any:
-        """Runs the command, once every parameter has its value."""
-        for name, value in ctx.params.items():
-            if isinstance(value, Later):
-                ctx.params[name] = value.decided(ctx)
-            elif isinstance(value, tuple):
-                ctx.params[name] = tuple(each.decided(ctx) if isinstance(each, Later) else each for each in value)
-        return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes a list of options for each section, what most people need first, and the other options last."""

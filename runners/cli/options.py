@@ -21,7 +21,7 @@ from ling3export.runners.engine.config import EVICTIONS, EngineConfig
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.engine.validation import BOUNDS
 from ling3export.runners.hosts.hosts import read_secret
-from ling3export.runners.load.references import REFERENCE
+from ling3export.runners.load.references import is_reference
 from ling3export.runners.transfer.options import CARRIERS, ROLES, PrefixFolder, Transfer
 
 PATH = click.Path(path_type=Path)
@@ -31,14 +31,14 @@ PORT = click.IntRange(0, 65535)
 
 
 class _Folder(click.Path):
-    """A folder that is to be written, which no version in a store is."""
+    """A folder to write; a version in a store is none."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The path, or a usage error."""
-        if isinstance(value, str) and REFERENCE.match(value) and not Path(value).parent.is_dir():
+        if isinstance(value, str) and is_reference(value):
             self.fail(f"expected a folder to write, found the reference {value}; pull it, and publish another.")
         return super().convert(value, param, ctx)
 

@@ -24,7 +24,6 @@ from ling3export.artifacts.calibration import found_beside
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.records import canonical, to_json
 from ling3export.artifacts.schema import Manifest, Target
-from ling3export.artifacts.share import check_share
 from ling3export.artifacts.signing import read_trusted
 from ling3export.foundation.errors import ArtifactError, printable
 from ling3export.machine.promise import promise, today
@@ -219,7 +218,6 @@ def _load(
 
         executables = programs.read_executables(folder, record, pool)
         host = 0 if channel is None else channel.hosts.number
-        check_share(folder, target, host)
         store, slabs = Store(folder, manifest.weights.index, copied=check == "copy"), record.slabs(host)
         if check == "programs":
             report("weights are not checked (--check programs)")

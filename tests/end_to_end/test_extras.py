@@ -15,7 +15,7 @@ EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["op
 
 
 def test_readmes_table_has_every_extra():
-    """`structured`, `sign`, `oci` and `remote` were named nowhere but in pyproject.toml."""
+    """`structured` and `sign` were named nowhere but in pyproject.toml."""
     rows = re.findall(r"^\| (`.+?`) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
     assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(EXTRAS - OURS)
 

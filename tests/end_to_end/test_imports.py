@@ -12,7 +12,7 @@ from tests.support.rooms import below, modules, room
 
 # Packages that a room may import beside the standard library.
 PACKAGES = {
-    "artifacts": {"cryptography", "fsspec", "ml_dtypes", "numpy", "requests", "safetensors", "urllib3"},
+    "artifacts": {"cryptography", "ml_dtypes", "numpy", "safetensors"},
     "checkpoint": {"ml_dtypes", "numpy", "tokenizers"},
     "cli": {"click", "rich"},
     "compile": {"jax", "numpy"},

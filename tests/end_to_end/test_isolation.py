@@ -172,7 +172,7 @@ for module in pkgutil.walk_packages(ling3export.__path__, "ling3export."):
             print(module.name, error.name)
 """
 # Of extras that the parity environment does not have.
-LACKING = {"inspect_ai", "lm_eval", "ray", "requests"}
+LACKING = {"inspect_ai", "lm_eval", "ray"}
 
 
 @pytest.mark.extras

@@ -4,16 +4,14 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from random import Random
 
 from ling3export.artifacts.catalog.layout import OciLayout
-from ling3export.artifacts.catalog.publish import Words, publish
+from ling3export.artifacts.catalog.publish import Words, publish, search
 from ling3export.artifacts.catalog.pull import pull, verify
-from ling3export.artifacts.catalog.record import digest_of
-from ling3export.artifacts.catalog.stores import resolve, search
 from ling3export.artifacts.files import TRUST
 from ling3export.artifacts.signing import SIGNATURES, make_key, public_path, read_trusted, sign
 from tests.fuzz.artifact_cases import toy_copy
@@ -25,15 +23,13 @@ from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 def catalogs(folder: Path) -> Iterator[Case]:
     """Whatever is taken is what was published; nothing is written outside of the folder that a pull makes."""
     toy, store = toy_copy(folder), OciLayout(folder / "store")
-    publish(toy, store, "toy", "1.0.0", Words())
-    found = resolve(store, "toy", None)
+    image_digest = publish(toy, store, "toy", "1.0.0", Words()).version.image.digest
     index = json.loads((store.folder / "index.json").read_text())
     original = {path.relative_to(toy): path.read_bytes() for path in toy.rglob("*") if path.is_file()}
-    image = json.loads(store.read(found.entry.descriptor))
+    image = json.loads((store.folder / "blobs" / image_digest.replace(":", "/")).read_bytes())
     record = json.loads((store.folder / "blobs" / image["config"]["digest"].replace(":", "/")).read_bytes())
-    room, blobs = folder / "room", folder / "blobs"  # what was pulled is kept: a case writes little
+    room = folder / "room"
     room.mkdir()
-    blobs.mkdir()
 
     def case(rng: Random) -> None:
         shutil.rmtree(room)
@@ -41,18 +37,15 @@ def catalogs(folder: Path) -> Iterator[Case]:
         what = rng.choice(("record", "image", "index"))
         documents = {"record": record, "image": image, "index": index}
         changed = mutated(rng, documents[what])
-        if what == "record" and isinstance(changed, dict) and rng.random() < 0.9:
-            with suppress(ValueError, TypeError, RecursionError):
-                changed["digest"] = digest_of(json.loads(json_text(changed)))
         data = json_text(changed)
         data = mutated_bytes(rng, data) if rng.random() < 0.1 else data
         _write(store, index, image, what, data)
         before = sorted(folder.iterdir())
         try:
             search(store, "toy")
-            each = resolve(store, "toy")
-            verify(store, each)
-            pull(store, each, room / "out", blobs)
+            version = store.find("toy")
+            verify(store, version)
+            pull(store, version, room / "out")
         finally:
             left = sorted(path.name for path in room.iterdir())
             if sorted(folder.iterdir()) != before or left not in ([], ["out"]):
