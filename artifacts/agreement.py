@@ -5,31 +5,17 @@ rows that its state arrays have, a field ends where the next begins, every progr
 that its target has.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby, zip_longest
 from typing import NoReturn
 
-from ling3export.artifacts.program_records import Array
+from ling3export.artifacts.program_records import Array, Leaf
 from ling3export.artifacts.records import WrongRecordError, shown
-from ling3export.artifacts.schema import (
-    GIVERS,
-    MOVING,
-    ON_LOGITS,
-    SPLIT,
-    Cell,
-    Manifest,
-    ParameterRecord,
-    PlanRecord,
-    StoredTensor,
-    Target,
-    Vectors,
-)
+from ling3export.artifacts.schema import Cell, Manifest, ParameterRecord, PlanRecord, StoredTensor, Target, Vectors
 from ling3export.foundation.dtypes import BY_CODE
 from ling3export.foundation.errors import listed
-
-A_CALL = ("layer", "out_num", "group")  # fields with one number
-A_TOKEN = ("tokens", "next_token")  # fields of prefill and score with a number for each token, not for each chunk
+from ling3export.foundation.phases import GIVERS, PHASES, ArraySpec, PhaseSpec
 
 
 def check_agreement(manifest: Manifest) -> None:
@@ -55,7 +41,7 @@ def check_agreement(manifest: Manifest) -> None:
             for at, parameter in enumerate(target.parameters):
                 with _at("parameters", at):
                     _check_parameter(parameter, index)
-            _check_target(target, manifest.plan)
+            _check_target(target, manifest.plan, vocabulary)
     if bool(index) != (manifest.vectors.expected is not None):
         _wrong(
             "`weights` and `vectors.expected` together, or neither", "only weights" if index else "only expectations"
@@ -105,7 +91,7 @@ def _check_tensor(tensor: StoredTensor, size: int) -> None:
         _wrong(f"a tensor that ends within the {size:,} bytes of its file", tensor.offset, "offset")
 
 
-def _check_target(target: Target, plan: PlanRecord) -> None:
+def _check_target(target: Target, plan: PlanRecord, vocabulary: int) -> None:
     mesh, state, geometry = target.mesh, target.state, target.geometry
     if len(set(mesh.devices)) != target.tp:
         _wrong("every device once", mesh.devices, "mesh", "devices")
@@ -139,25 +125,58 @@ def _check_target(target: Target, plan: PlanRecord) -> None:
             _same("a word for each axis", len(array.shape), len(array.axes), "axes")
             for word, size in zip(array.axes, array.shape, strict=True):
                 _same(f"the size of the axis `{word}`", sizes.get(word, size), size, "shape")
+    words = Words(target, plan.dtype, vocabulary)
     for name, cell in target.cells.items():
         with _at("cells", name):
             _same("its phase and padding", cell.name, name)
-            _check_cell(cell, target)
+            _check_cell(cell, target, words)
     with _at("cells"):
-        for phase, paddings in (("prefill", plan.paddings), ("decode", plan.decode_paddings)):
-            _same(f"the plan's {phase} paddings", paddings, target.paddings(phase))
-        for phase in MOVING:
-            _same(f"how many {phase} programs there are", int(bool(snapshots)), len(target.paddings(phase)))
-            if snapshots and phase != "copy":
-                _same(f"the padding of {phase}, that of offload", target.paddings("offload"), target.paddings(phase))
-        rows = {cell.rows for cell in target.cells.values() if cell.phase in GIVERS}
-        for phase in ON_LOGITS:
-            if missing := sorted(rows - set(target.paddings(phase))):
-                _wrong(f"a program {phase}@{missing[0]}, for as many rows of logits", None)
-        if any(cell.phase in SPLIT for cell in target.cells.values()):
-            for phase in ("attend", "combine", "head"):
-                _same(f"the paddings of decode, as {phase}'s", plan.decode_paddings, target.paddings(phase))
-            _same("the paddings of experts, as dispatch's", target.paddings("experts"), target.paddings("dispatch"))
+        _check_paddings(target, plan)
+
+
+class Words:
+    """The sizes and dtypes that a target gives the words of the phases' records.
+
+    A word whose size nothing else in the manifest states takes it from the first program, and has it in all others.
+    """
+
+    def __init__(self, target: Target, dtype: str, vocabulary: int) -> None:
+        self.sizes = {"max_pages": target.state.max_pages, "vocab": vocabulary}
+        for array in target.state.arrays:
+            self.sizes |= {f"{array.name}.{axis}": size for axis, size in zip(array.axes, array.shape, strict=True)}
+        int8 = target.geometry.get("token_dtype") == "int8"
+        self.sizes |= {"int8": 1} if int8 else {}
+        self._dtypes = {"model": dtype, "token": "int8" if int8 else dtype, "sent": "uint8" if int8 else dtype}
+        self._striped = target.state.placement == "striped"
+
+    def check(self, rows: Mapping[str, ArraySpec], leaves: Sequence[Leaf], side: str) -> None:
+        """Compares the arrays of a program with those of its phase."""
+        rows = {name: row for name, row in rows.items() if row.exists(self.sizes)}
+        _same("as the phase has", sorted(rows), sorted(leaf.name for leaf in leaves), side)
+        for leaf in leaves:
+            row = rows[leaf.name]
+            _same(f"the axes of {leaf.name}", len(row.axes), len(leaf.shape), side)
+            for axis, size in zip(row.axes, leaf.shape, strict=True):
+                self.sizes.setdefault(str(axis), size)
+            expected = row.shape(self.sizes), self._dtypes.get(row.dtype, row.dtype), row.spec(striped=self._striped)
+            _same(f"the array {leaf.name}", expected, (leaf.shape, leaf.dtype, leaf.spec), side)
+
+
+def _check_paddings(target: Target, plan: PlanRecord) -> None:
+    """Every phase that the target's features need has its programs, and no other phase has any."""
+    features = {feature for cell in target.cells.values() for feature in PHASES[cell.phase].needs} - {"snapshots"}
+    features |= {"snapshots"} if target.state.snapshots else set()
+    paddings: dict[str, tuple[int, ...]] = {"prefill": plan.paddings, "decode": plan.decode_paddings}
+    paddings["rows"] = tuple(sorted({cell.rows for cell in target.cells.values() if cell.phase in GIVERS}))
+    for phase, record in PHASES.items():
+        found = target.paddings(phase)
+        if not features.issuperset(record.needs):
+            _same(f"the paddings of {phase}", (), found)
+            continue
+        expected = paddings.setdefault(record.sizes, found)
+        if record.sizes in ("slots", "pages"):
+            _same(f"how many {phase} programs there are", 1, len(found))
+        _same(f"the paddings of {phase}", expected, found)
 
 
 def _check_parameter(parameter: ParameterRecord, tensors: Mapping[str, StoredTensor]) -> None:
@@ -173,109 +192,58 @@ def _check_parameter(parameter: ParameterRecord, tensors: Mapping[str, StoredTen
         _wrong(f"an index within {_short(shape)}", f"{index} of axis {axis}")
 
 
-def _check_cell(cell: Cell, target: Target) -> None:
-    chunk, pages = target.state.chunk, target.state.max_pages
-    chunked = cell.phase in ("prefill", "score")
-    if chunked and cell.padding % chunk:
+def _check_cell(cell: Cell, target: Target, words: Words) -> None:
+    record, chunk = PHASES[cell.phase], target.state.chunk
+    if record.chunked and cell.padding % chunk:
         _wrong(f"a multiple of the chunk, {chunk}", cell.padding, "padding")
-    rows = cell.padding // chunk if chunked else cell.padding
+    if record.sizes == "pages" and target.state.placement == "striped" and cell.padding % target.tp:
+        _wrong(f"a multiple of {target.tp}, over which pages are striped", cell.padding, "padding")
+    words.sizes |= {"padding": cell.padding, "chunks": cell.padding // chunk}
+    _same("the fields of the phase", list(record.fields), [field.name for field in cell.fields], "fields")
     offset = 0
-    for at, field in enumerate(cell.fields):
-        of_field = cell.padding if field.name in A_TOKEN else 1 if field.name in A_CALL else rows
-        if field.name == "slot" and cell.phase in MOVING:
-            of_field = 1
-        shape = (of_field, pages) if field.name == "page_table" else (of_field,)
+    for at, (field, row) in enumerate(zip(cell.fields, record.fields.values(), strict=True)):
         _same("where the field before it ends", offset, field.offset, "fields", at, "offset")
-        _same("the shape of the field", shape, field.shape, "fields", at, "shape")
+        _same("the shape of the field", row.shape(words.sizes), field.shape, "fields", at, "shape")
+        _same("the dtype of the field", row.dtype, field.dtype, "fields", at, "dtype")
         offset += field.size
-    _check_leaves(cell, target)
-    scale = _scale(target)
-    results = {
-        "decode": {"logits": rows},
-        "prefill": {"logits": rows},
-        "score": {"logits": rows, "logprob": cell.padding, "best": cell.padding},
-        "sample": {"token": rows, "logprob": rows},
-        "attend": dict.fromkeys(("residual", "tokens", "expert_ids", "weights"), rows),
-        "dispatch": {"y": rows, "gather_idx": rows, "actual_token_num": 1, "dropped": 1} | dict.fromkeys(scale, rows),
-        "experts": {"results": rows},
-        "combine": {"hidden": rows},
-        "head": {"logits": rows},
-        "logits_processor": dict.fromkeys(("logits", "logprob", "top_token", "top_logprob"), rows),
-    }.get(cell.phase, {})
-    found = {leaf.name: leaf.shape[:1] for leaf in cell.outputs if leaf.group == "out"}
-    for name, count in results.items():
-        _same(f"the rows of the result {name}", (count,), found.get(name), "outputs")
-    if cell.phase in MOVING:
-        _check_moved(cell, target)
+    for side, leaves, order in (
+        ("inputs", cell.inputs, ("params", "state", "batch")),
+        ("outputs", cell.outputs, ("state", "out")),
+    ):
+        groups = [group for group, _ in groupby(leaves, key=lambda leaf: leaf.group)]
+        _same("each group once and in this order", [group for group in order if group in groups], groups, side)
+        arrays = sorted((array for array in target.state.arrays if record.takes_state(array.name)), key=_name)
+        state = [_array(leaf) for leaf in leaves if leaf.group == "state"]
+        _same_each("the target's state array {}", map(_array, arrays), state, side)
+    _check_params([leaf for leaf in cell.inputs if leaf.group == "params"], target, record)
+    packed = {"packed": ArraySpec("int32", (offset,), ("",))} if record.fields else {}
+    words.check({**record.batch, **packed}, [leaf for leaf in cell.inputs if leaf.group == "batch"], "inputs")
+    words.check(record.out, [leaf for leaf in cell.outputs if leaf.group == "out"], "outputs")
     if (cell.exec is None) != (cell.call is None):
         _wrong("`exec` and `call` together, or neither", "only call" if cell.exec is None else "only exec")
     if cell.call is not None:
-        donated = [each.donated for each in cell.call.inputs]
-        state = [leaf.group == "state" for leaf in cell.inputs]
-        _same_each("whether input {} is state, which is donated", state, donated, "call", "inputs")
+        donated = [value.donated for value in cell.call.inputs]
+        _same_each(
+            "whether input {} is state, which is donated",
+            [leaf.group == "state" for leaf in cell.inputs], donated, "call", "inputs",
+        )  # fmt: skip
         _same_each("input {} of the cell", _kinds(cell.inputs), _kinds(cell.call.inputs), "call", "inputs")
         _same_each("output {} of the cell", _kinds(cell.outputs), _kinds(cell.call.outputs), "call", "outputs")
 
 
-def _scale(target: Target) -> list[str]:
-    """What ``dispatch`` gives to ``experts`` besides tokens of 8 bits."""
-    return ["dynamic_scale"] if target.geometry.get("token_dtype") == "int8" else []
-
-
-def _check_moved(cell: Cell, target: Target) -> None:
-    """What ``offload`` gives and ``onload`` takes is one slot of each pool, or as many pages as the padding says."""
-    sides = {"copy": ((), ""), "onload": (cell.inputs, "batch")}
-    leaves, group = sides.get(cell.phase, (cell.outputs, "out"))
-    found = {leaf.name: leaf for leaf in leaves if leaf.group == group and leaf.name != "packed"}
-    pools = {each.name: each for each in target.state.arrays if "slots" not in each.axes or len(each.axes) > 1}
-    _same("every pool of the state", sorted(pools if leaves else ()), sorted(found), "outputs")
-    for name, leaf in found.items():
-        layers, _, *each = pools[name].shape
-        shape = (layers, cell.padding, *each[:-1]) if "pages" in pools[name].axes else (layers, *each)
-        width = len(shape)
-        _same(f"the shape of {name}", (shape, pools[name].dtype), (leaf.shape[:width], leaf.dtype), "outputs")
-    if cell.phase != "copy" and cell.padding % (target.tp if target.state.placement == "striped" else 1):
-        _wrong(f"a multiple of {target.tp}, over which pages are striped", cell.padding, "padding")
-
-
-def _check_leaves(cell: Cell, target: Target) -> None:
-    sides = (("inputs", cell.inputs, ("params", "state", "batch")), ("outputs", cell.outputs, ("state", "out")))
-    arrays = sorted(target.state.arrays, key=lambda array: array.name)
-    if cell.phase in SPLIT and cell.phase != "attend":
-        arrays = []  # they know no sequences
-    if cell.phase in (*ON_LOGITS, *MOVING):  # the last tokens alone, all but them, or none; others take every array
-        arrays = [array for array in arrays if any(leaf.name == array.name for leaf in cell.inputs)]
-    for side, leaves, order in sides:
-        groups = [group for group, _ in groupby(leaves, key=lambda leaf: leaf.group)]
-        _same("each group once and in this order", [group for group in order if group in groups], groups, side)
-        if len({(leaf.group, leaf.name) for leaf in leaves}) != len(leaves):
-            _wrong("each name once in a group", [leaf.name for leaf in leaves], side)
-        found = [_array(leaf) for leaf in leaves if leaf.group == "state"]
-        _same_each("the target's state array {}", map(_array, arrays), found, side)
-    arguments = {parameter.argument: parameter for parameter in target.parameters}
-    for leaf in (each for each in cell.inputs if each.group == "params"):
-        parameter = arguments.get(leaf.name)
-        if parameter is None:
-            _wrong("a parameter of the target", leaf.name, "inputs")
-        shape, axis = parameter.shape, parameter.axis
+def _check_params(leaves: Sequence[Leaf], target: Target, record: PhaseSpec) -> None:
+    parameters = {row.argument: row for row in target.parameters if record.takes_parameter(row.argument)}
+    _same("the parameters of the phase", sorted(parameters), sorted(leaf.name for leaf in leaves), "inputs")
+    for leaf in leaves:
+        shape, axis = parameters[leaf.name].shape, parameters[leaf.name].axis
         if axis is not None:
             shape = shape[:axis] + shape[axis + 1 :]
-        _same(f"parameter {shown(leaf.name)}", (shape, parameter.dtype), (leaf.shape, leaf.dtype), "inputs")
-    batch = {leaf.name: leaf for leaf in cell.inputs if leaf.group == "batch"}
-    more = {
-        "sample": ["logits"],
-        "logits_processor": ["edits", "logits", "mask", "token"],
-        "onload": [array.name for array in arrays],
-        "attend": ["hidden"],
-        "dispatch": ["token_data"],
-        "experts": [*_scale(target), "group_list", "y"],
-        "combine": ["expert_ids", "residual", "results", "weights"],
-        "head": ["hidden"],
-    }
-    names = sorted([*more.get(cell.phase, []), *["packed"] * bool(cell.fields)])
-    _same("the batch of the phase", names, list(batch), "inputs")
-    if packed := batch.get("packed"):
-        _same("the packed fields", ((cell.packed,), "int32"), (packed.shape, packed.dtype), "inputs")
+        expected = shape, parameters[leaf.name].dtype
+        _same(f"parameter {shown(leaf.name)}", expected, (leaf.shape, leaf.dtype), "inputs")
+
+
+def _name(array: Array) -> str:
+    return array.name
 
 
 def _array(array: Array) -> tuple[object, ...]:

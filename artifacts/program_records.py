@@ -10,6 +10,7 @@ from typing import Annotated
 from ling3export.artifacts.files import stays_inside
 from ling3export.artifacts.records import Digest, Rule, at_most, one_of, within
 from ling3export.foundation.dtypes import BY_CODE, BY_NAME
+from ling3export.foundation.phases import PHASES
 
 Relative = Annotated[
     str, Rule("a path below the artifact's folder, with /, in its shortest form, that never climbs out", stays_inside)
@@ -31,13 +32,7 @@ Spec = Annotated[
 ]
 Dtype = Annotated[str, one_of(*BY_NAME)]
 StoredDtype = Annotated[str, one_of(*BY_CODE)]
-Phase = Annotated[
-    str,
-    one_of(
-        "prefill", "score", "decode", "sample", "logits_processor", "copy", "offload", "onload",
-        "attend", "dispatch", "experts", "combine", "head",
-    ),
-]  # fmt: skip
+Phase = Annotated[str, one_of(*PHASES)]
 # Custom calls in name only: the pieces of a prefetch, which lie one after the other, seen as one array.
 VIEWS = ("ConcatBitcast",)
 

@@ -1,14 +1,13 @@
 """Receipts and calibrations as people read them: the columns of tables, and the lines below these."""
 
-from ling3export.artifacts import schema
 from ling3export.artifacts.calibration import Calibration, CellTimes
 from ling3export.artifacts.schema import PortableReceipts, Receipts, Target, Tolerance
 from ling3export.foundation.errors import listed
+from ling3export.foundation.phases import GIVERS, MOVING, ON_LOGITS
 from ling3export.foundation.tables import aligned, footnotes
 
 COLUMNS = ("measured", "ms", "device ms", "dispatch ms", "estimate ms", "bound ms")
-ORDER = ("prefill", "score", "decode")
-EXACT = tuple(f"{phase}@" for phase in (*schema.ON_LOGITS, *schema.MOVING))
+EXACT = tuple(f"{phase}@" for phase in (*ON_LOGITS, *MOVING))
 ERROR_COLUMNS = ("median error", "worst error")
 PORTABLE = "stablehlo, on cpu"
 NO_WEIGHTS = "no weights"  # why the cells of programs alone are not run
@@ -68,7 +67,7 @@ def ordered(found: Calibration) -> list[tuple[str, CellTimes]]:
 
     def place(item: tuple[str, CellTimes]) -> tuple[int, str, int]:
         phase, _, padding = item[0].partition("@")
-        return ORDER.index(phase) if phase in ORDER else len(ORDER), phase, int(padding or 0)
+        return GIVERS.index(phase) if phase in GIVERS else len(GIVERS), phase, int(padding or 0)
 
     return sorted(found.cells.items(), key=place)
 

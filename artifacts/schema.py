@@ -25,10 +25,6 @@ from ling3export.artifacts.program_records import (
 from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, one_of, within
 from ling3export.foundation.dtypes import BY_CODE
 
-ON_LOGITS = ("sample", "logits_processor")  # phases that take another's logits, and no parameters
-MOVING = ("copy", "offload", "onload")  # the phases that move one sequence's state, and compute nothing
-GIVERS = ("prefill", "score", "decode")  # whose logits are sampled
-SPLIT = ("attend", "dispatch", "experts", "combine", "head")  # a decode step cut at each layer's experts
 Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
 Versions = dict[str, str]
 KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs

@@ -10,54 +10,21 @@ states, and what is padding is not moved at all. Only accelerators offload all p
 padding.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Int32
 
-from ling3export.model.config import Config
+from ling3export.foundation.phases import PAGED
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.mla.paged import local_pages
-from ling3export.model.state import StateArray, state_arrays
 
 Tree = dict[str, Any]
-PAGES = "mla_latent"
-PHASES = ("copy", "offload", "onload")
 
 
-def pools(config: Config, geometry: Geometry, phase: str) -> list[StateArray]:
-    """The state arrays that ``phase`` takes: ``copy`` those with a row a slot, the others the latents as well."""
-    rows = [row for row in state_arrays(config, geometry) if row.name != "last_token"]
-    return [row for row in rows if row.name != PAGES or phase != "copy"]
-
-
-def moved(config: Config, geometry: Geometry, padding: int) -> tuple[Tree, Tree]:
-    """(abstract values, partition specs) of one sequence's state with ``padding`` pages, by the name of the pool.
-
-    ``kda_recurrent [layers, H, K, V]``, ``kda_conv [layers, H, 3 K taps]`` (as the pool's row: oldest tap first, q, k
-    and v of each), ``mla_latent [layers, P, page, R + rope]``. Where pages are striped, the first ``P / tp`` of the
-    pages lie on the first device, and so on.
-    """
-    values: Tree = {}
-    specs: Tree = {}
-    shape: tuple[int, ...]
-    for row in pools(config, geometry, "offload"):
-        layers, _, *each = row.shape
-        if row.name == PAGES:
-            shape = (layers, padding, each[0], config.latent_dim)
-            spec = PartitionSpec(None, AXIS) if row.split else PartitionSpec()
-        else:
-            shape, spec = (layers, *each), PartitionSpec(None, AXIS)
-        values[row.name] = jax.ShapeDtypeStruct(shape, jnp.dtype(row.dtype))
-        specs[row.name] = spec
-    return values, specs
-
-
-def copy(state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+def copy(model: Any, state: Tree, fields: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Copies slot ``source[n]`` over slot ``target[n]``, one pair after the other; 0 to 0 is padding."""
     source, target = fields["source"], fields["target"]
 
@@ -68,36 +35,27 @@ def copy(state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
         return lax.fori_loop(0, _used(target), step, state), {}
 
 
-def offload(config: Config, geometry: Geometry, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+def offload(model: Any, state: Tree, fields: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """The state of ``slot`` and the latents of ``page[P]``; zeros in the place of a page 0."""
     slot, out = fields["slot"][0], {}
     for name in state:
-        if name == PAGES:
-            pages_out = _pages_at_once if geometry.tiled else _pages_out
-            out[name] = pages_out(state[name], _local(fields["page"], geometry), config.latent_dim)
+        if name == PAGED:
+            pages_out = _pages_at_once if model.geometry.tiled else _pages_out
+            out[name] = pages_out(state[name], _local(fields["page"], model.geometry), model.config.latent_dim)
         else:
             out[name] = jnp.squeeze(_at(state[name], slot), 1)
     return state, out
 
 
-def onload(geometry: Geometry, state: Tree, given: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+def onload(model: Any, state: Tree, fields: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Writes what ``offload`` gave into ``slot`` and ``page[P]``; nothing is written for a page 0."""
     slot, after = fields["slot"][0], {}
     for name, pool in state.items():
-        if name == PAGES:
-            after[name] = _pages_in(pool, _local(fields["page"], geometry), given[name])
+        if name == PAGED:
+            after[name] = _pages_in(pool, _local(fields["page"], model.geometry), batch[name])
         else:
-            after[name] = _set(pool, slot, given[name][:, None])
+            after[name] = _set(pool, slot, batch[name][:, None])
     return after, {}
-
-
-def body(config: Config, geometry: Geometry, phase: str) -> Callable[[Tree, Tree, dict[str, jax.Array]], Any]:
-    """``(state, batch, fields) -> (state, out)`` of a phase."""
-    return {
-        "copy": lambda state, batch, fields: copy(state, fields),
-        "offload": lambda state, batch, fields: offload(config, geometry, state, fields),
-        "onload": lambda state, batch, fields: onload(geometry, state, batch, fields),
-    }[phase]
 
 
 def _page(pool: jax.Array, number: jax.Array, width: int) -> jax.Array:
@@ -118,8 +76,8 @@ def _pages_out(pool: jax.Array, page: jax.Array, width: int) -> jax.Array:
         return lax.fori_loop(0, _used(page), step, out)
 
 
-def _pages_in(pool: jax.Array, page: jax.Array, given: jax.Array) -> jax.Array:
-    padded = jnp.pad(given, ((0, 0), (0, 0), (0, 0), (0, pool.shape[-1] - given.shape[-1])))
+def _pages_in(pool: jax.Array, page: jax.Array, latents: jax.Array) -> jax.Array:
+    padded = jnp.pad(latents, ((0, 0), (0, 0), (0, 0), (0, pool.shape[-1] - latents.shape[-1])))
 
     def step(n: jax.Array, pool: jax.Array) -> jax.Array:
         return _set(pool, page[n], _at(padded, n))

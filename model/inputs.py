@@ -1,7 +1,7 @@
-"""What a step takes besides weights and state: the packed fields of each phase, and what they say of its rows.
+"""The packed fields of a call, and what follows from them for its rows.
 
-Every field of a step travels in one int32 vector (one transfer a step instead of six); ``batch_fields`` is the step
-contract. ``DecodeRows`` and ``Chunks`` are derived from the fields once a step, for all layers alike.
+Every field of a step travels in one int32 vector (one transfer a step instead of six). ``DecodeRows`` and ``Chunks``
+are derived from the fields once a step, for all layers.
 """
 
 import math
@@ -12,6 +12,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Int32, Shaped
 
+from ling3export.foundation.phases import PHASES
+from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.kda.tiled import Tiles, tiles_of
 from ling3export.model.layers import IN_BOUNDS, fill_rows
@@ -19,7 +21,6 @@ from ling3export.model.mla.paged import PageList, is_at_once, list_pages, tile_p
 from ling3export.model.sampling.logits_processor import BLOCK
 
 BIASES = 1024  # tokens with a logit bias that one request may name
-FLOATS = ("temperature", "top_p", "min_p")  # fields that are no whole numbers
 
 
 @dataclass(frozen=True)
@@ -38,50 +39,19 @@ class Field:
 
 
 def batch_fields(phase: str, padding: int, max_pages: int) -> tuple[Field, ...]:
-    """The fields of ``phase`` at ``padding``, in packing order.
-
-    Args:
-        phase: ``prefill`` or ``score`` (padding = padded tokens T), ``decode`` or ``attend`` (sequences B), ``sample``
-            or ``logits_processor`` (rows R), ``copy`` (pairs of slots N), ``offload`` or
-            ``onload`` (pages P), ``dispatch`` (pairs Y); other phases have none.
-        padding: T, B, R, N, P or Y.
-        max_pages: Columns of the page table.
-    """
-    each, chunk = (padding,), (padding // CHUNK,)
-    prefill = {
-        "tokens": each,
-        "chunk_slot": chunk,
-        "chunk_start": chunk,
-        "chunk_len": chunk,
-        "fresh": chunk,
-        "page_table": (*chunk, max_pages),
-    }
-    shapes: dict[str, dict[str, tuple[int, ...]]] = {
-        "prefill": prefill,
-        "score": prefill | {"next_token": each},
-        "decode": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each},
-        "attend": {"slot": each, "position": each, "page_table": (padding, max_pages), "token": each, "layer": (1,)},
-        "dispatch": {"expert_ids": each, "layer_ids": each, "out_num": (1,)},
-        "sample": dict.fromkeys(("slot", "position", "temperature", "top_k", "top_p", "min_p", "seed"), each),
-        "logits_processor": dict.fromkeys(("edited", "masked", "top"), each),
-        "copy": {"source": each, "target": each},
-        "offload": {"slot": (1,), "page": each},
-        "onload": {"slot": (1,), "page": each},
-    }
+    """The fields of ``phase`` at ``padding``, in packing order."""
+    sizes = {"padding": padding, "chunks": padding // CHUNK, "max_pages": max_pages}
     fields, offset = [], 0
-    for name, shape in shapes.get(phase, {}).items():
-        fields.append(Field(name, offset, shape, "float32" if name in FLOATS else "int32"))
+    for name, row in PHASES[phase].fields.items():
+        fields.append(Field(name, offset, row.shape(sizes), row.dtype))
         offset += fields[-1].size
     return tuple(fields)
 
 
-def logits_processor_shapes(rows: int, vocab_size: int, geometry: Geometry) -> dict[str, tuple[int, ...]]:
-    """Shapes of what ``logits_processor`` takes beside the packed vector and the logits, all int32.
-
-    A row has room for an edit of every token that a context can hold, and of BIASES that it does not.
-    """
-    most = min(vocab_size, geometry.max_pages * geometry.page_size + BIASES)
-    return {"edits": (3, rows, -(-most // BLOCK) * BLOCK), "mask": (rows, -(-vocab_size // 32)), "token": (rows,)}
+def edits_width(config: Config, geometry: Geometry) -> int:
+    """Edits of a row that ``logits_processor`` takes: one of every token that a context can hold, and BIASES more."""
+    most = min(config.vocab_size, geometry.max_pages * geometry.page_size + BIASES)
+    return -(-most // BLOCK) * BLOCK
 
 
 def packed_size(fields: tuple[Field, ...]) -> int:

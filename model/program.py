@@ -1,49 +1,42 @@
-"""The step contract: ``(params, state, batch) -> (state, out)`` for prefill, score, decode, sample, the logits
-processor, and for state that moves.
+"""The function of every phase, and the program of one cell: ``(params, state, batch) -> (state, out)``.
 
-``build_step`` returns a global function (``shard_map`` over one axis, ``tp``) of plain nested dicts, with the abstract
-values and partition specs of everything that it takes and gives.
+What a phase takes and gives is its record in ``foundation/phases.py``; STEPS binds a function to each. ``build_step``
+returns a global function (``shard_map`` over one axis, ``tp``) of plain nested dicts, with the abstract values and
+partition specs of everything that it takes and gives.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec
 
-from ling3export.model import exchange
+from ling3export.foundation.phases import PHASES, ArraySpec
 from ling3export.model.config import Config
 from ling3export.model.decoder import Ling3
-from ling3export.model.ffn.split_program import split_program
-from ling3export.model.geometry import AXIS, Geometry
-from ling3export.model.inputs import (
-    Field,
-    batch_fields,
-    decode_rows,
-    last_tokens,
-    logits_processor_shapes,
-    packed_size,
-    unpack,
-)
+from ling3export.model.exchange import copy, offload, onload
+from ling3export.model.ffn.dispatch import SCALE_BYTES
+from ling3export.model.ffn.split_program import attend, combine, dispatch, experts
+from ling3export.model.geometry import AXIS, CHUNK, Geometry
+from ling3export.model.inputs import Field, batch_fields, decode_rows, edits_width, last_tokens, packed_size, unpack
 from ling3export.model.parameters import arguments
-from ling3export.model.sampling.logits_processor import process_logits
+from ling3export.model.sampling.logits_processor import TOP, process_logits
 from ling3export.model.sampling.sample import sample, score_next
 from ling3export.model.state import state_arrays
 
 P = PartitionSpec
 Tree = dict[str, Any]
+Fields = dict[str, jax.Array]
 
-LOGITS = P(None, AXIS)  # cut over the vocabulary
-OUTPUTS: dict[str, Tree] = {
-    "prefill": {"logits": LOGITS},
-    "score": {"logits": LOGITS, "logprob": P(), "best": P(), "best_logprob": P()},
-    "decode": {"logits": LOGITS},
-    "sample": {"token": P(), "logprob": P()},
-    "logits_processor": {"logits": LOGITS, "logprob": P(), "top_token": P(), "top_logprob": P()},
-}
+
+class Unfilled(NamedTuple):
+    """What a phase that takes no parameters has in the place of the model."""
+
+    config: Config
+    geometry: Geometry
 
 
 @dataclass(frozen=True)
@@ -77,7 +70,7 @@ def put(tree: Tree, path: tuple[str, ...], value: Any) -> None:
 def _chosen(tree: Tree, takes: Callable[[str], bool]) -> Tree:
     """The parameters that a program takes, of ``{stack: {name: ...}}``."""
     kept = {
-        stack: {name: each for name, each in rows.items() if takes(f"{stack}.{name}")} for stack, rows in tree.items()
+        stack: {name: leaf for name, leaf in rows.items() if takes(f"{stack}.{name}")} for stack, rows in tree.items()
     }
     return {stack: rows for stack, rows in kept.items() if rows}
 
@@ -101,12 +94,11 @@ def bind(config: Config, geometry: Geometry) -> Callable[[Tree], Ling3]:
     return fill
 
 
-def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+def prefill(model: Ling3, state: Tree, fields: Fields, batch: Tree) -> tuple[Tree, Tree]:
     """``logits [N, V/TP]``: one row a chunk, its last token's.
 
-    Where there is a ``next_token``, in the phase ``score``, also its ``logprob [T]``, the ``best [T]`` token and
-    ``best_logprob [T]``: see
-    :func:`score_next`.
+    The phase ``score`` has a ``next_token``, and gives its ``logprob [T]``, the ``best [T]`` token and
+    ``best_logprob [T]`` too: see :func:`score_next`.
     """
     chunks = model.chunks(fields)
     x, state = model.run_layers(model.embed(jnp.where(chunks.valid, fields["tokens"], 0)), state, chunks)
@@ -118,17 +110,68 @@ def prefill(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tr
     return state, out
 
 
-def decode(model: Ling3, state: Tree, fields: dict[str, jax.Array]) -> tuple[Tree, Tree]:
+def decode(model: Ling3, state: Tree, fields: Fields, batch: Tree) -> tuple[Tree, Tree]:
     """``logits [B, V/TP]``; a token of -1 is taken from ``last_token``."""
     rows = decode_rows(fields, state["last_token"], model.geometry)
     x, state = model.run_layers(model.embed(rows.token), state, rows)
     return state, {"logits": model.logits(x[: fields["slot"].shape[0]])}
 
 
-def sample_rows(logits: jax.Array, state: Tree, fields: dict[str, jax.Array], geometry: Geometry) -> tuple[Tree, Tree]:
+def sample_rows(model: Unfilled, state: Tree, fields: Fields, batch: Tree) -> tuple[Tree, Tree]:
     """``token [R]`` and ``logprob [R]`` from ``logits [R, V/TP]``; each slot's ``last_token`` is what it drew."""
-    token, logprob = sample(logits, fields, geometry)
+    token, logprob = sample(batch["logits"], fields, model.geometry)
     return {"last_token": state["last_token"].at[fields["slot"]].set(token)}, {"token": token, "logprob": logprob}
+
+
+def processed_logits(model: Unfilled, state: Tree, fields: Fields, batch: Tree) -> tuple[Tree, Tree]:
+    """``logits [R, V/TP]`` to sample from, ``logprob [R]`` of ``token``, ``top_token`` and ``top_logprob [R, TOP]``."""
+    logits, edits, mask, token = (batch[name] for name in ("logits", "edits", "mask", "token"))
+    return state, process_logits(logits, fields, edits, mask, token, model.geometry.unrolled)
+
+
+def head(model: Ling3, state: Tree, fields: Fields, batch: Tree) -> tuple[Tree, Tree]:
+    """``logits [B, V/TP]`` of a decode step that is cut at the experts."""
+    return state, {"logits": model.logits(batch["hidden"])}
+
+
+# By phase: ``(model, state, fields, batch) -> (state, out)``, where ``model`` has the parameters that the phase takes.
+STEPS: Mapping[str, Callable[[Any, Tree, Fields, Tree], tuple[Tree, Tree]]] = {
+    "prefill": prefill,
+    "score": prefill,
+    "decode": decode,
+    "sample": sample_rows,
+    "logits_processor": processed_logits,
+    "copy": copy,
+    "offload": offload,
+    "onload": onload,
+    "attend": attend,
+    "combine": combine,
+    "head": head,
+    "dispatch": dispatch,
+    "experts": experts,
+}
+
+
+def sizes_of(config: Config, geometry: Geometry, padding: int) -> dict[str, int]:
+    """The size of every word that the records of phases use for an axis, or as a condition."""
+    sent = config.hidden_size + SCALE_BYTES if geometry.token_dtype == "int8" else config.hidden_size
+    sizes = {
+        "padding": padding,
+        "chunks": padding // CHUNK,
+        "max_pages": geometry.max_pages,
+        "vocab": config.vocab_size,
+        "hidden": config.hidden_size,
+        "chosen": config.num_experts_per_tok,
+        "experts": len(config.layers("moe")) * config.num_experts,
+        "sent": sent,
+        "latent": config.latent_dim,
+        "edits": edits_width(config, geometry),
+        "mask_words": -(-config.vocab_size // 32),
+        "top": TOP,
+    }
+    for row in state_arrays(config, geometry):
+        sizes |= {f"{row.name}.{axis}": size for axis, size in zip(row.axes, row.shape, strict=True)}
+    return sizes | ({"int8": 1} if geometry.token_dtype == "int8" else {})
 
 
 def sharded(
@@ -155,57 +198,38 @@ def build_step(
     Args:
         config: The model.
         geometry: Parallelism, pools and dtype.
-        phase: ``prefill``, ``score``, ``decode``; ``sample`` or ``logits_processor``, which take no parameters, the
-            logits in the batch, and of the state only ``last_token``, or nothing; or one of ``exchange.PHASES``, which
-            take no parameters, or of ``model/ffn/split_program.py``.
-        padding: Padded tokens, sequences or rows; pairs of slots or pages; pairs of a token and an expert.
+        phase: A key of PHASES.
+        padding: What the record's ``sizes`` says.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
     """
+    record, sizes = PHASES[phase], sizes_of(config, geometry, padding)
+    int8 = geometry.token_dtype == "int8"
+    dtypes = {"model": geometry.dtype, "token": "int8" if int8 else geometry.dtype}
+    dtypes["sent"] = "uint8" if int8 else geometry.dtype
+
+    def arrays(rows: Mapping[str, ArraySpec]) -> tuple[Tree, Tree]:
+        rows = {name: row for name, row in rows.items() if row.exists(sizes)}
+        values = {
+            name: jax.ShapeDtypeStruct(row.shape(sizes), jnp.dtype(dtypes.get(row.dtype, row.dtype)))
+            for name, row in rows.items()
+        }
+        return values, {name: P(*row.spec(striped=geometry.striped)) for name, row in rows.items()}
+
+    params, param_specs = (_chosen(tree, record.takes_parameter) for tree in parameter_tree(config, geometry))
+    state, state_specs = (
+        {name: leaf for name, leaf in tree.items() if record.takes_state(name)} for tree in state_tree(config, geometry)
+    )
+    batch, batch_specs = arrays(record.batch)
+    _, out_specs = arrays(record.out)
     fields = batch_fields(phase, padding, geometry.max_pages)
-    batch: Tree = {"packed": jax.ShapeDtypeStruct((packed_size(fields),), jnp.int32)}
-    batch_specs: Tree = {"packed": P()}
-    params, param_specs = parameter_tree(config, geometry)
-    state, state_specs = state_tree(config, geometry)
-    out = OUTPUTS.get(phase, {})
-    if phase in ("sample", "logits_processor"):
-        params, param_specs = {}, {}
-        batch["logits"], batch_specs["logits"] = jax.ShapeDtypeStruct((padding, config.vocab_size), jnp.float32), LOGITS
-    if phase == "sample":
-        state, state_specs = ({"last_token": tree["last_token"]} for tree in (state, state_specs))
-    if phase == "logits_processor":
-        for name, shape in logits_processor_shapes(padding, config.vocab_size, geometry).items():
-            batch[name], batch_specs[name] = jax.ShapeDtypeStruct(shape, jnp.int32), P()
-        state, state_specs = {}, {}
-    if phase in exchange.PHASES:
-        names = [row.name for row in exchange.pools(config, geometry, phase)]
-        params, param_specs = {}, {}
-        state, state_specs = ({name: tree[name] for name in names} for tree in (state, state_specs))
-        values, value_specs = exchange.moved(config, geometry, padding)
-        if phase == "onload":
-            batch, batch_specs = batch | values, batch_specs | value_specs
-        out = value_specs if phase == "offload" else {}
-    part = split_program(config, geometry, phase, padding)
-    if part is not None:
-        batch, batch_specs = (tree if fields else {} for tree in (batch, batch_specs))
-        batch, batch_specs = batch | part.batch, batch_specs | dict.fromkeys(part.batch, P())
-        params, param_specs = (_chosen(tree, part.takes) for tree in (params, param_specs))
-        state, state_specs = (tree if part.stateful else {} for tree in (state, state_specs))
-        out = part.out
+    if fields:
+        batch["packed"], batch_specs["packed"] = jax.ShapeDtypeStruct((packed_size(fields),), jnp.int32), P()
     fill = bind(config, geometry) if params else None
 
     def body(params: Tree, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        values = unpack(batch["packed"], fields) if fields else {}
-        if phase in exchange.PHASES:
-            return exchange.body(config, geometry, phase)(state, batch, values)
-        if phase == "logits_processor":
-            edits, mask, token = (batch[name] for name in ("edits", "mask", "token"))
-            return state, process_logits(batch["logits"], values, edits, mask, token, geometry.unrolled)
-        if part is not None:
-            return part.call(fill and fill(params), state, values, batch)
-        if fill is None:
-            return sample_rows(batch["logits"], state, values, geometry)
-        return (decode if phase == "decode" else prefill)(fill(params), state, values)
+        model = fill(params) if fill else Unfilled(config, geometry)
+        return STEPS[phase](model, state, unpack(batch["packed"], fields) if fields else {}, batch)
 
-    specs, out_specs = (param_specs, state_specs, batch_specs), (state_specs, out)
-    return StepProgram(sharded(body, mesh, specs, out_specs), (params, state, batch), specs, out_specs, fields)
+    specs, gives = (param_specs, state_specs, batch_specs), (state_specs, out_specs)
+    return StepProgram(sharded(body, mesh, specs, gives), (params, state, batch), specs, gives, fields)

@@ -15,12 +15,12 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh
 
 from ling3export.artifacts.program_records import Lowering
-from ling3export.artifacts.schema import GIVERS
 from ling3export.compile.lower import Compiled, described, mesh_of, prepared
 from ling3export.cost.chips import CARDS, target_config
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import TOKENS, expert_times, loop_trips, roofline_bound
 from ling3export.foundation.errors import PlanError
+from ling3export.foundation.phases import GIVERS
 from ling3export.foundation.tables import readable
 from ling3export.machine import pjrt
 from ling3export.model.config import Config

@@ -25,6 +25,7 @@ from ling3export.cache.keys import below_model, deciding, imported, program_fiel
 from ling3export.cache.store import Cache, record_of
 from ling3export.cache.use import CacheUse
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.phases import PHASES
 from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, Failure, Parent, free_port
 from ling3export.machine.environment import prepare_cpu
 from ling3export.machine.kernels import register
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
 
 MODULE = "ling3export.compile.recorded"  # which calls `main`
 STATE_PROGRAM = {"state_program": True}
-CALLING = ("prefill", "score", "decode", "sample")  # whose executables call native kernels
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def _compiler(lowered: "Lowered", job: CompileJob, cell: PlannedCell) -> tuple[d
     modules, target, geometry = {"portable": hashlib.sha256(lowered.blob).hexdigest()}, job.target, job.geometry
     if target.chip is None:
         mesh = device_mesh(geometry.tp)
-        if not geometry.kernels or cell.phase not in CALLING:
+        if not geometry.kernels or not PHASES[cell.phase].kernels:
             return program_fields(target, modules, devices_of(mesh), None), lambda: compile_cell(lowered, mesh)
         register((job.folder / KERNELS).read_bytes(), geometry.kernels)
         fields = program_fields(target, modules | {"kernels": geometry.kernels}, devices_of(mesh), None)

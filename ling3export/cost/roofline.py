@@ -3,12 +3,11 @@
 import math
 
 from ling3export.artifacts.program_records import Experts, RooflineBound
-from ling3export.artifacts.schema import MOVING, ON_LOGITS, SPLIT
 from ling3export.cost.chips import Chip
 from ling3export.foundation.dtypes import BY_NAME
+from ling3export.foundation.phases import HEAD, MOVING, ON_LOGITS, SPLIT, TABLE
 from ling3export.model.config import Config
 from ling3export.model.ffn.dispatch import SCALE_BYTES
-from ling3export.model.ffn.split_program import HEAD
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.mla.paged import tile_pages
 from ling3export.model.moe import form_of, tile_rows, touched
@@ -17,7 +16,6 @@ from ling3export.model.sampling.logits_processor import TOP
 
 # Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
 COLLECTIVE_SECONDS = 1e-5
-TABLE = "embeddings.word_embeddings"  # read a row a token, multiplied by nothing
 
 
 TOKENS = 1024  # cached by each sequence of the decode batch that costs are counted for

@@ -1,11 +1,12 @@
 """What is to be built: paddings, parallelism, targets and pool sizes, checked before any work is done."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ling3export.foundation.errors import PlanError
+from ling3export.foundation.phases import PHASES
 from ling3export.model.config import Config, parsed, read_config
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.parameters import PLAIN, WEIGHTS
@@ -17,7 +18,7 @@ from ling3export.plan.targets import DEFAULT_CPU_TP, TargetSpec, parse_target
 
 DEFAULT_CONTEXT = 8192
 SLOTS_MOVED = 8  # pairs of slots that a call copies at most
-PAGES_MOVED = 8  # latent pages that a call fetches or stores at most: 14 MB of Ling3-Tiny's beside 20 MB of state
+PAGES_MOVED = 8  # latent pages that a call moves at most: 14 MB of Ling3-Tiny's, with 20 MB of state
 MOST_SNAPSHOTS = 2**16
 MOST_SESSIONS = 1024  # what a schedule context may count
 
@@ -56,20 +57,23 @@ class Plan:
     @property
     def cells(self) -> tuple[PlannedCell, ...]:
         """Every program, largest first within a phase, so that parallel builds end together."""
-        rows = sorted({p // CHUNK for p in (*self.paddings, *self.score_paddings)} | set(self.decode_paddings))
-        return (
-            *(PlannedCell("prefill", p) for p in reversed(self.paddings)),
-            *(PlannedCell("score", p) for p in reversed(self.score_paddings)),
-            *(PlannedCell("decode", p) for p in reversed(self.decode_paddings)),
-            *(PlannedCell(phase, r) for phase in ("sample", "logits_processor") for r in reversed(rows)),
-            *moving_cells(self.geometry),
-            *(
-                PlannedCell(phase, p)
-                for phase in ("attend", "combine", "head")
-                for p in reversed(self.decode_paddings)
-                if self.ffn_paddings
-            ),
-            *(PlannedCell(phase, p) for phase in ("dispatch", "experts") for p in reversed(self.ffn_paddings)),
+        geometry = self.geometry
+        step = geometry.tp if geometry.striped else 1  # each device gives as many pages
+        sizes: dict[str, Iterable[int]] = {
+            "prefill": self.paddings,
+            "score": self.score_paddings,
+            "decode": self.decode_paddings,
+            "rows": {p // CHUNK for p in (*self.paddings, *self.score_paddings)} | set(self.decode_paddings),
+            "slots": (SLOTS_MOVED,),
+            "pages": (-(-min(geometry.max_pages, PAGES_MOVED) // step) * step,),
+            "pairs": self.ffn_paddings,
+        }
+        features = {"score": self.score_paddings, "snapshots": geometry.snapshots, "split": self.ffn_paddings}
+        return tuple(
+            PlannedCell(record.name, padding)
+            for record in PHASES.values()
+            if all(features[need] for need in record.needs)
+            for padding in sorted(sizes[record.sizes], reverse=True)
         )
 
     def record(self) -> dict[str, Any]:
@@ -86,15 +90,6 @@ class Plan:
             "geometry": asdict(self.geometry),
             **({"ffn_paddings": list(self.ffn_paddings)} if self.ffn_paddings else {}),
         }
-
-
-def moving_cells(geometry: Geometry) -> tuple[PlannedCell, ...]:
-    """The programs that move states, where there are snapshots; what a call does not move of its padding is free."""
-    if not geometry.snapshots:
-        return ()
-    step = geometry.tp if geometry.striped else 1  # each device gives as many pages
-    pages = -(-min(geometry.max_pages, PAGES_MOVED) // step) * step
-    return PlannedCell("copy", SLOTS_MOVED), *(PlannedCell(phase, pages) for phase in ("offload", "onload"))
 
 
 def derive_decode_paddings(paddings: Sequence[int], max_running: int) -> tuple[tuple[int, ...], str]:

@@ -16,18 +16,9 @@ from pathlib import Path
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.records import from_json, to_json
-from ling3export.artifacts.schema import (
-    GIVERS,
-    MOVING,
-    SPLIT,
-    FileRecord,
-    Manifest,
-    Mesh,
-    PortableReceipts,
-    Receipts,
-    Target,
-)
+from ling3export.artifacts.schema import FileRecord, Manifest, Mesh, PortableReceipts, Receipts, Target
 from ling3export.foundation.errors import ArtifactError, Ling3Error, MisfitError
+from ling3export.foundation.phases import GIVERS, MOVING, ON_LOGITS, SPLIT
 from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
 from ling3export.machine.targets import prepare
 from ling3export.runners.hosts.hosts import Hosts
@@ -162,7 +153,7 @@ def not_run(target: Target, calls: Mapping[str, tuple[str, ...]]) -> dict[str, t
     found = {}
     for name, cell in target.cells.items():
         needed = calls[name]
-        if cell.phase in ("sample", "logits_processor"):
+        if cell.phase in ON_LOGITS:
             needed += union(GIVERS, cell.rows)
         elif cell.phase in (*MOVING, *SPLIT):
             needed += union(MOVING if cell.phase in MOVING else (*SPLIT, "prefill"))

@@ -14,7 +14,6 @@ arguments by layer (the form ``tiles``), every layer is a branch of its own.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -24,10 +23,9 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from ling3export.foundation.dtypes import MASK
-from ling3export.model.config import Config
 from ling3export.model.decoder import Layer, Ling3, static_layer
-from ling3export.model.ffn.dispatch import FLOAT16, INT8, SCALE_BYTES, ffn_worker_batching
-from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.ffn.dispatch import FLOAT16, INT8, ffn_worker_batching
+from ling3export.model.geometry import AXIS
 from ling3export.model.inputs import decode_rows
 from ling3export.model.layers import State, fill_rows, rms_norm, swiglu, take
 from ling3export.model.moe import MixtureOfExperts, route, tile_layout, tile_rows
@@ -36,82 +34,6 @@ from ling3export.model.quantized import at, leading, of_layer, value_of
 
 P = PartitionSpec
 Tree = dict[str, Any]
-
-ROUTED = ("moe.experts_gate_up_proj", "moe.experts_down_proj")
-HEAD = ("embeddings.norm", "embeddings.lm_head")
-
-
-@dataclass(frozen=True)
-class SplitProgram:
-    """One of the programs that a step is cut into.
-
-    Attributes:
-        takes: Whether it takes a parameter, by its name.
-        stateful: Whether it takes the state, and gives it back.
-        batch: What it takes beside packed fields: abstract values, replicated.
-        out: Partition specs of what it gives.
-        call: From the model (None without parameters), state, unpacked fields and batch to state and output.
-    """
-
-    takes: Callable[[str], bool]
-    stateful: bool
-    batch: Tree
-    out: Tree
-    call: Callable[[Any, State, Tree, Tree], tuple[State, Tree]]
-
-
-def split_program(config: Config, geometry: Geometry, phase: str, padding: int) -> SplitProgram | None:
-    """The program that is called ``phase``, for ``padding`` tokens or pairs; None where the phase is another one."""
-    dtype, dim, chosen = jnp.dtype(geometry.dtype), config.hidden_size, config.num_experts_per_tok
-    shape = jax.ShapeDtypeStruct
-    hidden = shape((padding, dim), jnp.float32)
-    routing = {"expert_ids": shape((padding, chosen), jnp.int32), "weights": shape((padding, chosen), jnp.float32)}
-    rows, int8 = shape((padding, dim), dtype), geometry.token_dtype == "int8"
-    numbers = len(config.layers("moe")) * config.num_experts
-    if phase == "attend":
-        names: tuple[str, ...] = ("residual", "tokens", "expert_ids", "weights")
-        return SplitProgram(
-            lambda name: name not in (*ROUTED, *HEAD), True, {"hidden": hidden}, dict.fromkeys(names, P()), attend
-        )
-    if phase == "dispatch":
-        names = ("y", "group_list", "gather_idx", "actual_token_num", "dropped", *["dynamic_scale"] * int8)
-        sent = shape((padding, dim + SCALE_BYTES), jnp.uint8) if int8 else rows
-        return SplitProgram(
-            lambda name: False,
-            False,
-            {"token_data": sent},
-            dict.fromkeys(names, P()),
-            lambda _, state, fields, batch: (state, dispatch(fields, batch["token_data"], config)),
-        )
-    if phase == "experts":
-        batch = {"y": rows, "group_list": shape((numbers, 2), jnp.int32)}
-        if int8:
-            batch |= {"y": shape(rows.shape, jnp.int8), "dynamic_scale": shape((padding,), jnp.float32)}
-        return SplitProgram(
-            lambda name: name in ROUTED,
-            False,
-            batch,
-            {"results": P()},
-            lambda model, state, _, batch: (state, {"results": experts(model.moe, **batch)}),
-        )
-    if phase == "combine":
-        batch = {"residual": hidden, "results": shape((padding, chosen, dim), dtype), **routing}
-        return SplitProgram(
-            lambda name: False,
-            False,
-            batch,
-            {"hidden": P()},
-            lambda _, state, __, batch: (state, {"hidden": combine_rows(**batch)}),
-        )
-    if phase == "head":
-        return SplitProgram(
-            lambda name: name in HEAD,
-            False,
-            {"hidden": hidden},
-            {"logits": P(None, AXIS)},
-            lambda model, state, _, batch: (state, {"logits": model.logits(batch["hidden"])}),
-        )
-    return None
 
 
 def attend(model: Ling3, state: State, fields: Tree, batch: Tree) -> tuple[State, Tree]:
@@ -182,16 +104,17 @@ def quantized(x: Float32[Array, "B D"]) -> UInt8[Array, "B HS"]:
     return jnp.concatenate([lax.bitcast_convert_type(each, jnp.uint8) for each in (values, scale)], axis=1)
 
 
-def dispatch(fields: Tree, token_data: Shaped[Array, "Y HS"], config: Config) -> Tree:
+def dispatch(model: Any, state: State, fields: Tree, batch: Tree) -> tuple[State, Tree]:
     """The operator, for pairs that are rows of their own: so one program serves any number of sessions and tokens.
 
-    Rows are tokens, or those of ``quantized``, whose scales then come out as ``dynamic_scale [Y]``. Fields are
-    ``expert_ids [Y]``, ``layer_ids [Y]`` (counted among the layers that have experts) and ``out_num [1]``.
+    Rows of ``token_data [Y, HS]`` are tokens, or those of ``quantized``, whose scales then come out as
+    ``dynamic_scale [Y]``. ``layer_ids [Y]`` count the layers that have experts.
     """
+    config, token_data = model.config, batch["token_data"]
     layers, (pairs, sent), dim = len(config.layers("moe")), token_data.shape, config.hidden_size
     kind = INT8 if token_data.dtype == jnp.uint8 else FLOAT16  # floats stay what they are
     rows = jnp.arange(pairs, dtype=jnp.int32)
-    found = ffn_worker_batching(
+    ordered = ffn_worker_batching(
         token_data.reshape(pairs, 1, 1, 1, sent),
         fields["expert_ids"].reshape(pairs, 1, 1),
         rows,
@@ -203,17 +126,28 @@ def dispatch(fields: Tree, token_data: Shaped[Array, "Y HS"], config: Config) ->
         layer_num=layers,
         out_num=fields["out_num"][0],
     )
-    scale = {"dynamic_scale": found.dynamic_scale} if kind == INT8 else {}
-    return scale | {
-        "y": found.y,
-        "group_list": found.group_list,
-        "gather_idx": found.gather_idx,
-        "actual_token_num": found.actual_token_num[None],
-        "dropped": found.dropped[None],
+    scale = {"dynamic_scale": ordered.dynamic_scale} if kind == INT8 else {}
+    return state, scale | {
+        "y": ordered.y,
+        "group_list": ordered.group_list,
+        "gather_idx": ordered.gather_idx,
+        "actual_token_num": ordered.actual_token_num[None],
+        "dropped": ordered.dropped[None],
     }
 
 
-def experts(
+def experts(model: Ling3, state: State, fields: Tree, batch: Tree) -> tuple[State, Tree]:
+    """``results [Y, D]``: see :func:`expert_rows`."""
+    assert model.moe is not None
+    return state, {"results": expert_rows(model.moe, **batch)}
+
+
+def combine(model: Any, state: State, fields: Tree, batch: Tree) -> tuple[State, Tree]:
+    """``hidden [B, D]``: see :func:`combine_rows`."""
+    return state, {"hidden": combine_rows(**batch)}
+
+
+def expert_rows(
     moe: MixtureOfExperts,
     y: Shaped[Array, "Y D"],
     group_list: Int32[Array, "N 2"],

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ling3export.artifacts.manifest import read_checked
-from ling3export.artifacts.schema import GIVERS, MOVING, SPLIT, Cell, Manifest, Receipts, SequenceRecord, State, Target
+from ling3export.artifacts.schema import Cell, Manifest, Receipts, SequenceRecord, State, Target
 from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.phases import GIVERS, MOVING, SPLIT
 from ling3export.runners.calibrate.receipts import (
     TOLERANCES,
     Logits,

@@ -1,18 +1,9 @@
 """The FFN side of a split model: what attention sessions publish in shared memory, and what is ready to be computed."""
 
+from ling3export.foundation.phases import PHASES
 
-class _All:
-    """All phases except those given."""
-
-    def __init__(self, *left_out: str) -> None:
-        self._left_out = left_out
-
-    def __contains__(self, phase: object) -> bool:
-        return phase not in self._left_out
-
-
-FFN = ("dispatch", "experts")  # the phases of a worker's programs
-ATTENTION = _All(*FFN)  # those of an attention process
-WHOLE = _All(*FFN, "attend", "combine", "head")  # those of a process that computes its own experts
+FFN = tuple(name for name, phase in PHASES.items() if phase.sizes == "pairs")  # the phases of a worker's programs
+ATTENTION = tuple(name for name in PHASES if name not in FFN)  # those of an attention process
+WHOLE = tuple(name for name, phase in PHASES.items() if "split" not in phase.needs)  # those of one that needs none
 FFN_ALONE = "--ffn: expected none on several hosts, found some", "run one process a session"
 WAIT = 60.0  # seconds that one side waits for the other before it calls that a fault

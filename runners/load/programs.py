@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.program_records import CallRecord
-from ling3export.artifacts.schema import MOVING, Cell, Executable, FileRecord, Target
+from ling3export.artifacts.schema import Cell, Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.phases import MOVING, ON_LOGITS
 from ling3export.machine.kernels import register
 from ling3export.machine.verdict import Verdict, VerdictStatus
 from ling3export.runners import flight
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ling3export.runners.load.recompile import Compiled
 
 
-LATER = (*MOVING, "sample", "logits_processor", "score")  # a first request needs at most their smallest padding
+LATER = (*MOVING, *ON_LOGITS, "score")  # a first request needs at most their smallest padding
 REST = 2.0  # seconds from the first programs to the others: a short command has ended by then, and loads no others
 
 

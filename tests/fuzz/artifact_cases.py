@@ -18,8 +18,9 @@ from ling3export.artifacts.calibration import SCHEMA, Calibration, CellTimes, be
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
 from ling3export.artifacts.receipts import executed
 from ling3export.artifacts.records import sha256_of, to_json
-from ling3export.artifacts.schema import ON_LOGITS, Executable, Receipt, Receipts, Tolerance
+from ling3export.artifacts.schema import Executable, Receipt, Receipts, Tolerance
 from ling3export.foundation.errors import ArtifactError, Ling3Error
+from ling3export.foundation.phases import ON_LOGITS
 from ling3export.machine.environment import prepare_cpu
 from ling3export.machine.verdict import Verdict, VerdictStatus, measuring
 from ling3export.report.inspect import describe

@@ -6,7 +6,6 @@ import jax
 import numpy as np
 import pytest
 
-from ling3export.model.exchange import moved
 from tests.support.direct import pack
 from tests.support.numerics import Case, Quick
 
@@ -22,7 +21,7 @@ class Mover(Quick):
         step, call = self.step(phase, padding)
         batch = {"packed": pack(step.fields, **fields)}
         if given is not None:
-            batch |= self._put(given, moved(self.config, self.geometry, padding)[1])
+            batch |= self._put(given, {name: spec for name, spec in step.specs[2].items() if name != "packed"})
         after, out = call({}, {name: self.state[name] for name in step.arguments[1]}, batch)
         self.state = self.state | after
         return {name: np.asarray(value) for name, value in out.items()}
@@ -65,7 +64,8 @@ def mover(case: Case, tp: int, form: str) -> Mover:
 
 def marked(machine: Mover, seed: int) -> dict[str, np.ndarray]:
     """A state that no model gave, with another number in every place."""
-    rng, (values, _) = np.random.default_rng(seed), moved(machine.config, machine.geometry, PAGES, "onload")
+    rng, values = np.random.default_rng(seed), dict(machine.step("onload", PAGES)[0].arguments[2])
+    del values["packed"]
     return {name: rng.standard_normal(value.shape).astype(value.dtype) for name, value in values.items()}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ling3export.foundation.dtypes import MASK
-from ling3export.model.ffn.split_program import combine_rows, dispatch, experts, quantized
+from ling3export.model.ffn.split_program import combine_rows, dispatch, expert_rows, quantized
 from ling3export.model.moe import MixtureOfExperts, route
 from ling3export.model.program import bind
 from ling3export.runners.engine.inputs import decode_fields
@@ -141,8 +141,8 @@ def test_dispatch_experts_and_combine_equal_the_fused_experts(case: Case, layer:
     def through(moe: MixtureOfExperts, data: jax.Array, chosen: jax.Array, weights: jax.Array) -> jax.Array:
         pairs = tokens * top
         fields = {"expert_ids": chosen.reshape(-1), "layer_ids": jnp.full(pairs, layer), "out_num": jnp.array([pairs])}
-        found = dispatch(fields, jnp.repeat(data, top, axis=0), config)
-        done = experts(moe, found["y"], found["group_list"], found.get("dynamic_scale"))
+        _, found = dispatch(direct, {}, fields, {"token_data": jnp.repeat(data, top, axis=0)})
+        done = expert_rows(moe, found["y"], found["group_list"], found.get("dynamic_scale"))
         place = jnp.where(jnp.arange(pairs) < found["actual_token_num"], found["gather_idx"], pairs)
         results = jnp.full(done.shape, jnp.nan).at[place].set(done, mode="drop")
         return combine_rows(residual, results.reshape(tokens, top, -1), chosen, weights) - residual

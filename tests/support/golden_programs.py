@@ -17,11 +17,11 @@ from importlib import metadata
 from pathlib import Path
 
 from ling3export.artifacts.program_records import Program
-from ling3export.artifacts.schema import MOVING
 from ling3export.cache.cells import opened
 from ling3export.cache.use import CacheUse
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.pool import Compilers, check
+from ling3export.foundation.phases import MOVING
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan

@@ -20,11 +20,12 @@ from typing import Any
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.records import sha256_of
-from ling3export.artifacts.schema import ON_LOGITS, Manifest, Target
+from ling3export.artifacts.schema import Manifest, Target
 from ling3export.cache.cells import counts
 from ling3export.cache.keys import cell_fields
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import DEMO
+from ling3export.foundation.phases import ON_LOGITS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 

@@ -10,9 +10,9 @@ import pytest
 
 from ling3export.artifacts.calibration import beside, read_calibration
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import SPLIT
 from ling3export.checkpoint.synth import synthesize
 from ling3export.cli.main import main
+from ling3export.foundation.phases import SPLIT
 from ling3export.foundation.shards import Shard
 from ling3export.runners.cli.main import main as runner
 from ling3export.runners.engine.engine import Engine

@@ -15,10 +15,11 @@ from safetensors.numpy import load_file, save_file
 
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.artifacts.records import to_json
-from ling3export.artifacts.schema import ON_LOGITS, Receipts, SequenceRecord, Tolerance
+from ling3export.artifacts.schema import Receipts, SequenceRecord, Tolerance
 from ling3export.cli import main as cli
 from ling3export.foundation import processes
 from ling3export.foundation.errors import ArtifactError, MisfitError
+from ling3export.foundation.phases import ON_LOGITS
 from ling3export.runners.calibrate.receipts import logits_receipt, relative_error
 from ling3export.runners.calibrate.vectors import VectorRunner
 from ling3export.verify import verify

@@ -21,8 +21,8 @@ import pytest
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.records import WrongRecordError
-from ling3export.artifacts.schema import SPLIT
 from ling3export.foundation.errors import ArtifactError, Ling3Error
+from ling3export.foundation.phases import SPLIT
 from ling3export.foundation.shards import Shard
 from ling3export.runners.calibrate.receipts import relative_error
 from ling3export.runners.engine import Engine
@@ -164,7 +164,7 @@ def test_receipts_have_the_split_cells(folder: Path):
 
 @pytest.mark.parametrize(
     ("without", "said"),
-    [("head@2", "the paddings of decode, as head's"), ("experts@8", "the paddings of experts, as dispatch's")],
+    [("head@2", "expected [2], the paddings of head"), ("experts@8", "expected [8, 24], the paddings of experts")],
 )
 def test_a_manifest_without_one_of_the_split_cells_is_refused(folder: Path, without: str, said: str):
     manifest = read_manifest(folder)
