@@ -12,7 +12,6 @@ import click
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.extras import require
-from ling3export.runners import flight
 from ling3export.runners.cli.command import INTERRUPTED, Decorator, Group, section
 from ling3export.runners.cli.eval import progress
 from ling3export.runners.cli.options import PATH, engine_options
@@ -112,7 +111,7 @@ def serve(
     how = _settings(artifact, suite, settings | {"url": url, "key": None if url is None else _key(api_key_file)})
     from ling3export.runners.bench_serving.measure import measure
 
-    with flight.watched(), progress("bench serve") as told:
+    with progress("bench serve") as told:
         found = measure(how, told)
     click.echo(found.table(table_compat, extended))
     _write([found.record(found.backend, raw=save_raw)], output)

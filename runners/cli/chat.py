@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ling3export.foundation.errors import Ling3Error, RequestError, printable
-from ling3export.runners import flight
 from ling3export.runners.cli.command import Command, given, section
 from ling3export.runners.cli.options import answer_options, engine_options, switch
 from ling3export.runners.cli.references import ARTIFACT
@@ -246,19 +245,18 @@ def chat(
     stderr the thoughts and how fast each answer came.
     """
     said = given(click.get_current_context())
-    with flight.watched():
-        from ling3export.runners.engine.engine import Engine
-        from ling3export.runners.engine.validation import generation_defaults
+    from ling3export.runners.engine.engine import Engine
+    from ling3export.runners.engine.validation import generation_defaults
 
-        with Engine(artifact, engine) as running:
-            if not running.files.chats:
-                running.files.render_chat([])
-            running.settle()
-            defaults = generation_defaults(running.files.generation_config())
-            limit = defaults.pop("max_new_tokens", None)
-            settings |= {name: value for name, value in defaults.items() if name not in said}
-            conversation = Conversation(
-                running, seeded="seed" in said, max_tokens=max_tokens or limit, think=think, **settings
-            )
-            conversation.system(system)
-            talk(conversation)
+    with Engine(artifact, engine) as running:
+        if not running.files.chats:
+            running.files.render_chat([])
+        running.settle()
+        defaults = generation_defaults(running.files.generation_config())
+        limit = defaults.pop("max_new_tokens", None)
+        settings |= {name: value for name, value in defaults.items() if name not in said}
+        conversation = Conversation(
+            running, seeded="seed" in said, max_tokens=max_tokens or limit, think=think, **settings
+        )
+        conversation.system(system)
+        talk(conversation)

@@ -10,7 +10,6 @@ from typing import Any
 
 import click
 
-from ling3export.runners import flight
 from ling3export.runners.cli.command import section
 from ling3export.runners.cli.options import PATH, SECONDS
 from ling3export.runners.engine.config import EngineConfig
@@ -52,8 +51,7 @@ def host_options(command: Callable[..., Any]) -> Any:
 
     @wraps(command)
     def placed(**given: Any) -> Any:
-        with flight.watched():
-            return command(place={name: given.pop(name) for name in HOST_NAMES}, **given)
+        return command(place={name: given.pop(name) for name in HOST_NAMES}, **given)
 
     return _host_section(placed)
 

@@ -7,7 +7,7 @@ import click
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.extras import require
-from ling3export.runners import flight
+from ling3export.runners import stacks
 from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.bench import bench
 from ling3export.runners.cli.calibrate import calibrate
@@ -17,7 +17,6 @@ from ling3export.runners.cli.doctor import doctor
 from ling3export.runners.cli.eval import evaluate
 from ling3export.runners.cli.generate import generate
 from ling3export.runners.cli.options import PATH
-from ling3export.runners.cli.profile import profile
 from ling3export.runners.cli.references import pull
 from ling3export.runners.cli.serve import ffn_worker, route, serve
 from ling3export.runners.transfer import folder as states
@@ -31,7 +30,7 @@ VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
     sections={
         "Run": ("pull", "generate", "chat", "batch", "serve", "route", "ffn-worker"),
         "Evaluate": ("eval", "lm-eval"),
-        "Measure": ("bench", "profile", "calibrate", "doctor"),
+        "Measure": ("bench", "calibrate", "doctor"),
         "Look after": ("transfer",),
     },
     context_settings={"show_default": True},
@@ -39,9 +38,10 @@ VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 @click.version_option(package_name="ling3export")
 def main() -> None:
     """Run a prebuilt Ling3-Tiny artifact."""
+    click.get_current_context().with_resource(stacks.shown())
 
 
-for command in (pull, generate, chat, batch, serve, route, ffn_worker, evaluate, bench, profile, calibrate, doctor):
+for command in (pull, generate, chat, batch, serve, route, ffn_worker, evaluate, bench, calibrate, doctor):
     main.add_command(command)
 
 
@@ -57,8 +57,7 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
     from ling3export.runners.adapters import lm_eval as adapter
 
     sys.argv = ["ling3-runner lm-eval", *arguments]
-    with flight.watched():
-        adapter.main()
+    adapter.main()
 
 
 @main.group("transfer", cls=Group)

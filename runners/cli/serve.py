@@ -15,7 +15,6 @@ import click
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
-from ling3export.runners import flight
 from ling3export.runners.cli.command import Command, Once, section
 from ling3export.runners.cli.hosts import host_options, leading
 from ling3export.runners.cli.options import (
@@ -200,16 +199,15 @@ def route(
 ) -> None:
     """Send requests on to servers: prompts to those that prefill, answers from those that decode."""
     require("route", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic", "h11", "msgspec", "zmq")
-    with flight.watched():
-        from ling3export.runners.route.app import Router, RoutingPolicy, workers_of
-        from ling3export.runners.route.app import serve as run
-        from ling3export.runners.serve.connection import ConnectionLimits
-        from ling3export.runners.serve.run import opened
+    from ling3export.runners.route.app import Router, RoutingPolicy, workers_of
+    from ling3export.runners.route.app import serve as run
+    from ling3export.runners.serve.connection import ConnectionLimits
+    from ling3export.runners.serve.run import opened
 
-        listener, policy = opened(server, "", server.max_connections)
-        how = RoutingPolicy(weight, most_local=max_local_prefill, most_queued=max_queue)
-        router = Router(workers_of(prefill, policy.api_key, timeout), workers_of(decode, policy.api_key, timeout), how)
-        run(router, policy, listener, ConnectionLimits(server.max_connections), server.grace)
+    listener, policy = opened(server, "", server.max_connections)
+    how = RoutingPolicy(weight, most_local=max_local_prefill, most_queued=max_queue)
+    router = Router(workers_of(prefill, policy.api_key, timeout), workers_of(decode, policy.api_key, timeout), how)
+    run(router, policy, listener, ConnectionLimits(server.max_connections), server.grace)
 
 
 def _share(text: str) -> Shard:
@@ -267,11 +265,10 @@ def ffn_worker(artifact: Path, stats: bool, schedule: str, **options: Any) -> No
 
     These are generate and serve with --ffn, on this machine. Ends once all of them have left.
     """
-    with flight.watched():
-        from ling3export.runners.ffn.worker import FfnWorker, stopping
+    from ling3export.runners.ffn.worker import FfnWorker, stopping
 
-        worker = FfnWorker(artifact, options.pop("context"), synchronous=schedule == "sync", **options)
-        with stopping(worker):
-            worker.run()
-        if stats:
-            click.echo(f"stats: {json.dumps(worker.phases.record())}", err=True)
+    worker = FfnWorker(artifact, options.pop("context"), synchronous=schedule == "sync", **options)
+    with stopping(worker):
+        worker.run()
+    if stats:
+        click.echo(f"stats: {json.dumps(worker.phases.record())}", err=True)

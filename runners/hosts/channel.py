@@ -19,7 +19,6 @@ from queue import SimpleQueue
 
 from ling3export.foundation.errors import Ling3Error, RankDivergence
 from ling3export.machine.service import Service, join, leave
-from ling3export.runners import flight
 from ling3export.runners.hosts.handshake import receive, send
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import FAILED, Identity, free_port, meet, refuse, welcome
@@ -41,7 +40,7 @@ def end_process(text: str, code: int) -> None:
     """Says why, and ends this process: nothing else ends a collective that waits for a host that is gone."""
     print(f"error: {text}\nhint: hosts live and die together: start the command on all of them again", file=sys.stderr)
     sys.stderr.flush()
-    flight.leave(code)
+    os._exit(code)
 
 
 def end_anyway(seconds: float) -> None:

@@ -29,7 +29,7 @@ from ling3export.foundation.errors import ArtifactError, printable
 from ling3export.machine.promise import promise, today
 from ling3export.machine.targets import choose_target, platforms_here, prepare
 from ling3export.machine.verdict import CHECKS, JaxRuntime, VerdictStatus, enforce, judge, measuring
-from ling3export.runners import flight
+from ling3export.runners import stacks
 from ling3export.runners.hosts.rendezvous import announced
 
 if TYPE_CHECKING:
@@ -44,7 +44,8 @@ if TYPE_CHECKING:
 
 def say(text: str) -> None:
     """A line for the user, on stderr."""
-    print(printable(text), file=sys.stderr, flush=True)
+    sys.stderr.write(f"{printable(text)}\n")  # one write: lines of several threads stay apart
+    sys.stderr.flush()
 
 
 @dataclass
@@ -59,11 +60,10 @@ class Timings:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Measures a block, which the flight record names meanwhile; a stage that is entered again adds up."""
+        """Measures a block; a stage that is entered again adds up."""
         started = time.perf_counter()
         try:
-            with flight.loading(name):
-                yield
+            yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
 
@@ -154,7 +154,6 @@ def load(
                 f"write them with: ling3export attach {folder} CHECKPOINT",
             )
         name = choose_target(manifest.targets, target, platforms_here(), 1 if hosts is None else hosts.count)
-        flight.target(name)
         prepare(manifest.targets[name])
     if hosts is not None:
         from ling3export.runners.hosts.channel import Channel
@@ -172,7 +171,7 @@ def load(
     # Loading a program is one core's work: more threads than cores only fight over memory (measured: 2 times slower).
     pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="ling3-load")
     try:
-        with flight.starting():
+        with stacks.if_slow():
             loaded = _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases, early)
         until, statuses = promise(manifest.targets[name]), {each.status for each in loaded.verdicts.values()}
         if until.ends_soon(today()) or statuses != {VerdictStatus.OPTIMAL}:
@@ -240,6 +239,7 @@ def _load(
         if recompile := enforce(verdicts, policy, target, str(folder)):
             from ling3export.runners.load.recompile import compile_here
 
+            stacks.expect_slow()
             compiled = compile_here(folder, record, recompile, mesh, report)
         read = {file: future.result() for file, future in executables.items()}  # also what will not be used
         # The state first: where its zeros are written, that is the longest piece of work.

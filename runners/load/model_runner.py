@@ -10,7 +10,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.schema import Cell, Target
 from ling3export.machine.pjrt import Program
-from ling3export.runners import flight
 from ling3export.runners.load.fresh import Fresh, fresh_zeros
 from ling3export.runners.load.sharded import ShardedState, Shards, call_of
 
@@ -246,9 +245,7 @@ class ModelRunner:
             self.inputs[name] = fields, dict(batch)
         batch["packed"] = device_array(cell.pack(fields), self._replicated)
         arguments = [self.state[key] for key in cell.state_in]
-        program = cell.program
-        flight.called(cell.name)
-        outputs = program(*cell.params, *arguments, *(batch[key] for key in cell.batch_in))
+        outputs = cell.program(*cell.params, *arguments, *(batch[key] for key in cell.batch_in))
         count = len(cell.state_out)
         self.state.update(zip(cell.state_out, outputs[:count], strict=True))
         return dict(zip(cell.out, outputs[count:], strict=True))
@@ -258,7 +255,6 @@ class _Cell:
     """A program and what its flat inputs and outputs are."""
 
     def __init__(self, name: str, cell: Cell, programs: Mapping[str, Program], params: Mapping[str, jax.Array]) -> None:
-        self.name = flight.name_of(name)
         self._own, self._programs = name, programs
         self._fields, self._packed = cell.fields, cell.packed
         self.params = [params[leaf.name] for leaf in cell.inputs if leaf.group == "params"]

@@ -14,7 +14,6 @@ from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.phases import MOVING, ON_LOGITS
 from ling3export.machine.kernels import register
 from ling3export.machine.verdict import Verdict, VerdictStatus
-from ling3export.runners import flight
 
 if TYPE_CHECKING:
     from ling3export.machine.pjrt import Program
@@ -149,8 +148,7 @@ def load_programs(
 
     def load(name: str) -> "Program":
         try:
-            with flight.loading(f"program {name}"):
-                program = load_executable(*parts[name])
+            program = load_executable(*parts[name])
         except (RuntimeError, ValueError) as error:
             raise ArtifactError(
                 f"program `{name}`: expected an executable that loads, found {error}",

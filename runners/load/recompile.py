@@ -8,8 +8,10 @@ appear by rename, the JSON last, so that parallel runners and kills leave no hal
 """
 
 import os
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +24,6 @@ from ling3export.foundation.reading import shared_with
 from ling3export.foundation.strict_json import read_json
 from ling3export.machine.environment import toolchain
 from ling3export.machine.verdict import Verdict, executable_fits
-from ling3export.runners import flight
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
@@ -52,18 +53,19 @@ def compile_here(
     """
     from ling3export.machine.pjrt import no_compilation_cache
 
-    folder = cache_folder()
+    folder, done = cache_folder(), count(1)
     blobs = {verdict.cell: read_checked(artifact, target.cells[verdict.cell].stablehlo) for verdict in cells}
 
     def ready(verdict: Verdict) -> Compiled:
         why = f"{verdict.cell}: {verdict.status.value} ({verdict.reason})"
         key = cache_key(target.cells[verdict.cell].stablehlo.sha256, mesh)
         if (kept := _lookup(folder, key, say)) is not None:
-            say(f"{why}: from {folder.name}")
+            say(f"{why}: from {folder.name} ({next(done)} of {len(cells)})")
             return kept
         say(f"{why}: compiling")
-        with flight.loading(f"program {verdict.cell}, which is compiled here"):
-            result = _compile(target.cells[verdict.cell], blobs[verdict.cell], mesh)
+        begun = time.perf_counter()
+        result = _compile(target.cells[verdict.cell], blobs[verdict.cell], mesh)
+        say(f"{verdict.cell}: compiled in {time.perf_counter() - begun:.1f} s ({next(done)} of {len(cells)})")
         store_program(folder, key, result, say)
         return result
 

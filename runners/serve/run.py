@@ -22,7 +22,6 @@ from starlette.types import ASGIApp
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.extras import install, lacking
 from ling3export.machine.service import is_loopback
-from ling3export.runners import flight
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
@@ -111,7 +110,7 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
         begin(server, listener)
         server.run(sockets=[listener])
         say("serve: ended")
-        last = threading.Timer(LAST, flight.leave, [0])  # a thread that never returns would keep the process
+        last = threading.Timer(LAST, os._exit, [0])  # a thread that never returns would keep the process
         last.daemon = True
         last.start()
 

@@ -16,7 +16,7 @@ RUNNERS = (
     ("runners.state",),
     ("runners.load", "runners.fleet"),
     ("runners.hosts", "runners.text"),
-    ("runners.endpoint", "runners.flight"),
+    ("runners.endpoint", "runners.stacks"),
 )
 BUILD = (
     ("cli",),
