@@ -1,7 +1,6 @@
-"""What a machine made of one target of an artifact, cell by cell: errors and times. It stands beside the artifact.
+"""How long the cells of one target take on one machine, recorded next to the artifact in ``NAME.calibration.json``.
 
-``NAME.calibration.json`` is one JSON object, read as strictly as a manifest. It names the machine, and by digests the
-programs and the weights, so that nobody takes it for that of others.
+The record names the machine and, by digest, the programs and the weights, so that it is used for no others.
 """
 
 from collections.abc import Callable
@@ -13,7 +12,6 @@ from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.records import (
     Digest,
     WrongRecordError,
-    at_most,
     from_json,
     laid_out,
     one_of,
@@ -27,14 +25,14 @@ from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.strict_json import LARGEST, read_json
 
 SCHEMA = "ling3.calibration/1"
-AGAIN = "calibrate again: ling3-runner calibrate ARTIFACT --force"
+AGAIN = "measure again: ling3export verify ARTIFACT --time"
 Seconds = Annotated[float, within(0, 1e6)]
 Count = Annotated[int, within(1, 2**31)]
 
 
 @dataclass(frozen=True)
 class Measuring:
-    """The machine that measured, on host 0: the platform and the kind of its devices, their number over all hosts."""
+    """The machine that measured: host 0, except that ``devices`` counts those of all hosts."""
 
     platform: Annotated[str, one_of("cpu", "gpu", "tpu")]
     kind: str
@@ -52,24 +50,14 @@ class Measuring:
         return f"{devices}{kind}{hosts}, {self.processor}, {self.cores} cores"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class CellTimes:
-    """Seconds of a cell's call, and what was expected of them.
-
-    ``median``, ``fastest`` and ``slowest`` last until all that it gives is there, ``dispatch`` until the call returns.
-    ``device`` goes from the first operation's begin to the last one's end, as a profiler saw it; ``by_kind`` is the
-    operations' own time on a device. ``estimate`` is the compiler's, ``bound`` the roofline bound.
-    """
+    """Seconds from a cell's call until all its outputs are computed, as the host sees them."""
 
     calls: Count
     median: Seconds
     fastest: Seconds
     slowest: Seconds
-    dispatch: Seconds
-    device: Seconds | None = None
-    by_kind: dict[str, Seconds] | None = None
-    estimate: Seconds | None = None
-    bound: Seconds | None = None
 
 
 @dataclass(frozen=True)
@@ -77,40 +65,33 @@ class Calibration:
     """What was measured of one target.
 
     Attributes:
-        schema: SCHEMA.
-        name: The artifact's checkpoint.
-        target: Its name in the manifest.
-        programs: Digest of all that the manifest says of the target.
+        programs: Digest of the target's record in the manifest.
         weights: The manifest's digest of the weights.
         made: The day, in UTC.
-        machine: What measured.
         tokens_a_sequence: Tokens that decoding sequences have cached.
-        load: Seconds of each stage of the start; those in threads overlap.
-        receipts: How far the executed cells are from the expectations, on this machine.
+        receipts: The errors of the executed cells on this machine.
         cells: Their times, by name.
     """
 
     schema: Annotated[str, one_of(SCHEMA)]
-    name: str
     target: str
     programs: Digest
     weights: Digest
     made: str
     machine: Measuring
     tokens_a_sequence: int
-    load: Annotated[dict[str, Seconds], at_most(64)]
     receipts: Receipts
     cells: dict[str, CellTimes]
 
 
 def beside(artifact: Path) -> Path:
-    """``NAME.calibration.json`` beside ``NAME.ling3``."""
+    """``NAME.calibration.json`` in the folder of ``NAME.ling3``."""
     folder = artifact.resolve()
     return folder.with_name(f"{folder.name.removesuffix('.ling3')}.calibration.json")
 
 
 def programs_digest(target: Target) -> str:
-    """The sha256 of what a manifest says of a target, files' digests included."""
+    """The sha256 of a target's record in the manifest, which has the digests of its files."""
     return sha256_of(to_json(target))
 
 
@@ -119,24 +100,21 @@ def write_calibration(path: Path, calibration: Calibration) -> None:
 
     Raises:
         ArtifactError: It cannot be written.
-        WrongRecordError: A value that no reader would take.
     """
-    value = to_json(calibration)
-    from_json(Calibration, value)
-    replace_file(path, f"{laid_out(value)}\n".encode())
+    replace_file(path, f"{laid_out(to_json(calibration))}\n".encode())
 
 
 def read_calibration(path: Path) -> Calibration:
     """Reads a file: types, bounds, and that times and receipts are of the same cells.
 
     Raises:
-        ArtifactError: There is none, it is cut or no JSON, or it holds something else; says what, and where.
+        ArtifactError: The file is missing or holds something else; says what, and where.
     """
     what = f"calibration `{path.name}`"
     try:
-        found = from_json(Calibration, read_json(path, LARGEST))
-        if other := sorted(found.cells.keys() ^ found.receipts.cells.keys()):
-            raise WrongRecordError("times and a receipt of each cell", f"one of them alone of {other[0]}", ("cells",))
+        record = from_json(Calibration, read_json(path, LARGEST))
+        if other := sorted(record.cells.keys() ^ record.receipts.cells.keys()):
+            raise WrongRecordError("times and a receipt of each cell", f"only one of them for {other[0]}", ("cells",))
     except OSError as error:
         raise ArtifactError(f"{what}: expected a file, found {error.strerror}, at {path}", AGAIN) from error
     except WrongRecordError as error:
@@ -144,37 +122,36 @@ def read_calibration(path: Path) -> Calibration:
         raise ArtifactError(f"{what}{at}: expected {error.expected}, found {error.found}, in {path}", AGAIN) from error
     except ValueError as error:
         raise ArtifactError(f"{what}: expected JSON, found {error}, in {path}", AGAIN) from error
-    return found
+    return record
 
 
-def misfit(found: Calibration, manifest: Manifest, here: Callable[[], Measuring] | None = None) -> str | None:
-    """Why a calibration says nothing of an artifact, or of the machine that ``here`` gives; None if it does."""
-    target = manifest.targets.get(found.target)
+def misfit(record: Calibration, manifest: Manifest, machine: Measuring | None = None) -> str | None:
+    """Why a calibration does not apply to an artifact, or to ``machine`` if given; None if it does."""
+    target = manifest.targets.get(record.target)
     digests = {"programs": None if target is None else programs_digest(target), "weights": manifest.weights_digest}
     for name, digest in digests.items():
-        if getattr(found, name) != digest:
-            there = "none" if digest is None else digest[:12]
-            return f"another artifact's: measured with {name} {getattr(found, name)[:12]}, found {there}"
+        if getattr(record, name) != digest:
+            actual = "none" if digest is None else digest[:12]
+            return f"another artifact's: measured with {name} {getattr(record, name)[:12]}, found {actual}"
     assert target is not None
-    if other := sorted(found.cells.keys() ^ target.cells.keys()):
+    if other := sorted(record.cells.keys() ^ target.cells.keys()):
         return f"another artifact's: measured with other cells, such as {shown(other[0])}"
-    machine = found.machine if here is None else here()
-    for name, measured in vars(found.machine).items():
-        if measured != getattr(machine, name):
+    for name, measured in vars(record.machine).items():
+        if machine is not None and measured != getattr(machine, name):
             return f"another machine's: measured with {name} {measured}, found {getattr(machine, name)}"
     return None
 
 
 def found_beside(
-    artifact: Path, manifest: Manifest, here: Callable[[], Measuring] | None = None
+    artifact: Path, manifest: Manifest, machine: Callable[[], Measuring | None] = lambda: None
 ) -> tuple[Calibration | None, str | None]:
-    """The calibration beside an artifact if it fits, and otherwise a line that says why one is there and not used."""
+    """The artifact's calibration if it applies; otherwise a line that says why it is not used, if there is one."""
     path = beside(artifact)
     if not path.exists():
         return None, None
     try:
-        found = read_calibration(path)
+        record = read_calibration(path)
     except ArtifactError as error:
         return None, f"{error.message}: not used"
-    reason = misfit(found, manifest, here)
-    return (found, None) if reason is None else (None, f"calibration `{path.name}`: not used: {reason}")
+    reason = misfit(record, manifest, machine())
+    return (record, None) if reason is None else (None, f"calibration `{path.name}`: not used: {reason}")

@@ -1,12 +1,12 @@
-"""Receipts and calibrations as people read them: the columns of tables, and the lines below these."""
+"""Receipts and measured times as tables for people, with footnotes."""
 
-from ling3export.artifacts.calibration import Calibration, CellTimes
+from ling3export.artifacts.calibration import Calibration
 from ling3export.artifacts.schema import PortableReceipts, Receipts, Target, Tolerance
 from ling3export.foundation.errors import listed
-from ling3export.foundation.phases import GIVERS, MOVING, ON_LOGITS
+from ling3export.foundation.phases import MOVING, ON_LOGITS
 from ling3export.foundation.tables import aligned, footnotes
 
-COLUMNS = ("measured", "ms", "device ms", "dispatch ms", "estimate ms", "bound ms")
+COLUMNS = ("measured", "ms", "estimate ms", "bound ms")
 EXACT = tuple(f"{phase}@" for phase in (*ON_LOGITS, *MOVING))
 ERROR_COLUMNS = ("median error", "worst error")
 PORTABLE = "stablehlo, on cpu"
@@ -57,45 +57,19 @@ def explained(tolerance: Tolerance) -> str:
     return f"{errors}; the worst may be up to {tolerance.bound:.1e} (float32)"
 
 
-def milliseconds(seconds: float | None) -> str:
-    """Three digits behind the point; a dash for what nobody knows."""
-    return "-" if seconds is None else f"{seconds * 1e3:.3f}"
-
-
-def ordered(found: Calibration) -> list[tuple[str, CellTimes]]:
-    """Cells by phase and padding, those that compute tokens first."""
-
-    def place(item: tuple[str, CellTimes]) -> tuple[int, str, int]:
-        phase, _, padding = item[0].partition("@")
-        return GIVERS.index(phase) if phase in GIVERS else len(GIVERS), phase, int(padding or 0)
-
-    return sorted(found.cells.items(), key=place)
-
-
-def table(found: Calibration, target: Target) -> list[str]:
-    """Times of every cell of ``target``, and what they are, as lines."""
+def times_table(record: Calibration, target: Target) -> list[str]:
+    """The measured times of every cell of ``target``, as lines, with their conditions below."""
     rows: list[tuple[str, ...]] = [COLUMNS]
-    for name, each in ordered(found):
-        measured = map(milliseconds, (each.median, each.device, each.dispatch))
-        wanted = f"{target.cells[name].at_least}{milliseconds(each.estimate)}"
-        rows.append((name, *measured, wanted, milliseconds(each.bound)))
-    said = [
-        f"ms is the median of the calls as the host sees them, on {found.machine}, {found.made}; decoding sequences "
-        f"have {found.tokens_a_sequence} tokens each"
-    ]
-    if slowed := [name for name, each in found.cells.items() if each.device is not None and each.device > each.median]:
-        said.append(
-            f"device ms were taken under a profiler, which slows calls: those above ms ({listed(slowed)}) say how the "
-            "time is divided, not how long a call takes"
-        )
-    if ratios := [f"{name} {each.median / each.estimate:,.3g}" for name, each in ordered(found) if each.estimate]:
-        said.append(f"calls took so many times the compiler's estimate: {', '.join(ratios)}")
-    return [*aligned(rows), *footnotes(said)]
+    for name, cell in target.cells.items():
+        bound = None if cell.floor is None else cell.floor.seconds
+        estimate = f"{cell.at_least}{_milliseconds(cell.estimated_seconds)}"
+        rows.append((name, _milliseconds(record.cells[name].median), estimate, _milliseconds(bound)))
+    conditions = (
+        f"ms is the median of the calls as the host sees them, on {record.machine}, {record.made}; decoding sequences "
+        f"have {record.tokens_a_sequence} tokens each"
+    )
+    return [*aligned(rows), *footnotes([conditions])]
 
 
-def executed(found: Calibration) -> list[str]:
-    """Receipts of every cell, as lines."""
-    rows: list[tuple[str, ...]] = [("executed", "status", *ERROR_COLUMNS)]
-    for name, _ in ordered(found):
-        rows.append((name, found.receipts.cells[name].status, *error_columns(name, found.receipts)))
-    return [*aligned(rows), *footnotes([explained(found.receipts.tolerance)])]
+def _milliseconds(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.3f}"

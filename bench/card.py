@@ -19,8 +19,10 @@ from bench.inputs import last_line, run, spawn
 from bench.peers import HF, PARITY
 from bench.report import cell, machine, say
 from bench.servers import served
-from ling3export.artifacts.calibration import read_calibration
+from ling3export.artifacts.calibration import beside, read_calibration
 from ling3export.artifacts.files import replace_file
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.program_records import RooflineBound
 from ling3export.cost.chips import CARDS, CHIPS
 from ling3export.foundation.errors import Ling3Error
 
@@ -84,8 +86,11 @@ class Group:
 
     def steps(self) -> dict[str, Callable[[], Said]]:
         """What is done, by name; nothing of it without the first."""
-        found: dict[str, Callable[[], Said]] = {"build": self._build, "verify": self._verify}
-        found |= {"calibrate": self._calibrate, "generate": self._generate}
+        found: dict[str, Callable[[], Said]] = {
+            "build": self._build,
+            "verify": self._verify,
+            "generate": self._generate,
+        }
         found |= {f"serve {count}": partial(self._serve, count) for count in COUNTS}
         if self._form == self._card.weights[0] and self._card.transformers.exists():
             found["transformers"] = self._transformers
@@ -110,16 +115,12 @@ class Group:
         return {"seconds": time.monotonic() - begun, "gigabytes": stored / 1e9}
 
     def _verify(self) -> Said:
-        self._ran([BUILD, "verify", self._artifact])
-        return {}
-
-    def _calibrate(self) -> Said:
-        file = self._artifact.with_suffix(".calibration.json")
-        self._ran([RUN, "calibrate", self._artifact, "--to", file, "--force"])
-        found = read_calibration(file)
-        ms = {name: [1e3 * each.median, each.bound and 1e3 * each.bound] for name, each in found.cells.items()}
-        error = max(each.median for each in found.receipts.cells.values())
-        return {"kind": found.machine.kind, "median error": error, "ms": ms}
+        self._ran([BUILD, "verify", self._artifact, "--time"])
+        times = read_calibration(beside(self._artifact))
+        floors = {name: cell.floor for name, cell in read_manifest(self._artifact).targets[times.target].cells.items()}
+        ms = {name: [1e3 * cell.median, _milliseconds(floors[name])] for name, cell in times.cells.items()}
+        error = max(receipt.median for receipt in times.receipts.cells.values())
+        return {"kind": times.machine.kind, "median error": error, "ms": ms}
 
     def _generate(self) -> Said:
         how = ["--prompt-ids", "1,2,3", "--max-tokens", 32, "--ignore-eos", "--json"]
@@ -181,9 +182,13 @@ def main(card: Card) -> None:
         say(f"left: {', '.join(left)}; the same command goes on")
 
 
+def _milliseconds(bound: RooflineBound | None) -> float | None:
+    return None if bound is None else 1e3 * bound.seconds
+
+
 def table(card: Card, done: Said) -> list[str]:
     """What is known, in Markdown."""
-    kinds = {said["kind"] for name, said in done.items() if name.endswith("calibrate")}
+    kinds = {said["kind"] for name, said in done.items() if name.endswith(" verify")}
     said = f"{card.preset}, {card.prompt} tokens in, {card.answer} out"
     lines = [f"Milliseconds on {', '.join(sorted(kinds)) or 'no card'}; {said}:", ""]
     head = ["layers, weights", "GB", "build, s", "verified: median error", "decode@1", "@16", "bounds", "a token at 1"]
@@ -191,10 +196,10 @@ def table(card: Card, done: Said) -> list[str]:
     rows = [head, ["---"] * len(head)]
     for layers, form in card.groups:
         of = {name.removeprefix(f"{layers} {form} "): each for name, each in done.items()}
-        ms = [of.get("calibrate", {}).get("ms", {}).get(f"decode@{count}", (None, None)) for count in COUNTS]
+        ms = [of.get("verify", {}).get("ms", {}).get(f"decode@{count}", (None, None)) for count in COUNTS]
         at = [of.get(f"serve {count}", {}) for count in COUNTS]
         row = [f"{layers}, {form}", *(of.get("build", {}).get(name) for name in ("gigabytes", "seconds"))]
-        row += [of["calibrate"]["median error"] if {"verify", "calibrate"} <= of.keys() else "no"]
+        row += [of["verify"]["median error"] if "verify" in of else "no"]
         row += [*(each for each, _ in ms), " ".join(cell(bound) for _, bound in ms)]
         row += [each.get(name) for name in ("tpot", "ttft") for each in at]
         rows.append([*row, *(of.get("transformers", {}).get(str(count)) for count in COUNTS)])

@@ -22,8 +22,10 @@ from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
 from ling3export.runners.cli.cluster import Cluster, cluster_options, on_cluster
 from ling3export.runners.cli.command import Group, given, section
+from ling3export.runners.cli.hosts import HOST_NAMES, host_options, keep_stdout
 from ling3export.runners.cli.options import FOLDER, PATH, shard_option, trust_option
 from ling3export.runners.cli.references import ARTIFACT
+from ling3export.runners.hosts.hosts import find_hosts
 
 if TYPE_CHECKING:
     from ling3export.model.config import Config
@@ -369,25 +371,39 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 @click.option("--target", help="Only this target; programs of others need not be there.")
 @click.option("--no-run", is_flag=True, help="Check digests alone: nothing of ARTIFACT is executed.")
 @click.option("--portable", is_flag=True, help="Run the portable programs of every target, on the processor.")
+@click.option("--time", is_flag=True, help="Time every cell of one target, too, and record it next to ARTIFACT.")
 @trust_option
 @JSON
-def verify(artifact: Path, target: str | None, no_run: bool, portable: bool, as_json: bool) -> None:
+@host_options
+def verify(
+    artifact: Path, target: str | None, no_run: bool, portable: bool, time: bool, as_json: bool, place: dict[str, Any]
+) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.
 
     That executes native code of ARTIFACT, without --no-run. Cells of machines unlike this one are not run; --portable
     compiles the portable programs of all here, and runs these. The worst error comes first. Exits with 1 when a cell
     is outside its tolerance.
-    """
-    if no_run and portable:
-        raise click.UsageError("--portable runs programs: no --no-run beside it")
-    from ling3export.verify.verify import verify_artifact
 
-    signed: list[str] = []
-    result = verify_artifact(artifact, target, run=not no_run, portable=portable, report=signed.append)
-    click.echo("\n".join(signed), err=True)
-    if as_json:
-        click.echo(json.dumps(result.record))
+    --time writes NAME.calibration.json, or replaces it. Later starts on this machine, inspect and plan --from read it.
+    A target of several hosts is verified by verify --time on each of them; host 0 writes.
+    """
+    if no_run + portable + time > 1:
+        raise click.UsageError("--no-run, --portable and --time exclude each other.")
+    if not time and (named := given(click.get_current_context()) & set(HOST_NAMES)):
+        raise click.UsageError(f"--{min(named).replace('_', '-')} needs --time.")
+    from ling3export.verify.verify import time_artifact, verify_artifact
+
+    notes: list[str] = []
+    if time:
+        hosts = find_hosts(**place)
+        if hosts is not None:
+            keep_stdout()
+        result = time_artifact(artifact, target, hosts, notes.append)
+        if hosts is not None and hosts.number:
+            return
     else:
-        click.echo(result.table())
+        result = verify_artifact(artifact, target, run=not no_run, portable=portable, report=notes.append)
+    click.echo("\n".join(notes), err=True)
+    click.echo(json.dumps(result.record) if as_json else result.table())
     if not result.passed:
         sys.exit(1)

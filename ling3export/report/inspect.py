@@ -4,8 +4,7 @@ from collections.abc import Iterable
 
 from ling3export.artifacts.calibration import Calibration
 from ling3export.artifacts.program_records import Estimate, Experts, RooflineBound
-from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, told
-from ling3export.artifacts.receipts import table as measured_table
+from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, times_table, told
 from ling3export.artifacts.schema import Cell, Manifest, Receipts, State, Target
 from ling3export.foundation.tables import aligned, footnotes, selected
 from ling3export.machine.promise import promise, today
@@ -134,7 +133,7 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
             f"  {state.pages} pages of {state.page_size} tokens ({state.placement})",
             *_cells(target, receipts, wide),
             *_estimates(target, wide),
-            *(measured_table(calibration, target) if calibration is not None and calibration.target == name else ()),
+            *(times_table(calibration, target) if calibration is not None and calibration.target == name else ()),
             *_state(state),
         ]
     if notes := [*manifest.notes, *([note] if note else [])]:

@@ -14,6 +14,7 @@ from dataclasses import asdict, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from ling3export.artifacts.calibration import Calibration
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest, Mesh, PortableReceipts, Receipts, Target
@@ -57,6 +58,26 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
     if loaded.channel is not None:
         loaded.channel.finish()
     return receipts
+
+
+def time_target(artifact: Path, target: str | None, manifest: Manifest, hosts: Hosts | None) -> Calibration:
+    """Loads one target in this process, checks its digests, runs every vector, and times every cell.
+
+    On several hosts every process calls it; the result of the first one counts.
+    """
+    from ling3export.runners.calibrate.times import timed
+    from ling3export.runners.calibrate.vectors import measured
+    from ling3export.runners.load.loader import load
+
+    loaded = load(artifact, target=target, report=lambda _: None, manifest=manifest, hosts=hosts)
+    with loaded.channel.together() if loaded.channel else contextlib.nullcontext():
+        inputs = loaded.runner.inputs = {}
+        receipts = measured(loaded)
+        loaded.runner.inputs = None
+        calibration = timed(loaded, inputs, receipts)
+    if loaded.channel is not None:
+        loaded.channel.finish()
+    return calibration
 
 
 def measure_apart(artifact: Path, target: str, manifest: Manifest, *, portable: bool = False) -> Receipts:

@@ -4,11 +4,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ling3export.artifacts.calibration import Calibration, beside, write_calibration
 from ling3export.artifacts.files import refuse_links
 from ling3export.artifacts.manifest import file_records, read_checked, recorded_files
-from ling3export.artifacts.receipts import NO_WEIGHTS, PORTABLE, error_columns, told
+from ling3export.artifacts.receipts import NO_WEIGHTS, PORTABLE, error_columns, times_table, told
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Manifest, PortableReceipts, Receipts, Target
 from ling3export.artifacts.signing import read_trusted
@@ -16,7 +17,10 @@ from ling3export.artifacts.store import Store
 from ling3export.foundation.errors import ArtifactError, MisfitError, listed
 from ling3export.foundation.tables import aligned, footnotes
 from ling3export.machine.targets import platforms_here
-from ling3export.verify.measure import measure_apart
+from ling3export.verify.measure import measure_apart, time_target
+
+if TYPE_CHECKING:
+    from ling3export.runners.hosts.hosts import Hosts
 
 
 @dataclass(frozen=True)
@@ -26,6 +30,7 @@ class Result:
     files: int  # how many digests of files agreed
     slabs: int  # how many of weight slabs
     targets: dict[str, Receipts | str]  # by name its receipts, or why it could not run here
+    times: tuple[Calibration, Target] | None = None  # with --time: what was measured of the one target
 
     @property
     def passed(self) -> bool:
@@ -39,7 +44,8 @@ class Result:
             name: {"reason": found} if isinstance(found, str) else to_json(found) | {"passed": found.passed}
             for name, found in self.targets.items()
         }
-        return {"files": self.files, "slabs": self.slabs, "targets": targets, "passed": self.passed}
+        times = {} if self.times is None else {"times": to_json(self.times[0])}
+        return {"files": self.files, "slabs": self.slabs, "targets": targets, "passed": self.passed} | times
 
     def table(self) -> str:
         """Each target's cells, the worst error first, and what the errors mean."""
@@ -56,6 +62,8 @@ class Result:
             lines += [f"{name}{f', {PORTABLE}' * portable}:", *aligned(rows), *footnotes(told(found))]
             for what, value in found.agreement.items():
                 lines.append(f"  {what.replace('_', ' ')}: {value:.2e}")
+        if self.times is not None:
+            lines += times_table(*self.times)
         return "\n".join(lines)
 
 
@@ -92,6 +100,30 @@ def _not_here(target: Target, proven: bool) -> str | None:
     said = " and ".join(sorted({cell.status for cell in target.cells.values()})) + f" ({PORTABLE})" * proven
     wanted = f"{target.tp} devices of {target.text} on {hosts} host{'s' * (hosts > 1)}"
     return f"{said}; it needs {wanted}, found {' and '.join(here)} in one process"
+
+
+def time_artifact(
+    artifact: Path, target: str | None, hosts: "Hosts | None" = None, report: Callable[[str], None] = lambda text: None
+) -> Result:
+    """Checks every digest, runs one target's vectors in this process, times its cells, and records the times.
+
+    Args:
+        artifact: The folder.
+        target: None for the only one that fits this machine.
+        hosts: This process's place among several; each of them calls this, and host 0 records.
+        report: Receives a line about the signature, and one about the record.
+
+    Raises:
+        ArtifactError: A file is damaged, or no target or several fit this machine.
+    """
+    manifest = read_trusted(artifact, report)
+    calibration = time_target(artifact, target, manifest, hosts)
+    files, slabs = check_digests(artifact, manifest, calibration.target)
+    if hosts is None or hosts.number == 0:
+        write_calibration(beside(artifact), calibration)
+        report(f"wrote {beside(artifact)}")
+    times = calibration, manifest.targets[calibration.target]
+    return Result(files, slabs, {calibration.target: calibration.receipts}, times)
 
 
 def verify_artifact(

@@ -10,7 +10,6 @@ from ling3export.foundation.extras import require
 from ling3export.runners import stacks
 from ling3export.runners.cli.batch import batch
 from ling3export.runners.cli.bench import bench
-from ling3export.runners.cli.calibrate import calibrate
 from ling3export.runners.cli.chat import chat
 from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.doctor import doctor
@@ -30,7 +29,7 @@ VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
     sections={
         "Run": ("pull", "generate", "chat", "batch", "serve", "route", "ffn-worker"),
         "Evaluate": ("eval", "lm-eval"),
-        "Measure": ("bench", "calibrate", "doctor"),
+        "Measure": ("bench", "doctor"),
         "Look after": ("transfer",),
     },
     context_settings={"show_default": True},
@@ -41,7 +40,7 @@ def main() -> None:
     click.get_current_context().with_resource(stacks.shown())
 
 
-for command in (pull, generate, chat, batch, serve, route, ffn_worker, evaluate, bench, calibrate, doctor):
+for command in (pull, generate, chat, batch, serve, route, ffn_worker, evaluate, bench, doctor):
     main.add_command(command)
 
 

@@ -60,12 +60,13 @@ def compile_here(
         why = f"{verdict.cell}: {verdict.status.value} ({verdict.reason})"
         key = cache_key(target.cells[verdict.cell].stablehlo.sha256, mesh)
         if (kept := _lookup(folder, key, say)) is not None:
-            say(f"{why}: from {folder.name} ({next(done)} of {len(cells)})")
+            say(f"{why}: from {folder.name}")
+            next(done)
             return kept
         say(f"{why}: compiling")
         begun = time.perf_counter()
         result = _compile(target.cells[verdict.cell], blobs[verdict.cell], mesh)
-        say(f"{verdict.cell}: compiled in {time.perf_counter() - begun:.1f} s ({next(done)} of {len(cells)})")
+        say(f"{verdict.cell}: compiled in {time.perf_counter() - begun:.1f} s ({next(done)} of {len(cells)} programs)")
         store_program(folder, key, result, say)
         return result
 

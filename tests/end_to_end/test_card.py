@@ -12,7 +12,7 @@ from bench.card import Card
 @pytest.fixture
 def asked(monkeypatch):
     """The commands that were given; builds make an empty artifact, and what has ``fails`` in it fails."""
-    commands, fails = [], ["calibrate", "serve"]
+    commands, fails = [], ["verify", "serve"]
 
     def run(command, timeout):
         assert 0 < timeout <= card.LONGEST
@@ -39,14 +39,14 @@ def test_the_first_form_comes_first_and_what_is_done_is_not_done_again(asked, tm
     forms = ["12-bf16", "24-bf16", "24-int4", "24-int8", "12-int4", "12-int8"]
     assert built == [f"{name}.ling3" for name in forms]
     said = capsys.readouterr()
-    assert "left: 12 bf16 calibrate, 12 bf16 serve 1, 12 bf16 serve 16, 24 bf16 calibrate" in said.err
-    assert "24 int8 build" in said.err and "24 int8 verify" not in said.err
+    assert "left: 12 bf16 verify, 12 bf16 serve 1, 12 bf16 serve 16, 24 bf16 verify" in said.err
+    assert "24 int8 build" in said.err and "24 int8 generate" not in said.err
     assert [line.split(" | ")[0] for line in said.out.splitlines()[4:]] == [
         f"| {name.replace('-', ', ')}" for name in forms
     ]
     asked.clear()
     card.main(plan)
-    assert {words[1] for words in asked} == {"build", "calibrate"} and len(asked) == 6
+    assert {words[1] for words in asked} == {"build", "verify"} and len(asked) == 6
     asked.clear()
     card.main(Card(tmp_path, minutes=0, transformers=tmp_path / "none"))
     assert asked == []
@@ -62,6 +62,6 @@ def test_all_steps_run_on_the_processor(tmp_path, capfd):
     done = json.loads((tmp_path / "card.json").read_text())
     for form in plan["weights"]:
         assert done[f"4 {form} generate"] == {"tokens": 32}
-        assert done[f"4 {form} serve 16"]["tpot"] > 0 and 0 < done[f"4 {form} calibrate"]["median error"] < 0.15
+        assert done[f"4 {form} serve 16"]["tpot"] > 0 and 0 < done[f"4 {form} verify"]["median error"] < 0.15
     assert not list(tmp_path.glob("*.ling3")) and not (tmp_path / "micro-4").exists()
     assert said.out.splitlines()[-2].startswith("| 4, bf16 | 0.001 | ")

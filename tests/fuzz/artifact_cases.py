@@ -16,7 +16,6 @@ from typing import Any
 
 from ling3export.artifacts.calibration import SCHEMA, Calibration, CellTimes, beside, found_beside, programs_digest
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest
-from ling3export.artifacts.receipts import executed
 from ling3export.artifacts.records import sha256_of, to_json
 from ling3export.artifacts.schema import Executable, Receipt, Receipts, Tolerance
 from ling3export.foundation.errors import ArtifactError, Ling3Error
@@ -94,21 +93,17 @@ def calibrations(folder: Path) -> Iterator[Case]:
     ((name, target),) = manifest.targets.items()
     receipt, seconds = (
         Receipt("passed", 1e-6, 1e-6, 1e-5, 3),
-        CellTimes(
-            calls=2, median=2e-3, fastest=1e-3, slowest=3e-3, dispatch=1e-4, device=1e-3, by_kind={"sorts": 1e-3}
-        ),
+        CellTimes(calls=2, median=2e-3, fastest=1e-3, slowest=3e-3),
     )
     original = to_json(
         Calibration(
             SCHEMA,
-            "toy",
             name,
             programs_digest(target),
             str(manifest.weights_digest),
             "2026-11-22",
             measuring(),
             64,
-            {"programs": 0.1},
             Receipts(Tolerance("largest", 1e-5), dict.fromkeys(target.cells, receipt), {}),
             dict.fromkeys(target.cells, seconds),
         )
@@ -124,8 +119,6 @@ def calibrations(folder: Path) -> Iterator[Case]:
         calls_measured(toy, manifest, name, notes.append, None)
         found, note = found_beside(toy, manifest)
         texts = [describe(manifest, calibration=found, note=note or ""), *notes]
-        if found is not None:
-            texts.append("\n".join(executed(found)))
         if not all(line.isprintable() for text in texts for line in text.split("\n")):
             raise WrongResultError(f"a calibration shows control characters: {texts!r}")
         if notes and found is None:

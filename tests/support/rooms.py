@@ -32,8 +32,9 @@ APART = {"model": {"machine", "artifacts"}}
 # What a room or module of the build side may import of the runners: both command lines share their options, and
 # `verify` is the one door through which a build runs what it built.
 FROM_RUNNERS = {
-    "cli": {"runners.cli"},
+    "cli": {"runners.cli", "runners.hosts"},
     "verify.measure": {"runners.calibrate", "runners.hosts", "runners.load", "runners.text"},
+    "verify.verify": {"runners.hosts"},
     "compile.fleet": {"runners.fleet", "runners.hosts"},
 }
 

@@ -132,10 +132,9 @@ def test_a_cell_is_replayed_and_explained_by_its_form(artifact: Artifacts, tmp_p
 
 
 def test_a_calibration_and_the_doctor_take_it(artifact: Artifacts, tmp_path: Path):
-    """Of cells that were cut, too: calibrating prefill in groups once ended with a ValueError."""
     folder = tmp_path / "micro.ling3"
     shutil.copytree(artifact(NAME), folder)
-    said(runner, "calibrate", folder, "--calls", 1)
+    said(main, "verify", folder, "--time")
     found = read_calibration(beside(folder))
     assert found.cells.keys() == read_manifest(folder).targets["cpu-tp2"].cells.keys() and found.receipts.passed
     assert "micro.ling3, target cpu-tp2: fits this machine" in said(runner, "doctor", folder)

@@ -1,8 +1,9 @@
-"""``ling3-runner calibrate``: what it measures and writes, who uses it, and when it is not used."""
+"""``verify --time``: what it measures and writes, who uses it, and when it is not used."""
 
 import json
 import re
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -14,15 +15,14 @@ from ling3export.artifacts import calibration
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.paddings import Shapes
 from ling3export.artifacts.program_records import Collective, Estimate
-from ling3export.artifacts.receipts import table
+from ling3export.artifacts.receipts import times_table
 from ling3export.artifacts.schema import Tolerance
-from ling3export.cli.main import main as build_side
+from ling3export.cli.main import main
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.verdict import measuring
 from ling3export.plan.recorded import config_fields
-from ling3export.runners.calibrate.calibrate import full
 from ling3export.runners.calibrate.receipts import logits_receipt
-from ling3export.runners.cli.main import main
+from ling3export.runners.calibrate.times import CALLS, full
 from ling3export.runners.engine.inputs import decode_fields, prefill_fields
 from ling3export.runners.load.loader import calls_measured
 from tests.support import toy_artifact
@@ -41,7 +41,7 @@ class Run(NamedTuple):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory) -> Run:
     folder = Path(shutil.copytree(toy_artifact.shared(), tmp_path_factory.mktemp("calibrate") / "toy.ling3"))
-    return Run(folder, folder.with_name("toy.calibration.json"), said(main, "calibrate", folder, "--calls", "3"))
+    return Run(folder, folder.with_name("toy.calibration.json"), said(main, "verify", folder, "--time"))
 
 
 @pytest.fixture
@@ -64,14 +64,8 @@ def test_every_cell_is_proven_and_timed_and_the_file_names_machine_and_digests(r
     assert found.machine == measuring()
     assert calibration.found_beside(run.folder, manifest, measuring) == (found, None)
     for times in found.cells.values():
-        assert times.calls == 3
+        assert times.calls == CALLS
         assert 0 < times.fastest <= times.median <= times.slowest
-        assert 0 < times.dispatch <= times.slowest
-        assert (times.estimate, times.bound) == (None, None)  # the processor's compiler estimates nothing
-    decode = found.cells["decode@2"]
-    assert decode.device is not None and decode.device > 0
-    assert decode.by_kind is not None and sum(decode.by_kind.values()) > 0
-    assert {"programs", "weights", "state"} <= found.load.keys()
     rows = [line.split()[0] for line in run.said.splitlines() if re.match(r"  \w+@\d+ ", line)]
     assert sorted(rows) == sorted([*target.cells, *target.cells])  # times, then receipts
 
@@ -80,18 +74,19 @@ def test_every_cell_is_proven_and_timed_and_the_file_names_machine_and_digests(r
 def test_two_hosts_measure_together_and_host_0_writes(artifact, tmp_path):
     """Collectives are timed with all hosts in them; the other host says and writes nothing."""
     path = artifact("micro-2x1")
-    commands = [["calibrate", path, "--calls", 2, "--to", tmp_path / f"host{host}.json"] for host in range(2)]
-    with hosting(commands) as processes:
+    folders = [Path(shutil.copytree(path, tmp_path / f"host{host}.ling3")) for host in range(2)]
+    verify = [(sys.executable, "-m", "ling3export.cli")] * 2
+    with hosting([["verify", folder, "--time"] for folder in folders], programs=verify) as processes:
         said = [process.communicate(timeout=120) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], said
-    assert [each.name for each in tmp_path.glob("host*.json")] == ["host0.json"] and not said[1][0]
-    found, manifest = calibration.read_calibration(tmp_path / "host0.json"), read_manifest(path)
+    assert [file.name for file in tmp_path.glob("host*.json")] == ["host0.calibration.json"] and not said[1][0]
+    found, manifest = calibration.read_calibration(calibration.beside(folders[0])), read_manifest(path)
     (target,) = manifest.targets.values()
     assert found.receipts.passed and found.weights == manifest.weights_digest
     assert found.cells.keys() == found.receipts.cells.keys() == target.cells.keys()
     for times in found.cells.values():
-        assert times.calls == 2 and 0 < times.fastest <= times.median <= times.slowest
-    assert said[0][0].startswith(f"{found.target}:\n")
+        assert times.calls == CALLS and 0 < times.fastest <= times.median <= times.slowest
+    assert f"\n{found.target}:\n" in said[0][0]
 
 
 # Not a time that a cell of the toy may take.
@@ -102,27 +97,13 @@ def test_an_estimate_without_the_time_of_custom_calls_says_at_least(run, kernel,
     estimate = Estimate(9.876543, 9.876543, {}, {}, {}, 0.0, {kernel: Collective(2, 8)}, {}, (), {}, 512, 1e9)
     cells = target.cells | {"decode@2": replace(target.cells["decode@2"], estimate=estimate)}
     target = replace(target, cells=cells)
-    found = replace(found, cells=found.cells | {"decode@2": replace(found.cells["decode@2"], estimate=9.876543)})
-    (line,) = (line for line in table(found, target) if line.startswith("  decode@2 "))
+    (line,) = (line for line in times_table(found, target) if line.startswith("  decode@2 "))
     assert re.split(r" {2,}", line.strip())[-2] == said
-
-
-def test_a_measured_time_is_told_beside_the_estimate_and_what_a_profiler_adds(run):
-    """A table showed 9.762 ms on the device above 5.682 measured, without a word."""
-    found = calibration.read_calibration(run.file)
-    (target,) = read_manifest(run.folder).targets.values()
-    times = dict.fromkeys(found.cells, replace(found.cells["decode@2"], median=0.005682, device=0.005, estimate=None))
-    times["decode@2"] = replace(times["decode@2"], device=0.009762, estimate=0.004)
-    said = table(replace(found, cells=times), target)
-    assert [line for line in said[len(times) + 1 :] if len(line) > 80] == []
-    text = " ".join(" ".join(said).split())
-    assert "device ms were taken under a profiler, which slows calls: those above ms (decode@2) say how" in text
-    assert "calls took so many times the compiler's estimate: decode@2 1.42" in text
 
 
 def test_inspect_shows_what_was_measured(copied):
     found = calibration.read_calibration(copied.file)
-    shown = said(build_side, "inspect", copied.folder)
+    shown = said(main, "inspect", copied.folder)
     assert f"on {found.machine}, {found.made}; decoding sequences have" in " ".join(shown.split())
     assert f"{1e3 * found.cells['decode@2'].median:.3f}" in shown
 
@@ -155,7 +136,7 @@ def test_plan_shows_what_was_measured_of_an_artifact_that_was_built_alike(run, a
         "--from": folder,
     }
     arguments = [str(part) for pair in options.items() for part in pair]
-    done = said(build_side, "plan", config, *arguments)
+    done = said(main, "plan", config, *arguments)
     assert f"  measured on {found.machine}, {found.made}" in done
     assert done.count(" 1234.567") == len(target.cells)
 
@@ -197,7 +178,7 @@ def test_a_calibration_of_another_artifact_machine_or_target_is_not_used_and_the
     assert used(copied)[1] == [
         f"{name}another artifact's: measured with programs 111111111111, found {found.programs[:12]}"
     ]
-    shown = said(build_side, "inspect", copied.folder)
+    shown = said(main, "inspect", copied.folder)
     assert f"{name}another artifact's" in " ".join(shown.split())
     changed(copied, programs=found.programs, machine=replace(found.machine, processor="Other 9000"))
     assert used(copied)[1] == [
@@ -213,10 +194,10 @@ def test_a_calibration_of_another_artifact_machine_or_target_is_not_used_and_the
         (lambda text: text[: len(text) // 2], ": expected JSON, found "),
         (lambda text: "[]", ": expected an object, found a list of 0, in "),
         (
-            lambda text: text.replace('"calls": 3', '"calls": "3"', 1),
-            ".calls`: expected a whole number, found '3', in ",
+            lambda text: text.replace('"calls": 20', '"calls": "20"', 1),
+            ".calls`: expected a whole number, found '20', in ",
         ),
-        (lambda text: text.replace('"calls": 3', '"calls": 3, "call": 3', 1), ": expected only the fields calls, "),
+        (lambda text: text.replace('"calls": 20', '"calls": 20, "call": 3', 1), ": expected only the fields calls, "),
         (
             lambda text: text.replace("ling3.calibration/1", "ling3.calibration/2"),
             "expected 'ling3.calibration/1', found",
@@ -233,7 +214,7 @@ def test_a_cut_file_and_wrong_types_are_refused_by_name(copied, change, told):
         calibration.read_calibration(copied.file)
     assert caught.value.message.startswith("calibration `toy.calibration.json`")
     assert told in caught.value.message
-    assert caught.value.hint == "calibrate again: ling3-runner calibrate ARTIFACT --force"
+    assert caught.value.hint == "measure again: ling3export verify ARTIFACT --time"
     seconds, (note,) = used(copied)
     assert seconds == {} and note == f"{caught.value.message}: not used"
 
@@ -256,13 +237,9 @@ def test_several_hosts_use_a_calibration_only_where_all_have_the_same(copied):
     )
 
 
-def test_what_is_there_is_replaced_only_by_force_and_nothing_goes_into_the_artifact(run):
-    assert "error: calibration `toy.calibration.json`: expected a free name, found one that exists" in refusal(
-        main, "calibrate", run.folder
-    )
-    assert "error: calibration `x.json`: expected a place outside of the artifact, found one in it" in refusal(
-        main, "calibrate", run.folder, "--to", run.folder / "x.json"
-    )
+def test_options_of_several_hosts_need_time(run):
+    assert "--num-hosts needs --time." in refusal(main, "verify", run.folder, "--num-hosts", "2", code=2)
+    assert "exclude each other" in refusal(main, "verify", run.folder, "--no-run", "--time", code=2)
 
 
 def test_a_timed_call_has_all_its_rows_in_use(run):
@@ -289,9 +266,9 @@ def test_errors_that_are_not_finite_can_be_written(copied):
 
 def test_times_and_receipts_are_of_the_same_cells(copied):
     found: calibration.Calibration = calibration.read_calibration(copied.file)
-    more = calibration.CellTimes(calls=1, median=1.0, fastest=1.0, slowest=1.0, dispatch=1.0)
+    more = calibration.CellTimes(calls=1, median=1.0, fastest=1.0, slowest=1.0)
     changed(copied, cells=found.cells | {"decode@9": more})
     with pytest.raises(
-        ArtifactError, match="expected times and a receipt of each cell, found one of them alone of dec"
+        ArtifactError, match="expected times and a receipt of each cell, found only one of them for dec"
     ):
         calibration.read_calibration(copied.file)

@@ -143,8 +143,12 @@ def test_allow_compile_says_what_it_compiles_and_why(compiled):
     folder, (*said, promised, last), cache = compiled
     assert promised.startswith("portable programs: ")
     assert last == f"{folder.name}: unsigned"
-    assert len(said) == len(toy_artifact.CELLS)
-    assert all(": RECOMPILE (jaxlib: built for 0.1.2, found " in line and line.endswith(": compiling") for line in said)
+    begun = [line for line in said if line.endswith(": compiling")]
+    ended = [line.partition(": compiled in ") for line in said if line not in begun]
+    assert len(begun) == len(ended) == len(toy_artifact.CELLS)
+    assert all(": RECOMPILE (jaxlib: built for 0.1.2, found " in line for line in begun)
+    assert {name for name, _, _ in ended} == toy_artifact.CELLS.keys()
+    assert sum(line.endswith(f"(9 of {len(ended)} programs)") for *_, line in ended) == 1
     assert len(list(cache.iterdir())) == 2 * len(toy_artifact.CELLS)
 
 
