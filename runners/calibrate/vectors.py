@@ -26,7 +26,6 @@ from ling3export.runners.ffn.connector import Phases
 
 if TYPE_CHECKING:
     from ling3export.runners.load.loader import Loaded
-    from ling3export.runners.load.model_runner import ModelRunner
     from ling3export.runners.load.sharded import ShardedState
 
 
@@ -47,7 +46,7 @@ def measured(loaded: "Loaded") -> Receipts:
         for index, sequence in enumerate(vectors.sequences)
         for row, position in enumerate(sequence.positions)
     }
-    through = VectorRunner(loaded.runner, target, vectors.sequences)
+    through = VectorRunner(loaded, target, vectors.sequences)
     found: dict[str, Logits] = {}
     cut: dict[tuple[int, int], Logits] = {}  # by the paddings of attend and dispatch
     receipts = {}
@@ -99,13 +98,14 @@ class VectorRunner:
     """Feeds the vectors to one loaded target, with slots and pages handed out by hand.
 
     Args:
-        runner: The loaded programs.
+        loaded: The programs.
         target: The manifest's.
         sequences: The manifest's vectors.
     """
 
-    def __init__(self, runner: "ModelRunner", target: Target, sequences: tuple[SequenceRecord, ...]) -> None:
-        self._runner, self._target, self._state, self._sequences = runner, target, target.state, sequences
+    def __init__(self, loaded: "Loaded", target: Target, sequences: tuple[SequenceRecord, ...]) -> None:
+        self._runner, self._read = loaded.runner, loaded.read
+        self._target, self._state, self._sequences = target, target.state, sequences
         self._chunk = target.state.chunk
         # Pages are few, and every sequence gets the same number.
         self._pages = math.ceil(max(len(sequence.ids) for sequence in sequences) / target.state.page_size)
@@ -116,7 +116,7 @@ class VectorRunner:
         prompt = entry.ids[: entry.prompt]
         for at in range(0, len(prompt), padding):
             fields, ends = self._prefill_fields(padding, prompt[at : at + padding], at, slot)
-            logits = self._runner.read(self._runner.step("prefill", padding, fields))
+            logits = self._read(self._runner.step("prefill", padding, fields))
             for row, end in enumerate(ends):
                 yield (sequence, end), logits[row]
 
@@ -132,7 +132,7 @@ class VectorRunner:
         for at in range(0, len(ids) - 1, padding):
             after = ids[at + 1 : at + 1 + padding]
             fields, ends = self._prefill_fields(padding, ids[at : min(at + padding, len(ids) - 1)], at, 1, after)
-            out = {name: self._runner.read(value) for name, value in self._runner.score(padding, fields).items()}
+            out = {name: self._read(value) for name, value in self._runner.score(padding, fields).items()}
             logits |= dict(zip(ends, out["logits"], strict=False))
             logprob.append(out["logprob"][: len(after)])
             best.append(out["best"][: len(after)])
@@ -162,7 +162,7 @@ class VectorRunner:
             padding: Rows of a step.
             step: Runs one; ``decode@padding`` by default.
         """
-        step = step or (lambda fields: self._runner.read(self._runner.step("decode", padding, fields)))
+        step = step or (lambda fields: self._read(self._runner.step("decode", padding, fields)))
         prefill = self._target.paddings("prefill")[0]
         found: Logits = {}
         together = min(padding, self._state.slots, self._state.pages // self._pages, len(self._sequences))
@@ -193,8 +193,8 @@ class VectorRunner:
     def sample(self, rows: int) -> tuple[int, int]:
         """Greedy tokens of one call through ``sample``: (how many were compared, how many were wrong)."""
         handle = self._logits(rows)
-        logits = self._runner.read(handle)
-        tokens = self._runner.read(self._runner.sample(handle, rows, sample_fields(rows, [], [], [])))
+        logits = self._read(handle)
+        tokens = self._read(self._runner.sample(handle, rows, sample_fields(rows, [], [], [])))
         return rows, int(np.sum(tokens != np.argmax(logits, axis=1)))
 
     def adjust(self, rows: int) -> tuple[int, int]:
@@ -203,7 +203,7 @@ class VectorRunner:
         Every row has edits of its own and every third token forbidden, and is asked for its most likely tokens.
         """
         handle = self._logits(rows)
-        logits = self._runner.read(handle)
+        logits = self._read(handle)
         vocab, each = logits.shape[1], np.arange(rows)
         ids = (np.arange(min(4, vocab))[None] + 5 * each[:, None]) % vocab
         edits = np.empty((3, *ids.shape), np.int32)
@@ -214,7 +214,7 @@ class VectorRunner:
         fields = {name: np.full(rows, value, np.int32) for name, value in settings.items()}
         token = (each % vocab).astype(np.int32)
         out = self._runner.adjust(handle, rows, fields, edits, mask, token)
-        found = {name: self._runner.read(value) for name, value in out.items()}
+        found = {name: self._read(value) for name, value in out.items()}
         wanted = logits.copy()
         old = np.take_along_axis(logits, ids, axis=1)
         np.put_along_axis(wanted, ids, np.where(old > 0, old / 2, old * 2) - np.float32(0.5), axis=1)
@@ -242,7 +242,7 @@ class VectorRunner:
     def _filled(self, slot: int) -> tuple[list[int], "ShardedState"]:
         """Pages that hold numbers that no model gave, as the slot does, and those numbers."""
         rng, pages = np.random.default_rng(0), list(range(1, min(self._state.pages, self._state.max_pages) + 1))
-        given = self._runner.fetch(slot, pages).replaced(lambda shape: rng.standard_normal(shape, np.float32))
+        given = self._runner.fetch(slot, pages)().replaced(lambda shape: rng.standard_normal(shape, np.float32))
         self._runner.store(slot, pages, given)
         return pages, given
 
@@ -255,10 +255,10 @@ class VectorRunner:
         runner, state = self._runner, self._state
         slot, end = state.slots + 1, 1 if phase == "copy" else state.slots + 1
         others = {*range(1, state.slots + (state.snapshots or 0) + 1)} - {slot, end}
-        beside = {other: runner.fetch(other, []) for other in sorted(others)[-1:]}
+        beside = {other: runner.fetch(other, [])() for other in sorted(others)[-1:]}
         pages, given = self._filled(slot)
         if phase == "copy":
             runner.copy([slot], [end])
-        found = [runner.fetch(end, pages).compared(given)]
-        found += [runner.fetch(other, []).compared(before) for other, before in beside.items()]
+        found = [runner.fetch(end, pages)().compared(given)]
+        found += [runner.fetch(other, [])().compared(before) for other, before in beside.items()]
         return sum(total for total, _ in found), sum(wrong for _, wrong in found)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.core import Arrival, EngineCore
     from ling3export.runners.engine.counters import Counters
-    from ling3export.runners.ffn.split import SplitRunner
     from ling3export.runners.state.prefix_cache import Event, PrefixCache
     from ling3export.runners.transfer.prefix_store import PrefixStore
 
@@ -38,7 +37,6 @@ class EngineParts:
         cache: Keeps beginnings of sequences for others; None where nothing is shared.
         renew: Makes another core over the same weights, with fresh state and nothing held; None on several hosts.
         store: Keeps what the cache knows in a folder; None where nothing does.
-        split: What sends decode steps through FFN workers; None where this process computes its own experts.
     """
 
     loaded: Loaded
@@ -50,7 +48,6 @@ class EngineParts:
     cache: "PrefixCache | None"
     renew: "Callable[[], EngineCore] | None"
     store: "PrefixStore | None"
-    split: "SplitRunner | None"
 
 
 def load_parts(
@@ -93,6 +90,7 @@ def _assembled(
     from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.core import EngineCore, SharedCore
     from ling3export.runners.engine.counters import Counters
+    from ling3export.runners.engine.executor import Executor, HostsExecutor, ModelExecutor, SplitExecutor
     from ling3export.runners.engine.logits_processor import LogitsProcessorState
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.load.loader import calls_measured
@@ -105,12 +103,15 @@ def _assembled(
     limits = Limits(manifest.plan.context, manifest.vocab_size, record.state.pages, record.state.page_size)
     measured = calls_measured(loaded.folder, manifest, loaded.target, report, channel)
     blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record, measured)
-    split = None
+    calls = loaded.runner, shapes.chunk, blocks, limits.vocab_size, counters
+    executor: Executor
     if config.ffn:
         from ling3export.runners.ffn.split import connected  # with shared memory, which no other start needs
 
-        split = connected(loaded.runner, manifest, record, config.ffn, config.ffn_timeout)
-    runner: Any = split or loaded.runner
+        decode, leave = connected(loaded.runner, manifest, record, config.ffn, config.ffn_timeout)
+        executor = SplitExecutor(decode, leave, *calls)
+    else:
+        executor = HostsExecutor(channel, *calls) if channel else ModelExecutor(*calls)
 
     copies, shared = bool(record.state.snapshots), None
     if config.prefix_cache and not copies:
@@ -162,7 +163,7 @@ def _assembled(
         return Sequence(request, number, limits.answer(request), eos, stream, at, processor, carried, saved)
 
     def core() -> EngineCore:
-        parts = (runner, shapes, blocks, limits.vocab_size, sequence)
+        parts = (executor, shapes, blocks, limits.vocab_size, sequence)
         options: dict[str, Any] = {
             "ahead": 1 if config.overlap else 0,
             "counters": counters,
@@ -176,10 +177,10 @@ def _assembled(
         blocks.reset()
         if shared is not None:
             shared.reset()
-        runner.reset()
+        executor.reset()
         return core()
 
     if channel and channel.leads:
         channel.parts(b"")  # the others give theirs when they begin to follow
     again = None if channel else renew
-    return EngineParts(loaded, files, limits, blocks, counters, core(), shared, again, store, split)
+    return EngineParts(loaded, files, limits, blocks, counters, core(), shared, again, store)

@@ -16,7 +16,7 @@ from ling3export.runners.state.prefix_cache import Node, PrefixCache, Text
 from ling3export.runners.state.sequence_state import SequenceState
 
 if TYPE_CHECKING:
-    from ling3export.runners.load.model_runner import ModelRunner
+    from ling3export.runners.engine.executor import Executor
     from ling3export.runners.transfer.prefix_store import FollowingStore, PrefixStore
 
 
@@ -47,7 +47,7 @@ class PrefixCacheCoordinator:
     """Shares and keeps states for a scheduler.
 
     Args:
-        backend: Fetches the states that leave the engine.
+        executor: Exports the states that leave the engine.
         blocks: Slots, pages and snapshots.
         counters: Told of hits and misses.
         cache: Keeps beginnings of sequences; None where nothing is shared.
@@ -58,7 +58,7 @@ class PrefixCacheCoordinator:
 
     def __init__(
         self,
-        backend: "ModelRunner",
+        executor: "Executor",
         blocks: BlockManager,
         counters: Counters,
         cache: PrefixCache | None,
@@ -66,7 +66,7 @@ class PrefixCacheCoordinator:
         supports_state_copy: bool,
         store: "PrefixStore | FollowingStore | None" = None,
     ) -> None:
-        self._backend, self._blocks, self._counters = backend, blocks, counters
+        self._executor, self._blocks, self._counters = executor, blocks, counters
         self._cache, self._store = cache, store
         self._supports_state_copy = supports_state_copy
         self._prefixes: dict[int, CachedPrefix] = {}  # of sequences that have not left, by number
@@ -239,7 +239,7 @@ class PrefixCacheCoordinator:
         if self._store is not None and self._cache is not None and (prefix := self._prefixes.get(sequence.number)):
             path = self._cache.path(prefix.names)
             tokens = sequence.tokens(0, len(path) * self._cache.block)
-            self._store.keep(path, tokens, self._backend.fetching)
+            self._store.keep(path, tokens, self._executor.export)
 
     def discard(self, sequence: Sequence) -> None:
         """Before a sequence ends whose state is not finite: nobody else begins from it."""
@@ -254,10 +254,10 @@ class PrefixCacheCoordinator:
         prefix = self._prefixes.get(sequence.number)
         if sequence.table is not None:
             pages = sequence.computed_pages(self._blocks.page_size)
-            sequence.exported_state = self._backend.fetching(sequence.slot, pages)
+            sequence.exported_state = self._executor.export(sequence.slot, pages)
         elif prefix is not None and prefix.copy is not None:
             state = prefix.copy.state
-            whole = state if isinstance(state, SequenceState) else self._backend.gathered(state)
+            whole = state if isinstance(state, SequenceState) else self._executor.gathered(state)
             sequence.exported_state = lambda: whole
 
     def preempt(self, sequence: Sequence) -> None:

@@ -34,7 +34,6 @@ from ling3export.runners.state.prefix_cache import PrefixCache
 from ling3export.runners.state.sequence_state import SequenceState, Token, TransferredState
 
 if TYPE_CHECKING:
-    from ling3export.runners.load.model_runner import ModelRunner
     from ling3export.runners.transfer.prefix_store import FollowingStore, PrefixStore
 
 SHORT = 8  # bytes of a digest that travel with every step
@@ -94,7 +93,7 @@ class EngineCore:
     The next call is dispatched before the last one's tokens are read: decode takes its token from the devices.
 
     Args:
-        backend: Runs the programs.
+        executor: Runs the calls.
         shapes: The paddings of the programs.
         blocks: Slots and pages.
         vocab_size: Token ids are below it; a sequence that samples another fails.
@@ -107,7 +106,7 @@ class EngineCore:
         channel: To the other hosts; None on one host.
 
     Attributes:
-        backend: What was given.
+        executor: Runs the calls.
         counters: What was done.
         live: The sequences that have not ended, by the number of their arrival.
         doing: The cell whose call a step dispatches or waits for, and since when; None between steps.
@@ -115,7 +114,7 @@ class EngineCore:
 
     def __init__(
         self,
-        backend: "ModelRunner",
+        executor: Executor,
         shapes: Shapes,
         blocks: BlockManager,
         vocab_size: int,
@@ -128,14 +127,13 @@ class EngineCore:
         store: "PrefixStore | FollowingStore | None" = None,
         channel: Channel | None = None,
     ) -> None:
-        self.backend = backend
+        self.executor = executor
         self.counters = Counters() if counters is None else counters
         self.doing: tuple[str, float] | None = None
         coordinator = PrefixCacheCoordinator(
-            backend, blocks, self.counters, cache, supports_state_copy=supports_state_copy, store=store
+            executor, blocks, self.counters, cache, supports_state_copy=supports_state_copy, store=store
         )
         self._scheduler = Scheduler(shapes, blocks, self.counters, coordinator)
-        self._executor = Executor(backend, shapes.chunk, blocks, vocab_size, self.counters)
         self._processor = OutputProcessor(self._scheduler, coordinator, self.counters, vocab_size, shapes.chunk)
         self._masks = MaskQueue(vocab_size, self._processor.fail, channel)
         self._sequence, self._ahead = sequence, ahead
@@ -201,7 +199,7 @@ class EngineCore:
         """Has a call run, and what it samples."""
         if output.phase:
             self.doing = output.cell, output.at
-        found = self._executor.execute_model(output)
+        found = self.executor.execute_model(output)
         if output.phase == "score":
             self._flight.append(InFlightScore(output, found))
         elif output.phase:
@@ -224,7 +222,7 @@ class EngineCore:
     def _sample(self, output: SchedulerOutput, logits: DeviceArray) -> None:
         """Dispatches the sampling of a call's rows."""
         edits = self._processor.logits_edits(output)
-        self._flight.append(self._executor.sample_tokens(output, logits, edits))
+        self._flight.append(self.executor.sample_tokens(output, logits, edits))
 
     def _sample_waiting(self, filled: list[WaitingRow]) -> None:
         """Dispatches the sampling of rows of earlier calls, whose masks were filled since, call by call."""
@@ -246,7 +244,7 @@ class EngineCore:
         """Waits for the oldest call in flight, and takes what it brought."""
         call = self._flight.popleft()
         self.doing = call.output.cell, now()
-        self._processor.update_from_output(call.output, self._executor.read(call))
+        self._processor.update_from_output(call.output, self.executor.read(call))
 
     def cancel_all(self) -> None:
         """Ends everything, and waits for what the devices still do."""

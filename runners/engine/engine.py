@@ -94,7 +94,7 @@ class Engine:
         if loaded.channel is not None and config.linger:
             loaded.channel.outlive(self._loop.abandon, config.linger)
         closed = ExitStack()  # from the last one on
-        for each in (parts.store, self._transfers, parts.split, loaded.programs, self._loop):
+        for each in (parts.store, self._transfers, parts.core.executor, loaded.programs, self._loop):
             if each is not None:
                 closed.callback(each.close)
         self._close = weakref.finalize(self, closed.close)  # also at the end of the process
@@ -286,7 +286,7 @@ class Engine:
         return handle
 
     def _check_alone(self, what: str) -> None:
-        if self._parts.split:
+        if self.config.ffn:
             raise RequestError(f"{what}: expected an engine that computes its own experts, found FFN workers")
 
     def digests(self) -> tuple[bytes, ...]:
@@ -332,7 +332,6 @@ class Engine:
             "weight_bytes": loaded.weight_bytes,
             "compile_events": loaded.compiles.count,
             "seconds": {name: round(seconds, 4) for name, seconds in self.timings.seconds.copy().items()},
-            **({"split": parts.split.phases.record()} if parts.split else {}),
             **({"transfer": self._transfers.record()} if self._transfers else {}),
             **({"prefix_store": parts.store.record()} if parts.store else {}),
         }

@@ -94,7 +94,7 @@ def steps(loaded: "Loaded", ids: Sequence[int], half: int) -> Iterator[tuple[lis
                 logits = runner.step("prefill", size, fields)
                 at += len(tokens)
             last = math.ceil(len(tokens) / state.chunk) - 1
-            yield [start], runner.read(logits)[last : last + 1]
+            yield [start], loaded.read(logits)[last : last + 1]
         for place in range(half, 2 * half - 1):
             live = [(slot, start) for slot, start in enumerate(group, 1) if start + place + 1 < len(ids)]
             if not live:
@@ -103,7 +103,7 @@ def steps(loaded: "Loaded", ids: Sequence[int], half: int) -> Iterator[tuple[lis
             fields = decode_fields(padding, [slot for slot, _ in live], [place] * len(live), table, tokens)
             yield (
                 [start + place + 1 - half for _, start in live],
-                runner.read(runner.step("decode", padding, fields))[: len(live)],
+                loaded.read(runner.step("decode", padding, fields))[: len(live)],
             )
 
 

@@ -1,7 +1,8 @@
 """Decode steps through the programs that are cut at the experts: several micro batches in flight, any exchange."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -194,36 +195,10 @@ def _micro_batch(
     yield runner.call(f"head@{count}", {}, {"hidden": hidden})["logits"]
 
 
-class SplitRunner:
-    """A model runner whose decode steps go through FFN workers: the scheduler's backend, as ``ModelRunner`` is.
-
-    Args:
-        runner: The loaded programs, those of attention processes among them.
-        sizes: Those of the target.
-        connector: A session of every worker.
-    """
-
-    def __init__(self, runner: "ModelRunner", sizes: Sizes, connector: AttentionConnector) -> None:
-        self._runner, self._sizes, self._connector = runner, sizes, connector
-        self.close, self.phases = connector.close, connector.phases
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything but decode steps is the model runner's."""
-        return getattr(self._runner, name)
-
-    def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> Any:
-        """Does what ``ModelRunner.step`` does; a decode step has ended when this returns."""
-        if phase != "decode":
-            return self._runner.step(phase, padding, fields)
-        with self.phases.timed("decode"):
-            logits = decode(self._runner, self._sizes, self._connector, fields)
-        return self._runner.logits(logits)
-
-
 def connected(
     runner: "ModelRunner", manifest: Manifest, target: Target, names: tuple[str, ...], wait: float
-) -> SplitRunner:
-    """The backend of an attention process.
+) -> tuple[Callable[[Mapping[str, np.ndarray]], np.ndarray], Callable[[], None]]:
+    """What runs a decode step through the workers, and what leaves them.
 
     Raises:
         ArtifactError: The artifact has no split programs, or none for the workers' micro batches.
@@ -238,4 +213,4 @@ def connected(
         raise ArtifactError(
             f"--ffn: expected micro batches of {list(target.paddings('attend'))} tokens, found {link.tokens}"
         )
-    return SplitRunner(runner, sizes, link)
+    return partial(decode, runner, sizes, link), link.close

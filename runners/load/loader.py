@@ -33,6 +33,9 @@ from ling3export.runners import stacks
 from ling3export.runners.hosts.rendezvous import announced
 
 if TYPE_CHECKING:
+    import jax
+    import numpy as np
+
     from ling3export.machine.pjrt import CompileCounter
     from ling3export.machine.verdict import Verdict
     from ling3export.runners.hosts.channel import Channel
@@ -95,6 +98,14 @@ class Loaded:
     compiles: "CompileCounter"
     weight_bytes: int
     channel: "Channel | None" = None
+
+    def read(self, array: "jax.Array") -> "np.ndarray":
+        """Waits for an array, and fetches it; of several hosts, all of which call this, host 0 gets it whole."""
+        if self.channel is None:
+            return self.runner.read(array)
+        from ling3export.runners.load.sharded import whole_array
+
+        return whole_array(array, self.channel.parts)
 
     @property
     def record(self) -> Target:
@@ -258,8 +269,7 @@ def _load(
         if checked is not None:
             checked.result()
         failed.pop_all()
-    parts = None if channel is None else channel.parts
-    ready = model_runner.ModelRunner(record, loading, params, state, source, mesh, parts)
+    ready = model_runner.ModelRunner(record, loading, params, state, source, mesh)
     return Loaded(folder, manifest, target, ready, loading, verdicts, timings, compiles, store.nbytes(slabs), channel)
 
 

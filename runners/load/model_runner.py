@@ -28,7 +28,6 @@ class ModelRunner:
         state: The state arrays, by name.
         fresh: Gives new ones, zeros.
         mesh: The devices.
-        parts: Collects bytes of all hosts on host 0 (``Channel.parts``); None where this host runs alone.
 
     Attributes:
         inputs: Of each cell the fields and arrays of its last call; None, as it is at first, keeps none.
@@ -42,12 +41,10 @@ class ModelRunner:
         state: dict[str, jax.Array],
         fresh: Fresh,
         mesh: Mesh,
-        parts: Callable[[bytes], list[bytes]] | None = None,
     ) -> None:
         self._replicated = NamedSharding(mesh, PartitionSpec())
         self._target, self._mesh = target, mesh
         self.state, self._fresh = state, fresh
-        self._parts = parts
         self.inputs: dict[str, Inputs] | None = None
         self._blank: dict[tuple[str, str], jax.Array] = {}
         self.cells = {name: _Cell(name, cell, programs, params) for name, cell in target.cells.items()}
@@ -133,26 +130,8 @@ class ModelRunner:
                 row[: len(part)] = part
             self._run(f"copy@{most}", {"source": source, "target": target}, {})
 
-    def fetch(self, slot: int, pages: Sequence[int]) -> ShardedState:
-        """The state of a slot and the latents of pages, of several hosts each its own part; waits for them."""
-        return self._fetching(slot, pages)()
-
-    def fetching(self, slot: int, pages: Sequence[int]) -> Callable[[], ShardedState]:
-        """The whole state as it is now; any thread may wait with what it gives.
-
-        Every one of several hosts calls this. They wait here, and host 0 gets what all have.
-        """
-        waits = self._fetching(slot, pages)
-        if self._parts is None:
-            return waits
-        state = self.gathered(waits())
-        return lambda: state
-
-    def gathered(self, state: ShardedState) -> ShardedState:
-        """A state that was fetched, on host 0 with the parts of all hosts; every one of several hosts calls this."""
-        return state if self._parts is None else state.joined(self._parts(state.split()))
-
-    def _fetching(self, slot: int, pages: Sequence[int]) -> Callable[[], ShardedState]:
+    def fetch(self, slot: int, pages: Sequence[int]) -> Callable[[], ShardedState]:
+        """The state of a slot and the latents of pages as they are now, of this host; any thread may wait."""
         calls, places = [], []
         for fields, order in self._moving(slot, pages):
             calls.append(self._run(f"offload@{fields['page'].size}", fields, {}))
@@ -202,10 +181,8 @@ class ModelRunner:
         return device_array(values, NamedSharding(self._mesh, PartitionSpec(*leaf.spec)))
 
     def read(self, array: jax.Array) -> np.ndarray:
-        """Waits for an array, and fetches it; if it is split over hosts, host 0 gets it whole and the others a part."""
-        if array.is_fully_addressable or array.is_fully_replicated or self._parts is None:
-            return np.asarray(array)
-        return _assembled(array, self._parts)
+        """Waits for an array, and fetches it."""
+        return np.asarray(array)
 
     def wait(self, array: jax.Array) -> None:
         """Waits until an array is computed."""
@@ -287,27 +264,6 @@ class _Cell:
                 )
             packed[row.offset : row.offset + value.size] = value.reshape(-1).view(np.int32)
         return packed
-
-
-def _assembled(array: jax.Array, parts: Callable[[bytes], list[bytes]]) -> np.ndarray:
-    """The whole of an array that is split over hosts, on host 0. Every host calls this for the same array."""
-    whole = np.zeros(array.shape, array.dtype)
-    held: dict[int, list[tuple[slice, ...]]] = {}  # the parts that each host's devices hold, in the mesh's order
-    device: Any  # jax names no type for it
-    for device, index in array.sharding.devices_indices_map(array.shape).items():
-        assert index is not None
-        held.setdefault(device.process_index, []).append(index)
-    own = {shard.index: np.asarray(shard.data) for shard in array.addressable_shards}
-    shards = [own[index] for index in held[jax.process_index()]]
-    for index, shard in zip(held[jax.process_index()], shards, strict=True):
-        whole[index] = shard
-    for host, part in enumerate(parts(b"".join(shard.tobytes() for shard in shards))):
-        at = 0
-        for index in held[host]:
-            target = whole[index]
-            target[...] = np.frombuffer(part, array.dtype, target.size, at).reshape(target.shape)
-            at += target.nbytes
-    return whole
 
 
 def device_array(view: np.ndarray, sharding: Sharding) -> jax.Array:

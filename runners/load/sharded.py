@@ -143,6 +143,36 @@ def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> Place:
     return tuple(part.indices(size)[:2] for part, size in zip(index, shape, strict=True))
 
 
+def whole_array(array: "jax.Array", parts: Callable[[bytes], list[bytes]]) -> np.ndarray:
+    """Waits for an array; if it is split over hosts, host 0 gets it whole and the others a part.
+
+    Args:
+        array: The same on every host; every host calls this.
+        parts: Collects the bytes of all hosts on host 0 (``Channel.parts``).
+    """
+    import jax
+
+    if array.is_fully_addressable or array.is_fully_replicated:
+        return np.asarray(array)
+    whole = np.zeros(array.shape, array.dtype)
+    held: dict[int, list[tuple[slice, ...]]] = {}  # the parts that each host's devices hold, in the mesh's order
+    device: Any  # jax names no type for it
+    for device, index in array.sharding.devices_indices_map(array.shape).items():
+        assert index is not None
+        held.setdefault(device.process_index, []).append(index)
+    own = {shard.index: np.asarray(shard.data) for shard in array.addressable_shards}
+    shards = [own[index] for index in held[jax.process_index()]]
+    for index, shard in zip(held[jax.process_index()], shards, strict=True):
+        whole[index] = shard
+    for host, part in enumerate(parts(b"".join(shard.tobytes() for shard in shards))):
+        at = 0
+        for index in held[host]:
+            target = whole[index]
+            target[...] = np.frombuffer(part, array.dtype, target.size, at).reshape(target.shape)
+            at += target.nbytes
+    return whole
+
+
 def packed(said: object, arrays: Iterable[np.ndarray]) -> bytes:
     """Arrays in a message between hosts: a JSON value with the arrays' forms, a zero byte, and their bytes.
 

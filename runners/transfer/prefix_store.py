@@ -118,7 +118,7 @@ class PrefixStore:
         Args:
             path: From the tree's root on.
             tokens: Those of the path.
-            fetching: ``ModelRunner.fetching``.
+            fetching: ``Executor.export``.
         """
         pieces = self._pieces(path)
         if self._channel is not None and path:

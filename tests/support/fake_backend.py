@@ -6,7 +6,7 @@ page shared by two sequences, changes what comes out.
 """
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -137,12 +137,10 @@ class FakeBackend:
             self.recurrent[target] = self.recurrent[source]
             self.moved["copy"] += 1
 
-    def fetch(self, slot: int, pages: list[int]) -> Any:
+    def fetch(self, slot: int, pages: list[int]) -> Callable[[], Any]:
         self.moved["fetch"] += 1
-        return self.recurrent[slot], self.pool[pages].copy()
-
-    def gathered(self, kept: Any) -> Any:
-        return kept
+        state = self.recurrent[slot], self.pool[pages].copy()
+        return lambda: state
 
     def store(self, slot: int, pages: list[int], kept: Any) -> None:
         self.moved["store"] += 1

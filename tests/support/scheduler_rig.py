@@ -4,6 +4,7 @@ from ling3export.artifacts.paddings import Shapes
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import EngineCore, SharedCore, StepInputs
 from ling3export.runners.engine.counters import Counters
+from ling3export.runners.engine.executor import ModelExecutor
 from ling3export.runners.engine.request import Limits, Request, Sampling
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.state.prefix_cache import PrefixCache
@@ -43,7 +44,9 @@ class Rig:
         self.cache = PrefixCache(self.blocks, page_size, "root", every, evict, cost, tell) if shared else None
         self.limits = Limits(context, VOCAB, pages, page_size)
         self.counters, self._channel = Counters(), channel
-        self._parts = self.backend, Shapes(prefill, decode, chunk, score=score), self.blocks, VOCAB, self.sequence
+        shapes = Shapes(prefill, decode, chunk, score=score)
+        executor = ModelExecutor(self.backend, chunk, self.blocks, VOCAB, self.counters)
+        self._parts = executor, shapes, self.blocks, VOCAB, self.sequence
         copies = snapshots > 0
         self._options = {"ahead": ahead, "cache": self.cache, "supports_state_copy": copies, "store": store}
         self.core = self.make_core()

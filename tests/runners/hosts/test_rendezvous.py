@@ -497,11 +497,15 @@ def test_who_outlives_another_host_says_so_first_and_ends_then(no_service, lost)
     assert (told, lost) == ([text], [(text, 1)])
 
 
-def core(channel: Channel, ahead: int) -> SharedCore:
+def rig(channel: Channel, ahead: int) -> Rig:
     """On the fake model; every host has the same."""
-    rig = Rig(slots=2, pages=16, decode=(2,), context=64, ahead=ahead, channel=channel)
-    assert isinstance(rig.core, SharedCore)
-    return rig.core
+    return Rig(slots=2, pages=16, decode=(2,), context=64, ahead=ahead, channel=channel)
+
+
+def core(channel: Channel, ahead: int) -> SharedCore:
+    made = rig(channel, ahead).core
+    assert isinstance(made, SharedCore)
+    return made
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
@@ -509,8 +513,9 @@ def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, los
     """With the next step; the other host hears who it was, and the exit code."""
     monkeypatch.setattr(channels, "SETTLE", 3600)  # until which its process has to have ended
     with connected(lost) as (one, two):
-        first, second = core(one, ahead), core(two, ahead)
-        backend: Any = second.backend
+        first, other = core(one, ahead), rig(two, ahead)
+        second: Any = other.core
+        backend: Any = other.backend
         inputs = StepInputs((Arrival(0, Request((1, 2, 3), 20)),))
         for _ in range(3):
             mine, found = first.step(inputs), second.received(two.take()[1])
