@@ -6,7 +6,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,6 @@ from ling3export.cli.options import IGNORE, JSON, ROUNDING, WIDE, build_options
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
-from ling3export.runners.cli.cluster import Cluster, cluster_options, on_cluster
 from ling3export.runners.cli.command import Group, given, section
 from ling3export.runners.cli.hosts import HOST_NAMES, host_options, keep_stdout
 from ling3export.runners.cli.options import FOLDER, PATH, shard_option, trust_option
@@ -125,18 +123,17 @@ def main() -> None:
     ),
     cache_dir,
     click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache."),
-    shard_option("cell", "Compile into the cache, and no more."),
+    shard_option("Only compile every N-th cell, from cell I on, into the cache"),
     click.option(
         "--replay",
         metavar="[TARGET/]CELL",
         help="Build one cell of ARTIFACT, or of its failed build, again, and show all that its compiler says.",
     ),
 )
-@cluster_options
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
     force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, no_weights: bool,
-    dummy_weights: int | None, prove: bool | None, allow_rounding: bool, cluster: Cluster | None,
+    dummy_weights: int | None, prove: bool | None, allow_rounding: bool,
     **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
@@ -191,10 +188,6 @@ def build(
 
             console.summary(into, *add_targets(into, what, chosen, console, force=force, cache=use, prove=prove))
         else:
-            if cluster is not None:
-                from ling3export.compile.fleet import build_on
-
-                build_on(partial(on_cluster, "build", cluster), source, what, console, **how)
             manifest = building.build(
                 source, destination, what, console, no_weights=no_weights, dummy=dummy_weights, **whole
             )

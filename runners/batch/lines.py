@@ -22,53 +22,45 @@ MOST_PROMPTS = 256  # of one line
 WANTED = "a request with custom_id, method, url and body, or one of prompt, prompt_ids and messages"
 
 
-def answer_id(run: str, number: int) -> str:
-    """The id of the answer to the line with this number, of the run that begins so."""
-    return f"batch_req_{run}_{number}"
-
-
 def is_answer(text: bytes, number: int, run: str) -> bool:
-    """Whether a line of the output is this run's answer to the line of the input with this number."""
+    """Whether a line of an output is the answer of the run with this id to the input's line with this number."""
     try:
-        found = json.loads(text)
+        record = json.loads(text)
     except (ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.get("id") == answer_id(run, number)
+    return isinstance(record, dict) and record.get("id") == f"{run}_{number}"
 
 
 class Line:
-    """A line that was read, and what the engine is asked for it.
+    """A line of the input, and the requests that it makes.
 
     Args:
-        number: Its place in the input, from 0.
-        text: Its bytes.
-        engine: What is to answer.
-        model: The name of the model, which a body may leave out.
-        defaults: Fields of a body that the line does not say.
+        number: Place of the line in the input, from 0.
+        model: Name of the model; a body may omit it.
+        defaults: Fields that the line's body need not set.
 
     Attributes:
-        call: What the engine is asked; None where the line is refused.
-        refused: Why, and None where it is not.
-        custom_id: The line's own name; ``line-7`` where it has none.
+        call: The requests; None for a line that is refused.
+        refusal: The reason of a refusal.
+        custom_id: The line's own name; ``line-7`` if it has none.
     """
 
     def __init__(self, number: int, text: bytes, engine: "Engine", model: str, defaults: Mapping[str, Any]) -> None:
         self.number, self._model = number, model
         self.custom_id = f"line-{number}"
         self.call: GenerationCall | None = None
-        self.refused: ApiError | None = None
+        self.refusal: ApiError | None = None
         try:
             url, body = self._read(text)
             seed = {"seed": (defaults["seed"] + number) % SEEDS}  # not a random one: a run can be repeated
-            given = {"model": model, **defaults, **seed}
+            fields = {"model": model, **defaults, **seed}
             if url == RESPONSES:
-                given["max_output_tokens"] = given.pop("max_tokens")
-            elif "max_completion_tokens" in body and "max_tokens" not in body:  # a newer name of the same
-                del given["max_tokens"]
-            given |= body
-            self.call = self._checked(url, given, engine, model)
+                fields["max_output_tokens"] = fields.pop("max_tokens")
+            elif "max_completion_tokens" in body and "max_tokens" not in body:  # the newer name of max_tokens
+                del fields["max_tokens"]
+            self.call = self._checked(url, fields | body, engine, model)
         except ApiError as error:
-            self.refused = error
+            self.refusal = error
 
     def _read(self, text: bytes) -> tuple[str, dict[str, Any]]:
         try:
@@ -81,14 +73,13 @@ class Line:
             self.custom_id = value["custom_id"]
         plain = [field for field in PLAIN if field in value]
         if len(plain) == 1 and value.keys() <= {plain[0], "custom_id"}:
-            asked = value[plain[0]]
-            return PLAIN[plain[0]], {"messages" if plain[0] == "messages" else "prompt": asked}
+            return PLAIN[plain[0]], {"messages" if plain[0] == "messages" else "prompt": value[plain[0]]}
         if value.keys() != set(REQUEST) or not isinstance(value["body"], dict):
             fields = ", ".join(sorted(value)[:8]) or "no field"
             raise ApiError(400, f"line: expected {WANTED}, found {fields[:200]}", code="invalid_line")
         if value["method"] != "POST" or value["url"] not in [*GENERATING]:  # it may be a list
-            found = f"{shown(value['method'])} {shown(value['url'])}"
-            raise refusal("url", f'"POST" to one of {", ".join(GENERATING)}', found, "invalid_url")
+            target = f"{shown(value['method'])} {shown(value['url'])}"
+            raise refusal("url", f'"POST" to one of {", ".join(GENERATING)}', target, "invalid_url")
         return value["url"], value["body"]
 
     def _checked(self, url: str, body: dict[str, Any], engine: "Engine", model: str) -> GenerationCall:
@@ -103,11 +94,11 @@ class Line:
 
         Args:
             completions: One for each request of ``call``.
-            run: Names the run; with the line's number it is the answer's id.
+            run: The run's id.
         """
-        name = answer_id(run, self.number)
-        if self.refused is not None:
-            status, body = self.refused.status, self.refused.body()
+        name = f"{run}_{self.number}"
+        if self.refusal is not None:
+            status, body = self.refusal.status, self.refusal.body()
         else:
             assert self.call is not None
             status, body = 200, self._form(self.call, self._model).whole(completions) | {"id": name}

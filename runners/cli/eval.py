@@ -13,7 +13,7 @@ import click
 
 from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.shards import WHOLE, Shard
-from ling3export.runners.cli.cluster import cluster_options, on_cluster
+from ling3export.runners.cli.cluster import cluster_options
 from ling3export.runners.cli.command import INVALID, NOT_DETERMINISTIC, REGRESSION, Decorator, Group, section
 from ling3export.runners.cli.hosts import host_options, keep_stdout, leading
 from ling3export.runners.cli.options import (
@@ -30,7 +30,6 @@ from ling3export.runners.cli.options import (
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.evals.trials import RunConfig
-from ling3export.runners.fleet.cluster import Cluster
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.hosts.rendezvous import announced
 
@@ -38,6 +37,7 @@ if TYPE_CHECKING:
     from ling3export.runners.evals.backend import EngineBackend, EvalBackend
     from ling3export.runners.evals.statistics import Summary
     from ling3export.runners.evals.suites import Suite
+    from ling3export.runners.fleet.cluster import Cluster
 
 DEFAULTS = RunConfig()
 QUIET = 10.0  # seconds without a word, where there is no bar
@@ -128,7 +128,7 @@ def evaluate() -> None:
     click.option("--transcripts", is_flag=True, help="Also write every transcript with its grades."),
     click.option("--force", is_flag=True, help="Begin anew, whatever run is in RUN."),
 )
-@section("Work", shard_option("batch"))
+@section("Work", shard_option("Every N-th batch from batch I on"))
 @engine_options("target", "programs", "step_timeout", "prefix_cache", prefix_cache="off")
 @host_options
 @cluster_options
@@ -142,7 +142,7 @@ def run(
     engine: EngineConfig,
     shard: Shard,
     place: dict[str, Any],
-    cluster: Cluster | None,
+    cluster: "Cluster | None",
     **settings: Any,
 ) -> None:
     """Run a suite on ARTIFACT, or go on with it; write RUN.
@@ -334,15 +334,15 @@ def open_backend(artifact: Path, config: EngineConfig, hosts: Hosts | None) -> "
 
 
 @contextmanager
-def _on(cluster: Cluster, suite: "Suite", artifact: Path, config: EngineConfig) -> Iterator["EvalBackend"]:
+def _on(cluster: "Cluster", suite: "Suite", artifact: Path, config: EngineConfig) -> Iterator["EvalBackend"]:
     """What answers an evaluation's prompts on a cluster."""
-    from ling3export.runners.evals.backend import PoolBackend, eval_worker
+    from ling3export.runners.evals.backend import ClusterBackend
 
     if suite.product:
-        hint = "run it on each node without --on"
-        raise Ling3Error(f"--on: expected a suite that looks at answers alone, found `{suite.name}`", hint)
-    with on_cluster("eval run", cluster, eval_worker(artifact, config)) as pool:
-        yield PoolBackend(pool)
+        hint = "run it on one engine, without --ray"
+        raise Ling3Error(f"--ray: suite `{suite.name}` reads the counters of one engine", hint)
+    with cluster.connected():
+        yield ClusterBackend(cluster, artifact, config)
 
 
 def _suite_of(suite: str, data: Path | None, limit: int | None) -> "Suite":

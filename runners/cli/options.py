@@ -292,9 +292,9 @@ def _bias(text: str) -> tuple[int, float]:
         raise click.BadParameter(f"expected ID=NUMBER, found {text!r}.") from None
 
 
-def shard_option(what: str, does: str = "") -> Decorator:
-    """``--shard``: every N-th ``what``; ``does`` says what else the command then does otherwise."""
-    text = f"{does} Every N-th {what} from {what} I on; auto in a Slurm array, auto/N in an indexed job.".lstrip()
+def shard_option(text: str) -> Decorator:
+    """``--shard``; ``text`` says which share it is."""
+    text = f"{text}; auto in a Slurm array, auto/N in an indexed job."
     return click.option("--shard", type=Shard.parse, default=str(WHOLE), metavar="I/N", help=text)
 
 

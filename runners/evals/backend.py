@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,10 +16,9 @@ from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
-from ling3export.runners.engine.worker import EngineWorker
 from ling3export.runners.evals.tasks import Prompt
 from ling3export.runners.evals.trials import EvalError, InfraError
-from ling3export.runners.fleet.pool import WorkerPool
+from ling3export.runners.fleet.cluster import Cluster, Work
 
 OVERLAP = False  # of the reference evaluation
 
@@ -157,42 +155,34 @@ class EngineBackend(EvalBackend, AbstractContextManager["EngineBackend"]):
         self._engine.close()
 
 
-def eval_worker(artifact: Path, config: EngineConfig) -> Callable[[], EngineWorker]:
-    """Makes workers of a cluster that answer whole batches."""
-    return partial(EngineWorker, artifact, config, _answered_piece, _about)
+class ClusterBackend(EvalBackend):
+    """Engines of a cluster. Each answers one batch at a time, so batches are those of a single engine."""
 
-
-def _answered_piece(engine: Engine, piece: tuple[Sequence[PromptRequest], int]) -> list[PromptResult]:
-    return answered(EngineBackend(engine), *piece)
-
-
-def _about(engine: Engine) -> dict[str, Any]:
-    return EngineBackend(engine).environment()
-
-
-class PoolBackend(EvalBackend):
-    """A pool of what ``eval_worker`` makes.
-
-    Args:
-        pool: Its workers have one batch each at a time, so that batches are what they are on one engine.
-    """
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self._pool = pool
+    def __init__(self, cluster: Cluster, artifact: Path, config: EngineConfig) -> None:
+        self._cluster, self._work = cluster, Work(artifact, config, _batch_answers, _description)
+        self._environment = cluster.description(self._work)
 
     def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
-        return self._pool.map((batch, retry) for batch in batches)
+        return self._cluster.results(self._work, ((batch, retry) for batch in batches), self._environment)
 
     def stats(self) -> dict[str, Any]:
-        """Nothing: each engine has counters of its own."""
+        """Empty: each engine has its own counters."""
         return {}
 
     def digests(self) -> Sequence[bytes]:
-        """Nothing: each engine compares its own hosts."""
+        """Empty: each engine is one host."""
         return ()
 
     def environment(self) -> dict[str, Any]:
-        return dict(self._pool.about)
+        return self._environment
+
+
+def _batch_answers(engine: Engine, piece: tuple[Sequence[PromptRequest], int]) -> list[PromptResult]:
+    return answered(EngineBackend(engine), *piece)
+
+
+def _description(engine: Engine) -> dict[str, Any]:
+    return EngineBackend(engine).environment()
 
 
 def answered(backend: EngineBackend, asks: Sequence[PromptRequest], retry: int) -> list[PromptResult]:

@@ -1,133 +1,158 @@
-"""Which Ray cluster, how much of it, and where in it workers have room."""
+"""Engines on a Ray cluster. Ray Data gives them work, starts an actor again that has ended, and repeats its piece.
 
-import json
+Ray sends Python objects by pickle: anyone who reaches the ports of a cluster can run code on it.
+"""
+
 import logging
-import socket
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+import os
+import pickle
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
-from ling3export.foundation.errors import Ling3Error, RequestError
-from ling3export.runners.hosts.hosts import Hosts
+from ling3export.foundation.errors import Ling3Error, listed
+from ling3export.foundation.processes import Failure
+from ling3export.runners.engine.config import EngineConfig
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.handle import EngineStopped
 
 NAMED = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}  # resources that Ray has options for
-SLICE, PLACE = "ray.io/tpu-slice-name", "ray.io/tpu-worker-id"  # labels that Ray gives the nodes of a TPU slice
-CONNECT = 5.0  # seconds
+TRIES = 3  # restarts of an actor, and repeats of a piece
+KEPT = "finished answers are kept: the same command continues from them"
 
 
 class ClusterError(Ling3Error):
-    """A cluster is not there, has no room, or its nodes are not alike."""
+    """A cluster cannot be reached, has no room, or loses its workers; or its nodes differ."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What each engine of a cluster runs.
+
+    Attributes:
+        artifact: A path that every node can read.
+        answer: Gives the result of a piece. Pieces and results go through pickle.
+        describe: Gives what must be equal on all nodes.
+    """
+
+    artifact: Path
+    config: EngineConfig
+    answer: Callable[[Engine, Any], Any]
+    describe: Callable[[Engine], dict[str, Any]]
+
+
+class EngineActor:
+    """An engine in an actor of Ray Data. A block is a list of one piece, or an empty one."""
+
+    def __init__(self, work: Work) -> None:
+        self._work = work
+        self._engine: Engine | None = None
+
+    def __call__(self, block: Any) -> Any:
+        import pyarrow
+
+        work = self._work
+        try:
+            self._engine = self._engine or Engine(work.artifact, work.config)
+            pieces = pickle.loads(block["piece"][0].as_py())
+            result: Any = [work.describe(self._engine), *(work.answer(self._engine, piece) for piece in pieces)]
+        except EngineStopped:
+            os._exit(1)  # Ray starts this actor again, and repeats the piece
+        except Exception as error:
+            result = Failure.of(error)
+        return pyarrow.table({"result": [pickle.dumps(result)]})
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which cluster, and how much of it.
+    """A Ray cluster, and the share of it that is used.
 
     Attributes:
-        address: HOST:PORT of its head; None finds the one that this machine is a node of.
-        replicas: How many workers.
-        resources: What each host of a worker needs, by name.
-        hosts: How many hosts a worker has, and how long they wait for each other; where they are is found there. None
-            for one host.
+        address: ``auto`` for the cluster of this machine, ``local`` to start one here, or HOST:PORT of its head.
+        replicas: Number of engines.
+        resources: Needs of each engine, by Ray's names.
     """
 
-    address: str | None
+    address: str
     replicas: int
     resources: Mapping[str, float]
-    hosts: Hosts | None = None
 
-    @classmethod
-    def parse(cls, on: str, replicas: int, resources: str, hosts: Hosts | None = None) -> Self:
-        """From ``ray`` or ``ray://HOST:PORT``, and resources as JSON.
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """Joins the cluster, and leaves it. Within the block stdout is stderr, because Ray prints there.
 
         Raises:
-            RequestError: They are something else.
+            ClusterError: It cannot be reached, or has too few resources.
         """
-        engine, _, address = on.partition("://")
-        if engine != "ray" or (address and not address.rpartition(":")[2].isdecimal()) or on.endswith("://"):
-            raise RequestError(f"--on: expected ray or ray://HOST:PORT, found `{on[:60]}`")
-        try:
-            needs = json.loads(resources)
-        except ValueError:
-            needs = None
-        numbers = needs.values() if isinstance(needs, dict) else ()
-        if not numbers or not all(type(number) in (int, float) and 0 < number < 1e9 for number in numbers):
-            wanted = 'an object with a number above 0 for each resource, such as {"TPU": 4}'
-            raise RequestError(f"--resources: expected {wanted}, found `{resources[:60]}`")
-        return cls(address or None, replicas, needs, hosts)
+        import ray
 
-    @property
-    def each(self) -> int:
-        """Hosts of a worker."""
-        return 1 if self.hosts is None else self.hosts.count
+        with redirect_stdout(sys.stderr):
+            try:
+                ray.init(self.address, log_to_driver=False, logging_level=logging.ERROR, configure_logging=False)
+            except (OSError, RuntimeError, ValueError, AssertionError) as error:
+                reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
+                hint = "start one with `ray start --head`, or use --ray local"
+                raise ClusterError(f"--ray {self.address}: no cluster can be reached: {reason}", hint) from error
+            try:
+                total = ray.cluster_resources()
+                for name, number in self.resources.items():
+                    if total.get(name, 0) < (needed := number * self.replicas):
+                        shortage = f"{self.replicas} engines need {name} {needed:g}, there is {total.get(name, 0):g}"
+                        raise ClusterError(f"ray: {shortage}", "lower --replicas or --resources, or add nodes")
+                yield
+            finally:
+                ray.shutdown()
 
-    @property
-    def options(self) -> dict[str, Any]:
-        """The resources of a host as Ray's options of an actor."""
+    def description(self, work: Work) -> dict[str, Any]:
+        """The description of one engine, which is loaded and closed for it."""
+        ((description,),) = self._results(work, [[]], 1)
+        return description
+
+    def results(self, work: Work, pieces: Iterable[Any], description: Mapping[str, Any]) -> Iterator[Any]:
+        """The results of pieces, in order. All pieces are read before the first result is given.
+
+        Raises:
+            ClusterError: A piece ended several workers, or a node differs from ``description``.
+            Ling3Error: An engine cannot be loaded, or ``answer`` failed.
+        """
+        for other, result in self._results(work, [[piece] for piece in pieces], self.replicas):
+            if other != description:
+                names = [name for name in sorted({*other, *description}) if other.get(name) != description.get(name)]
+                hint = "all nodes need the same artifact and the same versions of Python's packages"
+                raise ClusterError(f"ray: nodes differ in {listed(names)}", hint)
+            yield result
+
+    def _results(self, work: Work, pieces: list[list[Any]], replicas: int) -> Iterator[list[Any]]:
+        if not pieces:
+            return
+        from ray import data
+        from ray.exceptions import RayError
+
+        context = data.DataContext.get_current()
+        context.enable_progress_bars = False
+        context.execution_options.preserve_order = True
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        blocks = data.from_items([{"piece": pickle.dumps(piece)} for piece in pieces], override_num_blocks=len(pieces))
         others = {name: number for name, number in self.resources.items() if name not in NAMED}
-        named = {NAMED[name]: number for name, number in self.resources.items() if name in NAMED}
-        return {"num_cpus": 0, "resources": others, **named}
-
-
-def connect(ray: Any, cluster: Cluster) -> str:
-    """Joins the cluster; returns the address of its dashboard, if it has one.
-
-    Raises:
-        ClusterError: It is not there.
-    """
-    hint = "start one with `ray start --head`, and run this command on one of its nodes"
-    where = cluster.address or "this machine"
-    try:
-        if cluster.address:
-            host, _, port = cluster.address.rpartition(":")
-            socket.create_connection((host, int(port)), CONNECT).close()
-        context = ray.init(
-            address=cluster.address or "auto", log_to_driver=False, logging_level=logging.ERROR, configure_logging=False
+        answered = blocks.map_batches(
+            EngineActor,
+            fn_constructor_args=[work],
+            batch_size=1,
+            batch_format="pyarrow",
+            compute=data.ActorPoolStrategy(size=min(replicas, len(pieces)), max_tasks_in_flight_per_actor=2),
+            **{"num_cpus": 0} | {NAMED[name]: number for name, number in self.resources.items() if name in NAMED},
+            **({"resources": others} if others else {}),
+            max_restarts=TRIES,
+            max_task_retries=TRIES,
         )
-    except (OSError, ConnectionError, RuntimeError, ValueError, AssertionError) as error:
-        said = (str(error).splitlines() or [type(error).__name__])[0][:200]
-        raise ClusterError(f"ray: expected a cluster at {where}, found {said}", hint) from error
-    return str(context.dashboard_url or "")
-
-
-def worker_slices(nodes: Iterable[Mapping[str, Any]], free: Mapping[str, float], cluster: Cluster) -> list[str | None]:
-    """The TPU slice of each worker, all of whose hosts are of one; None where nodes are of none, or for one host.
-
-    Args:
-        nodes: ``ray.nodes()``.
-        free: ``ray.available_resources()``.
-        cluster: What is wanted.
-
-    Raises:
-        ClusterError: Workers do not fit now, and Ray itself would wait for ever. Names the resource that is short.
-    """
-    alive = [node for node in nodes if node["Alive"]]
-    slices: defaultdict[str | None, list[Mapping[str, float]]] = defaultdict(list)
-    for node in alive:
-        slices[node.get("Labels", {}).get(SLICE) if cluster.each > 1 else None].append(node["Resources"])
-
-    def fits(names: Iterable[str]) -> list[str | None]:
-        """A slice as often as it has room for a worker, going by some of the resources."""
-        found: list[str | None] = []
-        for slice_name, group in slices.items():
-            hosts = sum(min(int(has.get(name, 0) // cluster.resources[name]) for name in names) for has in group)
-            found += [slice_name] * (hosts // cluster.each)
-        return found
-
-    for name, number in cluster.resources.items():
-        total, left = sum(node["Resources"].get(name, 0) for node in alive), free.get(name, 0)
-        each = f"{name} {number:g}" if cluster.each == 1 else f"{cluster.each} hosts with {name} {number:g} each"
-        wanted = f"room for {cluster.replicas} workers of {each}"
-        if len(fits([name])) < cluster.replicas:
-            room = f"room for {len(fits([name]))}: {name} {total:g} in all, on {len(alive)} nodes"
-            raise ClusterError(f"ray: expected {wanted}, found {room}", "lower --replicas or --resources, or add nodes")
-        if left < cluster.replicas * cluster.each * number:
-            raise ClusterError(
-                f"ray: expected {wanted}, found {name} {left:g} free of {total:g}",
-                "lower --replicas, or wait until others are done",
-            )
-    if len(found := fits(cluster.resources)) < cluster.replicas:
-        wanted = f"room for {cluster.replicas} workers of {cluster.each} hosts with all of {dict(cluster.resources)}"
-        raise ClusterError(f"ray: expected {wanted}, found room for {len(found)}")
-    return found[: cluster.replicas]
+        try:
+            for row in answered.iter_rows():
+                result = pickle.loads(row["result"])
+                if isinstance(result, Failure):
+                    raise ClusterError(f"ray: {result.error}", result.hint)
+                yield result
+        except RayError as error:
+            raise ClusterError(f"ray: {' '.join(str(error).split())[:300]}", KEPT) from None

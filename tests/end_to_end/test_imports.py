@@ -28,7 +28,7 @@ PACKAGES = {
     "runners.engine": {"numpy"},
     "runners.evals": {"numpy", "scipy", "yaml"},
     "runners.ffn": {"numpy"},
-    "runners.fleet": {"ray"},
+    "runners.fleet": {"pyarrow", "ray"},
     "runners.hosts": {"jax"},
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
     "runners.route": {"h11", "msgspec", "prometheus_client", "starlette", "zmq"},

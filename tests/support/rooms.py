@@ -10,11 +10,11 @@ RUNNERS = (
     ("runners.cli",),
     ("runners.batch", "runners.route"),
     ("runners.serve", "runners.evals", "runners.bench_serving", "runners.doctor", "runners.adapters"),
-    ("runners.calibrate",),
+    ("runners.calibrate", "runners.fleet"),
     ("runners.engine",),
     ("runners.ffn", "runners.transfer"),
     ("runners.state",),
-    ("runners.load", "runners.fleet"),
+    ("runners.load",),
     ("runners.hosts", "runners.text"),
     ("runners.endpoint", "runners.stacks"),
 )
@@ -35,7 +35,6 @@ FROM_RUNNERS = {
     "cli": {"runners.cli", "runners.hosts"},
     "verify.measure": {"runners.calibrate", "runners.hosts", "runners.load", "runners.text"},
     "verify.verify": {"runners.hosts"},
-    "compile.fleet": {"runners.fleet", "runners.hosts"},
 }
 
 

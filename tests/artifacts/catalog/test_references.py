@@ -49,7 +49,7 @@ def test_every_command_takes_a_reference_for_an_artifact_that_it_reads():
                     found["written" if param.type is FOLDER else "read"].add(name)
     assert found["written"] == {"attach", "build", "sign"}
     assert found["read"] == {
-        "bench compare", "bench serve", "batch run", "catalog publish", "chat", "doctor",
+        "bench compare", "bench serve", "batch", "catalog publish", "chat", "doctor",
         "eval determinism", "eval run", "ffn-worker", "generate", "inspect", "plan",
         "serve", "verify",
     }  # fmt: skip
