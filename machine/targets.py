@@ -85,7 +85,7 @@ def on_all(hosts: int) -> str:
     """The hint for a target of ``hosts`` hosts that was started on another number of hosts."""
     if hosts == 1:
         return "start it on one host alone, or build for yours: --target cpu:4x4 is 4 hosts of 4 devices"
-    return f"start the command on each of its {hosts} hosts: --coordinator HOST:PORT --num-hosts {hosts} --host-id I"
+    return f"start the command on each of its {hosts} hosts: DIST_INIT_ADDR=HOST:PORT NNODES={hosts} NODE_RANK=I"
 
 
 def _hosts(count: int) -> str:

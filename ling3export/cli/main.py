@@ -20,7 +20,7 @@ from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
 from ling3export.runners.cli.command import Group, given, section
-from ling3export.runners.cli.hosts import HOST_NAMES, host_options, keep_stdout
+from ling3export.runners.cli.hosts import keep_stdout
 from ling3export.runners.cli.options import FOLDER, PATH, shard_option, trust_option
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.hosts.hosts import find_hosts
@@ -367,10 +367,7 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 @click.option("--time", is_flag=True, help="Time every cell of one target, too, and record it next to ARTIFACT.")
 @trust_option
 @JSON
-@host_options
-def verify(
-    artifact: Path, target: str | None, no_run: bool, portable: bool, time: bool, as_json: bool, place: dict[str, Any]
-) -> None:
+def verify(artifact: Path, target: str | None, no_run: bool, portable: bool, time: bool, as_json: bool) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.
 
     That executes native code of ARTIFACT, without --no-run. Cells of machines unlike this one are not run; --portable
@@ -382,13 +379,11 @@ def verify(
     """
     if no_run + portable + time > 1:
         raise click.UsageError("--no-run, --portable and --time exclude each other.")
-    if not time and (named := given(click.get_current_context()) & set(HOST_NAMES)):
-        raise click.UsageError(f"--{min(named).replace('_', '-')} needs --time.")
     from ling3export.verify.verify import time_artifact, verify_artifact
 
     notes: list[str] = []
     if time:
-        hosts = find_hosts(**place)
+        hosts = find_hosts()
         if hosts is not None:
             keep_stdout()
         result = time_artifact(artifact, target, hosts, notes.append)

@@ -9,7 +9,7 @@ from ling3export.foundation.extras import require
 from ling3export.foundation.shards import Shard
 from ling3export.runners.cli.cluster import cluster_options
 from ling3export.runners.cli.command import Command, section
-from ling3export.runners.cli.hosts import host_options, leading
+from ling3export.runners.cli.hosts import leading
 from ling3export.runners.cli.options import PATH, engine_options, sampling_option, shard_option, temperature_option
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
@@ -38,7 +38,6 @@ COMMON = "model max_tokens temperature seed shard force target programs ray repl
     click.option("--force", is_flag=True, help="Begin again, and replace OUTPUT."),
 )
 @engine_options("target", "programs", "check", "step_timeout")
-@host_options
 @cluster_options
 def batch(
     artifact: Path,
@@ -48,7 +47,6 @@ def batch(
     shard: Shard,
     force: bool,
     engine: EngineConfig,
-    place: dict[str, Any],
     cluster: "Cluster | None",
     **settings: Any,
 ) -> None:
@@ -58,7 +56,7 @@ def batch(
     {"messages": [...]}. A line that cannot be served gets an error as its answer. OUTPUTs of all shards, one after the
     other, are the whole output.
     """
-    hosts = leading(artifact, place, engine) if cluster is None else None
+    hosts = leading(artifact, engine) if cluster is None else None
     with announced(hosts):
         require("batch", "serve", "starlette", "prometheus_client", "pydantic")
         from ling3export.runners.batch.run import run_batch, run_batch_on

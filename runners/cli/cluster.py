@@ -11,6 +11,7 @@ from ling3export.foundation.errors import RequestError
 from ling3export.foundation.extras import require
 from ling3export.runners.cli.command import section
 from ling3export.runners.cli.options import POSITIVE
+from ling3export.runners.hosts.hosts import find_hosts
 
 if TYPE_CHECKING:
     from ling3export.runners.fleet.cluster import Cluster
@@ -35,10 +36,8 @@ def cluster_options(command: Callable[..., Any]) -> Any:
     @wraps(command)
     def clustered(ray: str | None, replicas: int, resources: str, **options: Any) -> Any:
         cluster = None if ray is None else _cluster(ray, replicas, resources)
-        if cluster and options["place"]["num_hosts"]:
-            raise RequestError(
-                "--ray: each engine runs on one host, but --num-hosts is given", "use --shard I/N instead"
-            )
+        if cluster and find_hosts() is not None:
+            raise RequestError("--ray: each engine runs on one host, but NNODES is set", "use --shard I/N instead")
         return command(cluster=cluster, **options)
 
     return _cluster_section(clustered)

@@ -15,7 +15,7 @@ from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.cluster import cluster_options
 from ling3export.runners.cli.command import INVALID, NOT_DETERMINISTIC, REGRESSION, Decorator, Group, section
-from ling3export.runners.cli.hosts import host_options, keep_stdout, leading
+from ling3export.runners.cli.hosts import keep_stdout, leading
 from ling3export.runners.cli.options import (
     PATH,
     check_option,
@@ -130,7 +130,6 @@ def evaluate() -> None:
 )
 @section("Work", shard_option("Every N-th batch from batch I on"))
 @engine_options("target", "programs", "step_timeout", "prefix_cache", prefix_cache="off")
-@host_options
 @cluster_options
 def run(
     artifact: Path,
@@ -141,7 +140,6 @@ def run(
     force: bool,
     engine: EngineConfig,
     shard: Shard,
-    place: dict[str, Any],
     cluster: "Cluster | None",
     **settings: Any,
 ) -> None:
@@ -153,7 +151,7 @@ def run(
     from ling3export.runners.evals.run import run_suite
 
     engine = replace(engine, overlap=OVERLAP)
-    hosts = leading(artifact, place, engine) if cluster is None else None
+    hosts = leading(artifact, engine) if cluster is None else None
     with announced(hosts):
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
     opened: AbstractContextManager[EvalBackend] = (
@@ -204,7 +202,6 @@ def merge(shards: tuple[Path, ...], run_folder: Path, force: bool) -> None:
 )
 @section("Answers", max_tokens_option, stop_option, batch_option)
 @engine_options("target", "programs", "step_timeout")
-@host_options
 def determinism(
     artifact: Path,
     suite: str,
@@ -216,7 +213,6 @@ def determinism(
     stop: tuple[str, ...],
     batch: int,
     engine: EngineConfig,
-    place: dict[str, Any],
 ) -> None:
     """Run a suite again; exit with 3 if a token id differs.
 
@@ -226,7 +222,7 @@ def determinism(
     from ling3export.runners.evals.backend import OVERLAP, PromptRequest
 
     engine = replace(engine, overlap=OVERLAP, prefix_cache=False)
-    hosts = leading(artifact, place, engine)
+    hosts = leading(artifact, engine)
     with announced(hosts):
         loaded = _suite_of(suite, data, limit)
     max_tokens = loaded.settings.get("max_tokens", max_tokens)
@@ -245,8 +241,7 @@ def determinism(
 @click.option("--tokens", type=click.IntRange(1), default=4096, help="Most tokens that are judged.")
 @click.option("--window", type=click.IntRange(2), default=512, help="Tokens that the model sees at once.")
 @section("Artifacts", target_option, programs_option, check_option, trust_option)
-@host_options
-def logits(a: Path, b: Path, text: Path, tokens: int, window: int, place: dict[str, Any], **how: Any) -> None:
+def logits(a: Path, b: Path, text: Path, tokens: int, window: int, **how: Any) -> None:
     """How far B's distributions are from A's, over a text.
 
     Prints KL(A || B), how often both have the same best token, and perplexities, as JSON. A's logits lie in TMPDIR
@@ -254,7 +249,7 @@ def logits(a: Path, b: Path, text: Path, tokens: int, window: int, place: dict[s
     """
     from ling3export.runners.evals.compare_logits import compare_logits
 
-    hosts = find_hosts(**place)
+    hosts = find_hosts()
     if hosts is not None:
         keep_stdout()
     with progress("compare-logits") as told:

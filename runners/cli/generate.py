@@ -10,7 +10,7 @@ import click
 
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.command import Command, Once, given, section
-from ling3export.runners.cli.hosts import host_options, leading
+from ling3export.runners.cli.hosts import leading
 from ling3export.runners.cli.options import PATH, answer_options, engine_options
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
@@ -91,11 +91,9 @@ def _ids(text: str) -> tuple[int, ...]:
 @engine_options(
     "target", "programs", "check", "step_timeout", "ffn", "ffn_timeout", "prefix_cache", "evict", "prefix_store"
 )
-@host_options
 def generate(
     artifact: Path,
     engine: EngineConfig,
-    place: dict[str, Any],
     prompt: str | None,
     prompt_ids: tuple[int, ...] | None,
     prompt_file: Path | None,
@@ -114,7 +112,7 @@ def generate(
 
     On several hosts, run the same command on each; host 0 reads the prompts and prints.
     """
-    hosts = leading(artifact, place, engine)
+    hosts = leading(artifact, engine)
     with announced(hosts):
         prompts = _prompts(prompt, prompt_ids, prompt_file, resume)
         if save is not None and (resume is not None or len(prompts) != 1):

@@ -276,7 +276,7 @@ def _transfer_of(given: dict[str, Any]) -> Transfer | None:
         if how["role"] != Transfer.role:
             raise RequestError(f"--role {how['role']}: expected --transfer with it, found none")
         return None
-    return Transfer(**how, secret=read_secret(given["secret_file"]) if how["carrier"] == "tcp" else "")
+    return Transfer(**how, secret=read_secret() if how["carrier"] == "tcp" else "")
 
 
 def sampling_option(name: str, text: str) -> Decorator:

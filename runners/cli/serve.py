@@ -16,7 +16,7 @@ from ling3export.foundation.errors import RequestError
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.command import Command, Once, section
-from ling3export.runners.cli.hosts import host_options, leading
+from ling3export.runners.cli.hosts import leading
 from ling3export.runners.cli.options import (
     PORT,
     POSITIVE,
@@ -136,13 +136,12 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
     "transfer",
     max_requests=256,
 )
-@host_options
-def serve(artifact: Path, server: ServerConfig, engine: EngineConfig, place: dict[str, Any]) -> None:
+def serve(artifact: Path, server: ServerConfig, engine: EngineConfig) -> None:
     """Serve ARTIFACT over HTTP, in the shapes of OpenAI's API.
 
     On several hosts, run the same command on each; host 0 listens for clients.
     """
-    hosts = leading(artifact, place, engine, grace=server.grace)
+    hosts = leading(artifact, engine, grace=server.grace)
     with announced(hosts):
         require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
         if server.kv_events is not None:

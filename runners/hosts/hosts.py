@@ -1,4 +1,4 @@
-"""Which of several hosts this process is: from the command line, from the environment, or from the cluster's launcher.
+"""Which of several hosts this process is: from the environment, or from the cluster's launcher.
 
 A host is a process with devices of its own; the same command runs on every one. Imports no jax but to ask a launcher.
 """
@@ -15,10 +15,10 @@ from ling3export.foundation.reading import opened
 from ling3export.machine.service import is_loopback, launched
 
 DETECT = "auto"  # as a coordinator: ask the cluster's launcher
-FIXES = "give --coordinator HOST:PORT --num-hosts N --host-id I, or set DIST_INIT_ADDR, NNODES and NODE_RANK"
-SECRET = "LING3_SECRET"
+FIXES = "set DIST_INIT_ADDR=HOST:PORT, NNODES=N and NODE_RANK=I"
+SECRET, SECRET_FILE = "LING3_SECRET", "LING3_SECRET_FILE"
 SHORTEST, LONGEST = 16, 1024  # characters of a secret
-SHARE = "give every host the same secret with --secret-file FILE or LING3_SECRET: head -c 24 /dev/urandom | base64"
+SHARE = "give every host the same secret in LING3_SECRET_FILE=FILE or LING3_SECRET: head -c 24 /dev/urandom | base64"
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Hosts:
         if not (alone or self.secret or self.trust_network):
             raise Ling3Error(
                 f"coordinator {self.coordinator}: expected a secret where other machines reach host 0, found none",
-                f"{SHARE}; or trust the whole network with --trust-network",
+                f"{SHARE}; or trust the whole network with LING3_TRUST_NETWORK=1",
             )
 
     @property
@@ -71,74 +71,50 @@ class Hosts:
         return host.strip("[]"), int(port)
 
 
-def find_hosts(
-    coordinator: str | None,
-    num_hosts: int | None,
-    host_id: int | None,
-    start_timeout: float = Hosts.start_timeout,
-    *,
-    host_timeout: float = Hosts.host_timeout,
-    secret_file: Path | None = None,
-    trust_network: bool = False,
-    environment: Mapping[str, str] = os.environ,
-) -> Hosts | None:
-    """This process's place among several hosts; None where it runs alone.
+def find_hosts(environment: Mapping[str, str] = os.environ) -> Hosts | None:
+    """This process's place among several hosts, from environment variables; None where it runs alone.
 
-    Arguments that are None come from DIST_INIT_ADDR, NNODES and NODE_RANK. NODE_RANK alone is ignored.
-
-    Args:
-        coordinator: ``HOST:PORT`` of host 0, or ``auto``: a cluster's launcher knows all three.
-        num_hosts: How many hosts there are.
-        host_id: Which one this is.
-        start_timeout: Seconds to wait until all are there.
-        host_timeout: Seconds that another host may be silent or behind.
-        secret_file: Holds the secret; by default LING3_SECRET does.
-        trust_network: Whether other machines may take part without a secret.
-        environment: Where the variables are looked up.
+    ``DIST_INIT_ADDR`` is ``HOST:PORT`` of host 0, ``NNODES`` the number of hosts and ``NODE_RANK`` this host's number;
+    ``NODE_RANK`` alone is ignored. With ``DIST_INIT_ADDR=auto`` a cluster's launcher gives all three.
+    ``LING3_START_TIMEOUT``, ``LING3_HOST_TIMEOUT``, ``LING3_SECRET``, ``LING3_SECRET_FILE`` and
+    ``LING3_TRUST_NETWORK=1`` give the other fields of ``Hosts``.
 
     Raises:
-        Ling3Error: Only a part of the three is known, they contradict each other, or the launcher is not known. Or
-            the secret is missing, no secret, or readable by others.
+        Ling3Error: Only a part of the three is set, they contradict each other, or the launcher is not known. Or the
+            secret is missing, no secret, or readable by others.
     """
-
-    def placed(coordinator: str, count: int, number: int) -> Hosts | None:
-        secret = read_secret(secret_file, environment) if count > 1 else ""
-        hosts = Hosts(coordinator, count, number, start_timeout, host_timeout, secret, trust_network)
-        return hosts if count > 1 else None
-
-    coordinator = coordinator or environment.get("DIST_INIT_ADDR") or None
+    coordinator = environment.get("DIST_INIT_ADDR") or None
+    count, number = _number("NNODES", environment), _number("NODE_RANK", environment)
+    start_timeout = _seconds("LING3_START_TIMEOUT", Hosts.start_timeout, environment)
+    host_timeout = _seconds("LING3_HOST_TIMEOUT", Hosts.host_timeout, environment)
     if coordinator == DETECT:
-        coordinator, count, number = launched(num_hosts, host_id, start_timeout)
+        coordinator, count, number = launched(count, number, start_timeout)
         if coordinator is None or count is None or number is None:
-            raise Ling3Error("--coordinator auto: expected a cluster's launcher that jax knows, found none", FIXES)
-        return placed(coordinator, count, number)
-    count = _number("NNODES", environment) if num_hosts is None else num_hosts
-    if coordinator is None and host_id is None and count in (None, 1):
+            raise Ling3Error("DIST_INIT_ADDR=auto: expected a cluster's launcher that jax knows, found none", FIXES)
+    elif coordinator is None and count in (None, 1):
         return None
-    number = _number("NODE_RANK", environment) if host_id is None else host_id
-    given = {
-        "--coordinator (DIST_INIT_ADDR)": coordinator,
-        "--num-hosts (NNODES)": count,
-        "--host-id (NODE_RANK)": number,
-    }
-    if missing := [name for name, value in given.items() if value is None]:
-        raise Ling3Error(f"hosts: expected coordinator, number of hosts and host id, found no {missing[0]}", FIXES)
+    variables = {"DIST_INIT_ADDR": coordinator, "NNODES": count, "NODE_RANK": number}
+    if missing := [name for name, value in variables.items() if value is None]:
+        raise Ling3Error(f"hosts: expected {', '.join(variables)}, found no {missing[0]}", FIXES)
     assert coordinator is not None and count is not None and number is not None
-    return placed(coordinator, count, number)
+    secret = read_secret(environment) if count > 1 else ""
+    trust_network = environment.get("LING3_TRUST_NETWORK") == "1"
+    hosts = Hosts(coordinator, count, number, start_timeout, host_timeout, secret, trust_network)
+    return hosts if count > 1 else None
 
 
-def read_secret(file: Path | None, environment: Mapping[str, str] = os.environ) -> str:
-    """The secret in ``file``, else the one in LING3_SECRET, else an empty one.
+def read_secret(environment: Mapping[str, str] = os.environ) -> str:
+    """The secret in the file that ``LING3_SECRET_FILE`` names, else the one in ``LING3_SECRET``, else an empty one.
 
     Raises:
-        Ling3Error: The file is not this user's alone, or what was found is no secret.
+        Ling3Error: The file is not this user's alone, or its text is no secret.
     """
-    if file is None:
-        where, secret = f"`{SECRET}`", environment.get(SECRET)
-        if secret is None:
-            return ""
+    if file := environment.get(SECRET_FILE):
+        where, secret = f"`{SECRET_FILE}={file}`", _private(Path(file))
+    elif SECRET in environment:
+        where, secret = f"`{SECRET}`", environment[SECRET]
     else:
-        where, secret = f"--secret-file `{file}`", _private(file)
+        return ""
     secret = secret.strip()
     if not SHORTEST <= len(secret) <= LONGEST or not all("!" <= character <= "~" for character in secret):
         raise Ling3Error(
@@ -156,10 +132,10 @@ def _private(file: Path) -> str:
         with opened(file.parent, file.name) as there:
             found, text = os.fstat(there.fileno()), there.read(2 * LONGEST)
     except OSError as error:
-        raise Ling3Error(f"--secret-file `{file}`: expected a regular file, found {error.strerror}") from error
+        raise Ling3Error(f"{SECRET_FILE} `{file}`: expected a regular file, found {error.strerror}") from error
     if found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise Ling3Error(
-            f"--secret-file `{file}`: expected a file of this user alone (0600), found mode "
+            f"{SECRET_FILE} `{file}`: expected a file of this user alone (0600), found mode "
             f"{stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}",
             f"chmod 600 {file}",
         )
@@ -173,3 +149,11 @@ def _number(name: str, environment: Mapping[str, str]) -> int | None:
     if not text.isdigit():
         raise Ling3Error(f"{name}: expected a whole number, found {text}")
     return int(text)
+
+
+def _seconds(name: str, default: float, environment: Mapping[str, str]) -> float:
+    text = environment.get(name) or str(default)
+    try:
+        return float(text)
+    except ValueError:
+        raise Ling3Error(f"{name}: expected seconds, found {text}") from None

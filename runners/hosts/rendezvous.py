@@ -205,7 +205,7 @@ def _gather(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket],
         found += [strangers] if door.dropped else []
         text = f"hosts: expected {hosts.count} within {hosts.start_timeout:g} s, found {'; '.join(found)}"
         refuse(door.peers, text)
-        raise HostsError(text, "start the same command on every host; --start-timeout waits longer")
+        raise HostsError(text, "start the same command on every host; LING3_START_TIMEOUT=SECONDS waits longer")
     if door.dropped:
         print(f"hosts: all {hosts.count} are there; {strangers}", file=sys.stderr, flush=True)
     return door.peers, chosen
@@ -293,7 +293,7 @@ def _call(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], i
         time.sleep(PAUSE)
     raise HostsError(
         f"host 0: expected it at {hosts.coordinator} within {hosts.start_timeout:g} s, found {found}",
-        "start the same command on every host; --start-timeout waits longer",
+        "start the same command on every host; LING3_START_TIMEOUT=SECONDS waits longer",
     )
 
 

@@ -83,7 +83,7 @@ def test_optimal_programs_need_no_compiling():
             target(devices=16, processes=4),
             here(devices=16),
             "UNSUPPORTED prefill@16, decode@16 (hosts: built for 4 (a process on each), found 1)",
-            "start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I",
+            "start the command on each of its 4 hosts: DIST_INIT_ADDR=HOST:PORT NNODES=4 NODE_RANK=I",
         ),
     ],
 )
@@ -132,7 +132,7 @@ def test_an_accelerator_that_is_here_goes_before_the_cpu():
     )
 
 
-ON_EACH = "start the command on each of its 4 hosts: --coordinator HOST:PORT --num-hosts 4 --host-id I"
+ON_EACH = "start the command on each of its 4 hosts: DIST_INIT_ADDR=HOST:PORT NNODES=4 NODE_RANK=I"
 
 
 @pytest.mark.parametrize(

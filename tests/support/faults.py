@@ -128,14 +128,18 @@ class _Pair:
             program = ["-c", SLOWED, int(fault.wait)] if slow else ["-m", "ling3export.runners.cli"]
             command = [
                 sys.executable, *program, "generate", artifact, "--prompt-file", prompts, "--max-tokens", 1000,
-                "--ignore-eos", "--coordinator", f"127.0.0.1:{address}", "--num-hosts", 2,
-                "--host-id", number, "--start-timeout", START_TIMEOUT, "--host-timeout", HOST_TIMEOUT,
+                "--ignore-eos",
             ]  # fmt: skip
+            place = {
+                "DIST_INIT_ADDR": f"127.0.0.1:{address}", "NNODES": 2, "NODE_RANK": number,
+                "LING3_START_TIMEOUT": START_TIMEOUT, "LING3_HOST_TIMEOUT": HOST_TIMEOUT,
+                "LING3_SECRET": "of-these-two-hosts",
+            }  # fmt: skip
             with log.open("w") as file:
                 self.processes.append(
                     subprocess.Popen(
                         [str(part) for part in command],
-                        env=environment({"LING3_SECRET": "of-these-two-hosts"}),
+                        env=environment({name: str(value) for name, value in place.items()}),
                         stdout=subprocess.DEVNULL,
                         stderr=file,
                     )

@@ -2,9 +2,10 @@
 
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 from ling3export.foundation.processes import free_port
 from tests.support.builds import environment
@@ -21,28 +22,28 @@ RUNNER = (sys.executable, "-m", "ling3export.runners.cli")
 def hosting(
     commands: Sequence[Sequence[object]],
     *,
-    variables: bool = False,
     programs: Sequence[Sequence[object]] | None = None,
     folders: Sequence[Path] | None = None,
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """A command of the runner on every host; killed at the end of the block.
 
     Args:
         commands: Of each host.
-        variables: Say which host it is by the environment instead of options.
         programs: What stands in for the runner, of each host.
         folders: Where each runs; where the tests run, by default.
+        more: Environment variables of all hosts.
     """
     address, processes = f"127.0.0.1:{free_port()}", []
     for number, command in enumerate(commands):
-        who = {"DIST_INIT_ADDR": address, "NNODES": str(len(commands)), "NODE_RANK": str(number)}
-        named = ["--coordinator", address, "--num-hosts", len(commands), "--host-id", number, "--start-timeout", 60]
+        place = {"DIST_INIT_ADDR": address, "NNODES": str(len(commands)), "NODE_RANK": str(number)}
+        place["LING3_START_TIMEOUT"] = "60"
         program = RUNNER if programs is None else programs[number]
         processes.append(
             subprocess.Popen(
-                [str(part) for part in (*program, *command, *([] if variables else named))],
+                [str(part) for part in (*program, *command)],
                 text=True,
-                env=environment(FAULTS | (who if variables else {})),
+                env=environment(FAULTS | place | dict(more)),
                 cwd=None if folders is None else folders[number],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,

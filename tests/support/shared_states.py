@@ -18,10 +18,7 @@ from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
 def main() -> None:
     artifact, folder = map(Path, sys.argv[1:])
-    hosts, how = (
-        find_hosts(None, None, None, 60.0),
-        {"check": "programs", "prefix_store": PrefixFolder(folder / "known")},
-    )
+    hosts, how = (find_hosts(), {"check": "programs", "prefix_store": PrefixFolder(folder / "known")})
     assert hosts is not None
     keep_stdout()
     if hosts.number:

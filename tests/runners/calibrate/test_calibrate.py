@@ -237,8 +237,7 @@ def test_several_hosts_use_a_calibration_only_where_all_have_the_same(copied):
     )
 
 
-def test_options_of_several_hosts_need_time(run):
-    assert "--num-hosts needs --time." in refusal(main, "verify", run.folder, "--num-hosts", "2", code=2)
+def test_time_excludes_no_run(run):
     assert "exclude each other" in refusal(main, "verify", run.folder, "--no-run", "--time", code=2)
 
 

@@ -28,10 +28,11 @@ def test_options_that_add_up_may_be_repeated():
 
 @pytest.mark.parametrize("host", ["0", "1"])
 @pytest.mark.parametrize("command", [["generate", "--prompt-ids", "1", "--max-tokens", "1"], ["serve"]])
-def test_each_of_several_hosts_refuses_ffn_workers_at_once(command: list[str], host: str):
+def test_each_of_several_hosts_refuses_ffn_workers_at_once(command: list[str], host: str, monkeypatch):
     """A follower took no notice of them, and waited for host 0, which had refused them alone."""
-    several = ["--coordinator", "127.0.0.1:1", "--num-hosts", "2", "--host-id", host, "--ffn", "any"]
-    assert refusal(runner, command[0], "none", *command[1:], *several) == (
+    for name, value in (("DIST_INIT_ADDR", "127.0.0.1:1"), ("NNODES", "2"), ("NODE_RANK", host)):
+        monkeypatch.setenv(name, value)
+    assert refusal(runner, command[0], "none", *command[1:], "--ffn", "any") == (
         "error: --ffn: expected none on several hosts, found some\nhint: run one process a session\n"
     )
 

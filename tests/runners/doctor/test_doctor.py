@@ -99,7 +99,7 @@ def test_a_machine_that_fits_has_no_fault(on_cpu):
 def test_a_host_of_a_slice_is_told_to_start_with_the_others(on_tpu):
     (note,) = faults(on_tpu)
     assert (note.severity, note.what) == (Severity.NOTE, "hosts: this is one of the 2 that run together")
-    assert "--num-hosts 2" in note.mend
+    assert "NNODES=2" in note.mend
 
 
 ON_CPU = {
@@ -169,7 +169,7 @@ ON_TPU = {
         lambda pair: runtime(pair, devices=[0]), 1, "built for 2 on each host, found 1", "build --into"),
     "little memory": (lambda pair: runtime(pair, memory=1), 1, "memory of a device: expected", "--max-running 1"),
     "another number of hosts": (
-        lambda pair: runtime(pair, processes=4), 1, "hosts: built for 2 (a process on each), found 4", "--num-hosts 2"),
+        lambda pair: runtime(pair, processes=4), 1, "hosts: built for 2 (a process on each), found 4", "NNODES=2"),
 }  # fmt: skip
 
 

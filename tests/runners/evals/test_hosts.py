@@ -53,7 +53,7 @@ def test_a_killed_process_ends_the_run_and_the_same_command_finishes_it(command,
     assert said[0][1].endswith(ENDED.format(2))
     killed = kept(run)
     assert len(lines) <= len(killed) < len(TASKS) and not (run / "predictions.jsonl").exists()
-    with hosting([command] * COUNT, folders=folders, variables=True) as processes:
+    with hosting([command] * COUNT, folders=folders) as processes:
         said = [process.communicate(timeout=120) for process in processes]
         assert [process.returncode for process in processes] == [0] * COUNT, said
     assert [out for out, _ in said] == [f"正确率: {len(TASKS)}/{len(TASKS)} = 1.0000\n", "", "", ""]

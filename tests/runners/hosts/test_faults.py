@@ -82,8 +82,8 @@ def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_
 
 
 def test_a_follower_that_alone_is_told_to_end_does_so_when_its_time_is_over(artifact):
-    command = ["serve", artifact("micro-2x1"), "--port", 0, "--grace", 0, "--host-timeout", 6, "--check", "programs"]
-    with hosting([command] * 2) as processes:
+    command = ["serve", artifact("micro-2x1"), "--port", 0, "--grace", 0, "--check", "programs"]
+    with hosting([command] * 2, more={"LING3_HOST_TIMEOUT": "6"}) as processes:
         wait_until_following(processes[1])
         assert processes[0].stdout is not None
         processes[0].stdout.readline()

@@ -60,7 +60,7 @@ def test_four_processes_answer_as_one_and_read_their_own_weights_alone(artifact,
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.npz"
     prompts.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS))
     options = ("--prompt-file", prompts, "--max-tokens", 6, "--json", "--stats", "--logits", out)
-    with hosting([["generate", copy, *options] for copy in copies], variables=True) as processes:
+    with hosting([["generate", copy, *options] for copy in copies]) as processes:
         said = [process.communicate(timeout=120) for process in processes]
     assert [process.returncode for process in processes] == [0] * COUNT, said
     with Engine(artifact("micro-tp4"), report=lambda text: None) as engine:
@@ -130,39 +130,38 @@ def test_inputs_travel_whole():
 def test_which_host_this_is():
     secret = "of-these-four-hosts"
     variables = {"DIST_INIT_ADDR": "10.0.0.1:9", "NNODES": "4", "NODE_RANK": "2", "LING3_SECRET": secret}
-    assert find_hosts(None, None, None, environment={}) is None
-    assert find_hosts(None, None, None, environment={"NODE_RANK": "0"}) is None
-    assert find_hosts(None, 1, None, environment={}) is None
-    assert find_hosts(None, None, None, environment=variables) == Hosts("10.0.0.1:9", 4, 2, 300, 30, secret)
-    assert find_hosts("[::1]:7", 2, 1, 5, environment=variables) == Hosts("[::1]:7", 2, 1, 5, secret=secret)
-    assert find_hosts("10.0.0.1:9", 2, 1, trust_network=True, environment={}) == Hosts(
-        "10.0.0.1:9", 2, 1, trust_network=True
-    )
+    assert find_hosts({}) is None
+    assert find_hosts({"NODE_RANK": "0"}) is None
+    assert find_hosts({"NNODES": "1"}) is None
+    assert find_hosts(variables) == Hosts("10.0.0.1:9", 4, 2, 300, 30, secret)
+    more = {"LING3_START_TIMEOUT": "5", "LING3_HOST_TIMEOUT": "2.5"}
+    assert find_hosts(variables | more) == Hosts("10.0.0.1:9", 4, 2, 5, 2.5, secret)
+    del variables["LING3_SECRET"]
+    assert find_hosts(variables | {"LING3_TRUST_NETWORK": "1"}) == Hosts("10.0.0.1:9", 4, 2, trust_network=True)
     assert Hosts("[::1]:7", 2, 1).address == ("::1", 7)
 
 
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (("h:1", 4, None), "hosts: expected coordinator, number of hosts and host id, found no --host-id (NODE_RANK)"),
-        (
-            (None, 4, 0),
-            "hosts: expected coordinator, number of hosts and host id, found no --coordinator (DIST_INIT_ADDR)",
-        ),
-        (("h", 4, 0), "coordinator: expected HOST:PORT, found h"),
-        (("h:1", 4, 4), "host id: expected 0 to 3 of 4 hosts, found 4"),
-        (("h:1", 4, 3), "coordinator h:1: expected a secret where other machines reach host 0, found none"),
-        (("auto", None, None), "--coordinator auto: expected a cluster's launcher that jax knows, found none"),
+        (("h:1", "4", ""), "hosts: expected DIST_INIT_ADDR, NNODES, NODE_RANK, found no NODE_RANK"),
+        (("", "4", "0"), "hosts: expected DIST_INIT_ADDR, NNODES, NODE_RANK, found no DIST_INIT_ADDR"),
+        (("h", "4", "0"), "coordinator: expected HOST:PORT, found h"),
+        (("h:1", "four", "0"), "NNODES: expected a whole number, found four"),
+        (("h:1", "4", "4"), "host id: expected 0 to 3 of 4 hosts, found 4"),
+        (("h:1", "4", "3"), "coordinator h:1: expected a secret where other machines reach host 0, found none"),
+        (("auto", "", ""), "DIST_INIT_ADDR=auto: expected a cluster's launcher that jax knows, found none"),
     ],
 )
 def test_a_host_that_is_half_known_is_refused(given, text):
     with pytest.raises(Ling3Error) as caught:
-        find_hosts(*given, environment={})
+        find_hosts(dict(zip(("DIST_INIT_ADDR", "NNODES", "NODE_RANK"), given, strict=True)))
     assert caught.value.message == text
 
 
 def test_a_launcher_is_asked():
     variables = {
+        "DIST_INIT_ADDR": "auto",
         "LING3_SECRET": "of-these-four-hosts",
         "SLURM_JOB_ID": "70000",
         "SLURM_STEP_NODELIST": "node[1-4]",
@@ -171,7 +170,7 @@ def test_a_launcher_is_asked():
         "SLURM_LOCALID": "0",
         "SLURM_STEP_NUM_NODES": "4",
     }
-    code = "from ling3export.runners.hosts.hosts import find_hosts; print(find_hosts('auto', None, None))"
+    code = "from ling3export.runners.hosts.hosts import find_hosts; print(find_hosts())"
     done = run(sys.executable, "-c", code, environment=environment(variables))
     assert done.stdout.startswith("Hosts(coordinator='node1:") and "count=4, number=3" in done.stdout
 

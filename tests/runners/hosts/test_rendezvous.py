@@ -135,7 +135,7 @@ def test_a_host_that_does_not_come_is_named_on_all_that_are_there():
     first, second, _ = hosts(3, timeout=1.0)
     one, two = in_threads(lambda: meet(first, IDENTITY), lambda: meet(second, IDENTITY))
     text = "hosts: expected 3 within 1 s, found no word of host 2"
-    assert str(one) == f"{text}\nhint: start the same command on every host; --start-timeout waits longer"
+    assert str(one) == f"{text}\nhint: start the same command on every host; LING3_START_TIMEOUT=SECONDS waits longer"
     assert str(two) == f"host 0 gave up: {text}"
 
 
@@ -401,7 +401,7 @@ def test_other_machines_are_met_with_a_secret_or_with_trust():
         assert caught.value.message == (
             f"coordinator {coordinator}: expected a secret where other machines reach host 0, found none"
         )
-        assert "--secret-file" in str(caught.value.hint) and "--trust-network" in str(caught.value.hint)
+        assert "LING3_SECRET_FILE" in str(caught.value.hint) and "LING3_TRUST_NETWORK" in str(caught.value.hint)
         assert SECRET not in repr(Hosts(coordinator, 2, 1, secret=SECRET))
         assert Hosts(coordinator, 2, 1, trust_network=True).secret == ""
         assert Hosts(coordinator, 1, 0).count == 1
@@ -411,26 +411,27 @@ def test_other_machines_are_met_with_a_secret_or_with_trust():
 
 def test_the_secret_is_in_a_file_of_this_user_alone_or_in_the_environment(tmp_path):
     file, variables = tmp_path / "secret", {"LING3_SECRET": SECRET[::-1]}
-    assert read_secret(None, {}) == ""
-    assert read_secret(None, variables) == SECRET[::-1]
+    assert read_secret({}) == ""
+    assert read_secret(variables) == SECRET[::-1]
+    variables["LING3_SECRET_FILE"] = str(file)
     file.write_text(f"{SECRET}\n")
     file.chmod(0o600)
-    assert read_secret(file, variables) == SECRET
-    found = find_hosts("10.0.0.1:9", 2, 1, secret_file=file, environment={})
+    assert read_secret(variables) == SECRET
+    found = find_hosts({"DIST_INIT_ADDR": "10.0.0.1:9", "NNODES": "2", "NODE_RANK": "1", **variables})
     assert found is not None and found.secret == SECRET
     for mode in (0o640, 0o604, 0o620):
         file.chmod(mode)
         with pytest.raises(Ling3Error, match=r"expected a file of this user alone \(0600\), found mode 06[024]{2} of"):
-            read_secret(file, variables)
+            read_secret(variables)
     file.chmod(0o600)
     os.mkfifo(tmp_path / "pipe", 0o600)
     with pytest.raises(Ling3Error, match="expected a regular file, found a pipe"):
-        read_secret(tmp_path / "pipe")
+        read_secret({"LING3_SECRET_FILE": str(tmp_path / "pipe")})
     for text in ("", "short", "x" * 2000, "two words of some length", "é" * 20):
         file.write_text(text)
-        for how in ((file, {}), (None, {"LING3_SECRET": text})):
+        for environment in ({"LING3_SECRET_FILE": str(file)}, {"LING3_SECRET": text}):
             with pytest.raises(Ling3Error, match="expected 16 to 1,024 characters of printable ASCII without blanks"):
-                read_secret(*how)
+                read_secret(environment)
 
 
 def test_host_0_listens_at_the_coordinators_address_alone():

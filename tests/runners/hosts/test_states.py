@@ -129,7 +129,7 @@ def test_two_hosts_save_resume_give_take_and_keep_what_one_does(artifact, tmp_pa
     told = {"check": "programs", "report": lambda text: None}
     asked = Request(PROMPT, 20, Sampling(1.0, seed=3), ignore_eos=True, logprobs=2)
     with (
-        hosting([command] * 2, variables=True, programs=[HOST] * 2) as processes,
+        hosting([command] * 2, programs=[HOST] * 2) as processes,
         Engine(artifact("micro-tp1-snapshots"), transfer=how, prefix_cache=False, **told) as one,
     ):
         two = Hosts(processes)
@@ -186,7 +186,7 @@ def test_a_host_killed_while_a_state_is_gathered_ends_the_other_and_leaves_no_fi
         "give": {"complete": replace(request, max_tokens=1, kv_transfer_params=AWAY)},
         "keep": {"complete": request},
     }[asked]
-    with hosting([command] * 2, variables=True, programs=[HOST, slow]) as processes:
+    with hosting([command] * 2, programs=[HOST, slow]) as processes:
         assert processes[0].stdout.readline() == "ready\n", processes[0].stderr.read()
         processes[0].stdin.write(json.dumps(ask, default=asdict) + "\n")
         processes[0].stdin.flush()
