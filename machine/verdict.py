@@ -3,8 +3,7 @@
 That is decided from the manifest alone, and before it is given.
 
 PJRT checks next to nothing, and a file that does not fit can end the process inside C++. So every cell gets a verdict:
-OPTIMAL (its executable fits), RECOMPILE (only its portable program will do, compiled here), UNSUPPORTED,
-or EXPIRED (as RECOMPILE, but nobody promises any more that the portable program can be read).
+OPTIMAL (its executable fits), RECOMPILE (only its portable program will do, compiled here), or UNSUPPORTED.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 from ling3export.artifacts.calibration import Measuring
 from ling3export.artifacts.schema import Mesh, Requirements, Target
 from ling3export.foundation.errors import ArtifactError, MisfitError, listed
-from ling3export.machine import environment, promise
+from ling3export.machine import environment
 from ling3export.machine.targets import NAMES, on_all, platforms_here
 
 POLICIES = ("prebuilt-only", "allow-compile")
@@ -31,7 +30,6 @@ class VerdictStatus(Enum):
 
     OPTIMAL = "OPTIMAL"
     RECOMPILE = "RECOMPILE"
-    EXPIRED = "EXPIRED"
     UNSUPPORTED = "UNSUPPORTED"
 
 
@@ -117,12 +115,8 @@ def judge(target: Target, here: JaxRuntime) -> dict[str, Verdict]:
     unfit = next(misfits(target.requires, target.mesh, here), None)
     missing = f"executable: built for {target.text}, found none in the artifact"
     reasons = {name: missing if cell.exec is None else unfit for name, cell in target.cells.items()}
-    promised, status, hint = promise.promise(target), VerdictStatus.RECOMPILE, None
-    if promise.today() > promised.until:
-        status, hint = VerdictStatus.EXPIRED, promise.rebuild(target, "ARTIFACT")
-        reasons = {name: reason and f"{reason}; {promised.told(promise.today())}" for name, reason in reasons.items()}
     return {
-        name: Verdict(name, status, reason, hint) if reason else Verdict(name, VerdictStatus.OPTIMAL)
+        name: Verdict(name, VerdictStatus.RECOMPILE, reason) if reason else Verdict(name, VerdictStatus.OPTIMAL)
         for name, reason in reasons.items()
     }
 
@@ -150,8 +144,7 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
         artifact: Its folder, for messages.
 
     Returns:
-        The verdicts that are RECOMPILE or EXPIRED; none under ``prebuilt-only``. An expired program may still be read,
-        and where it cannot be, the compiling says so.
+        The verdicts that are RECOMPILE; none under ``prebuilt-only``.
 
     Raises:
         MisfitError: A cell cannot run here, or not under this policy; with what was wanted, what was found, and the
@@ -168,19 +161,11 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
             f"target `{target}`: expected programs that run here, found {_told(unsupported)}, in {artifact}",
             unsupported[0].hint or add,
         )
-    compiling = (VerdictStatus.RECOMPILE, VerdictStatus.EXPIRED)
-    recompile = [verdict for verdict in verdicts.values() if verdict.status in compiling]
+    recompile = [verdict for verdict in verdicts.values() if verdict.status is VerdictStatus.RECOMPILE]
     if recompile and policy == "prebuilt-only":
-        if recompile[0].status is VerdictStatus.EXPIRED:
-            again = (recompile[0].hint or "").replace("ARTIFACT", artifact)
-            raise MisfitError(
-                f"target `{target}`: expected compiled programs that fit, found {_told(recompile)}, in {artifact}",
-                f"build the programs alone again, over the weights that are there: {again}; "
-                "or try these all the same: --programs allow-compile",
-            )
         raise MisfitError(
             f"target `{target}`: expected compiled programs that fit, found {_told(recompile)}, in {artifact}",
-            "compile the portable programs here (once; they are cached beside the artifact): --programs allow-compile; "
+            "compile the portable programs here (once; they are kept in the user's cache): --programs allow-compile; "
             "or build the artifact on this machine with this jaxlib",
         )
     return recompile

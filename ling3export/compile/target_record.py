@@ -1,5 +1,6 @@
 """What a manifest says of one target that was built: its programs, parameters, state, and what a machine must have."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,7 +12,6 @@ from ling3export.artifacts.schema import Cell, Manifest, Mesh, Requirements
 from ling3export.cache.cells import SUFFIXES, Built
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.foundation.errors import PlanError
-from ling3export.machine.promise import stablehlo_version
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
 from ling3export.model.parameters import arguments
@@ -78,6 +78,18 @@ def target_record(
         state_program=file_record(folder, f"{programs}/{schema.STATE}") if target.platform == "cpu" else None,
         portable=stablehlo_version((folder / named[next(iter(named))].stablehlo.path).read_bytes()[:64]),
     )
+
+
+def stablehlo_version(blob: bytes) -> str:
+    """The version of StableHLO that a portable program is written in.
+
+    Raises:
+        ValueError: The bytes are not StableHLO's portable form.
+    """
+    head = re.match(rb"ML\xefR\x0dStableHLO_v(\d{1,4}\.\d{1,4}\.\d{1,4})\0", blob)
+    if head is None:
+        raise ValueError(f"expected StableHLO's portable form, found {blob[:24]!r}")
+    return head[1].decode()
 
 
 def state_abi(config: Config, dtype: str) -> str:

@@ -7,7 +7,6 @@ from ling3export.artifacts.program_records import Estimate, Experts, RooflineBou
 from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, times_table, told
 from ling3export.artifacts.schema import Cell, Manifest, Receipts, State, Target
 from ling3export.foundation.tables import aligned, footnotes, selected
-from ling3export.machine.promise import promise, today
 
 # The columns for a terminal of 80 characters; a wide table has all.
 CELL_COLUMNS = ("cell", "size MB", "peak MB", *ERROR_COLUMNS)
@@ -129,7 +128,7 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
             "",
             f"target {name}: {target.tp} device{'s' * (target.tp > 1)}, {' and '.join(statuses)}, "
             f"state abi {target.state_abi[:12]}",
-            *footnotes([promise(target).told(today())]),
+            *footnotes([f"portable programs: StableHLO {target.portable}"]),
             f"  {state.pages} pages of {state.page_size} tokens ({state.placement})",
             *_cells(target, receipts, wide),
             *_estimates(target, wide),

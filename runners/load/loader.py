@@ -26,9 +26,8 @@ from ling3export.artifacts.records import canonical, to_json
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.signing import read_trusted
 from ling3export.foundation.errors import ArtifactError, printable
-from ling3export.machine.promise import promise, today
 from ling3export.machine.targets import choose_target, platforms_here, prepare
-from ling3export.machine.verdict import CHECKS, JaxRuntime, VerdictStatus, enforce, judge, measuring
+from ling3export.machine.verdict import CHECKS, JaxRuntime, enforce, judge, measuring
 from ling3export.runners import stacks
 from ling3export.runners.hosts.rendezvous import announced
 
@@ -184,9 +183,6 @@ def load(
     try:
         with stacks.if_slow():
             loaded = _load(folder, manifest, name, channel, pool, timings, programs, check, report, phases, early)
-        until, statuses = promise(manifest.targets[name]), {each.status for each in loaded.verdicts.values()}
-        if until.ends_soon(today()) or statuses != {VerdictStatus.OPTIMAL}:
-            report(until.told(today()))
         for text in signed:
             report(text)
         return loaded

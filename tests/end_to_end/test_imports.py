@@ -46,7 +46,7 @@ SERVER = {"msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn", "z
 WITHOUT_JAX = tuple(
     (
         "artifacts checkpoint cli foundation model.config report runners.bench_serving.workloads runners.cli "
-        "runners.doctor runners.evals runners.hosts.channel runners.hosts.hosts machine.environment machine.targets "
+        "runners.evals runners.hosts.channel runners.hosts.hosts machine.environment machine.targets "
         "runners.serve.schema runners.transfer verify.reference"
     ).split()
 )

@@ -11,8 +11,8 @@ from jax import export
 from ling3export.artifacts.program_records import Leaf
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.lower import lower_cell, mesh_of
+from ling3export.compile.target_record import stablehlo_version
 from ling3export.machine.portable import CUSTOM_CALL, compile_portable, packed, text
-from ling3export.machine.promise import stablehlo_version
 from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan

@@ -9,7 +9,7 @@ PACKAGE = Path(__file__).parents[2] / "ling3export"
 RUNNERS = (
     ("runners.cli",),
     ("runners.batch", "runners.route"),
-    ("runners.serve", "runners.evals", "runners.bench_serving", "runners.doctor", "runners.adapters"),
+    ("runners.serve", "runners.evals", "runners.bench_serving", "runners.adapters"),
     ("runners.calibrate", "runners.fleet"),
     ("runners.engine",),
     ("runners.ffn", "runners.transfer"),

@@ -20,7 +20,6 @@ from ling3export.runners.serve.structure import KINDS
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from tests.support import toy_artifact
-from tests.support.said import unpromised
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +34,7 @@ def run(*arguments):
 def test_text_goes_to_stdout_and_nothing_else(artifact):
     done = run(artifact, "--prompt", "the time", "--max-tokens", 5, "--ignore-eos")
     assert done.exit_code == 0
-    assert unpromised(done.stderr) == f"{artifact.name}: unsigned\n"
+    assert done.stderr == f"{artifact.name}: unsigned\n"
     assert done.stdout.endswith("\n")
 
 
@@ -74,7 +73,7 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
             assert records[i]["token_ids"] == arrays[f"tokens.{i}"].tolist() == tokens
             assert arrays[f"logits.{i}"].dtype == np.float32
             np.testing.assert_array_equal(arrays[f"logits.{i}"], logits)
-    stats = json.loads(unpromised(done.stderr).removeprefix(f"{artifact.name}: unsigned\nstats: "))
+    stats = json.loads(done.stderr.removeprefix(f"{artifact.name}: unsigned\nstats: "))
     assert stats["compile_events"] == 0
     assert (stats["tokens_in"], stats["tokens_out"], stats["requests"], stats["preempted"]) == (37, 30, 5, 0)
     assert set(stats["cells"]["prefill@16"]) == {"calls", "padding_waste"}
@@ -233,7 +232,7 @@ def test_a_bad_line_of_a_prompt_file_is_named(artifact, tmp_path, line, message)
     path.write_text(f'{{"prompt_ids": [1]}}\n{line}\n{{"prompt_ids": [1]}}\n')
     done = run(artifact, "--prompt-file", path, "--max-tokens", 2, "--json")
     assert done.exit_code == 1
-    said = unpromised(done.stderr).removeprefix(f"{artifact.name}: unsigned\n")  # token ids are known once it is loaded
+    said = done.stderr.removeprefix(f"{artifact.name}: unsigned\n")  # token ids are known once it is loaded
     assert said.startswith(f"error: prompt file `{path}` line 2: expected ")
     assert message in done.stderr
     assert done.stdout == ""
@@ -272,6 +271,6 @@ def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_pa
     done = subprocess.run([sys.executable, "-c", code, *map(str, words)], capture_output=True, text=True, env=env)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["token_ids"] == toy_artifact.answer([1, 2, 3], 6)[0]
-    assert unpromised(done.stderr).count("\n") == 2, done.stderr
-    said = unpromised(done.stderr).removeprefix(f"{artifact.name}: unsigned\nstats: ")
+    assert done.stderr.count("\n") == 2, done.stderr
+    said = done.stderr.removeprefix(f"{artifact.name}: unsigned\nstats: ")
     assert json.loads(said)["compile_events"] == 0

@@ -3,7 +3,6 @@
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from importlib import metadata
 
 import pytest
@@ -12,14 +11,13 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.program_records import CallRecord
 from ling3export.artifacts.schema import Executable, Mesh, Requirements
 from ling3export.foundation.errors import ArtifactError
-from ling3export.machine import pjrt, promise
+from ling3export.machine import pjrt
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.load import loader, recompile
+from ling3export.runners.load import recompile
 from ling3export.runners.load.loader import load, unsearched
 from ling3export.runners.load.recompile import cache_folder
 from tests.support import toy_artifact
 from tests.support.manifests import changed_targets, crafted
-from tests.support.said import unpromised
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +84,7 @@ def test_a_moved_artifact_runs_without_compiling(artifact, overlap):
     assert stats["compile_events"] == 0
     assert stats["tokens_in"] == sum(len(prompt) for prompt in toy_artifact.PROMPTS)
     assert {verdict.status.value for verdict in engine.verdicts.values()} == {"OPTIMAL"}
-    assert unpromised("\n".join(said)) == "moved.ling3: unsigned"
+    assert "\n".join(said) == "moved.ling3: unsigned"
     assert {"manifest", "imports", "backend", "programs", "weights", "state", "check", "first_step"} == set(
         stats["seconds"]
     )
@@ -98,17 +96,7 @@ def test_a_flipped_byte_in_the_weights_is_found_unless_told_not_to_look(artifact
         load(artifact)
     said = []
     load(artifact, check="programs", report=said.append)
-    assert unpromised("\n".join(said)) == "weights are not checked (--check programs)\nmoved.ling3: unsigned"
-
-
-def test_a_start_says_when_portable_programs_end_where_that_is_near_or_they_are_compiled(artifact, monkeypatch):
-    """Each start said it, years before it mattered to anybody."""
-    until = promise.promise(read_manifest(artifact).targets["cpu-tp2"]).until
-    for days, says in ((-91, False), (-90, False), (-89, True), (1, True)):
-        monkeypatch.setattr(loader, "today", lambda days=days: until + timedelta(days))
-        said = []
-        load(artifact, report=said.append)
-        assert any(line.startswith("portable programs: ") for line in said) == says, days
+    assert "\n".join(said) == "weights are not checked (--check programs)\nmoved.ling3: unsigned"
 
 
 def test_a_copy_of_the_weights_is_checked_and_does_not_change_with_the_file(artifact):
@@ -140,8 +128,7 @@ def test_what_does_not_fit_is_refused_before_the_deserializer(artifact, monkeypa
 
 
 def test_allow_compile_says_what_it_compiles_and_why(compiled):
-    folder, (*said, promised, last), cache = compiled
-    assert promised.startswith("portable programs: ")
+    folder, (*said, last), cache = compiled
     assert last == f"{folder.name}: unsigned"
     begun = [line for line in said if line.endswith(": compiling")]
     ended = [line.partition(": compiled in ") for line in said if line not in begun]
@@ -158,7 +145,6 @@ def test_the_cache_makes_the_next_start_compile_nothing(foreign):
         toy_artifact.check_tokens(engine)
         assert engine.stats()["compile_events"] == 0
     assert said.pop() == "moved.ling3: unsigned"
-    assert said.pop().startswith("portable programs: ")
     assert all(line.endswith(": from recompiled") for line in said)
 
 
