@@ -42,16 +42,11 @@ PROGRAMS = section(
         "Padded sequences of a decode step.  [default: 1, then --paddings up to --max-running]",
     ),
     _option("score_paddings", PADDINGS, "Padded tokens of a call that scores given tokens."),
-    _option(
-        "afd",
-        int,
-        "Also add decode programs whose experts ffn-workers compute, for N attention processes.  [default: 0, none]",
-        metavar="N",
-    ),
+    _option("afd", None, "Also add decode programs whose experts an ffn-worker computes (experimental).", is_flag=True),
     _option(
         "afd_dtype",
         click.Choice(["model", "int8"]),
-        "With --afd: how tokens travel to ffn-workers, in the model's dtype or in int8, half the bytes.",
+        "With --afd: send tokens to the ffn-worker in the model's dtype, or in int8, half the bytes.",
     ),
     _option("kernels", click.Choice(["auto", "on", "off"]), "Native kernels in executables for cpu."),
     _option(

@@ -21,7 +21,7 @@ class Options:
         paddings: Padded tokens of the prefill programs: ascending multiples of 16.
         decode_paddings: Sequences of the decode programs; None derives them from ``paddings`` and ``max_running``.
         score_paddings: Padded tokens of the score programs; none without.
-        afd: Attention processes of which an FFN worker takes tokens; 0 for a model that is not split.
+        afd: Whether to add decode programs whose experts an FFN worker computes.
         afd_dtype: What travels to an FFN worker: tokens in the ``model``'s dtype, or ``int8`` with a scale each.
         tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
         targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
@@ -42,7 +42,7 @@ class Options:
     paddings: tuple[int, ...] = (16, 128, 512)
     decode_paddings: tuple[int, ...] | None = None
     score_paddings: tuple[int, ...] = ()
-    afd: int = 0
+    afd: bool = False
     afd_dtype: str = "model"
     tp: int | None = None
     targets: tuple[str, ...] = ("cpu",)

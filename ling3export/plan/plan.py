@@ -20,7 +20,6 @@ DEFAULT_CONTEXT = 8192
 SLOTS_MOVED = 8  # pairs of slots that a call copies at most
 PAGES_MOVED = 8  # latent pages that a call moves at most: 14 MB of Ling3-Tiny's, with 20 MB of state
 MOST_SNAPSHOTS = 2**16
-MOST_SESSIONS = 1024  # what a schedule context may count
 
 
 @dataclass(frozen=True)
@@ -108,24 +107,15 @@ def derive_decode_paddings(paddings: Sequence[int], max_running: int) -> tuple[t
     return chosen, f"decode paddings {','.join(map(str, chosen))}: from one sequence alone to {held}"
 
 
-def derive_ffn_paddings(config: Config, decode: Sequence[int], sessions: int) -> tuple[int, ...]:
-    """Pairs of a token and one of its experts that an FFN worker takes at once: one session's micro batch, or all's.
-
-    Args:
-        config: The model.
-        decode: Sizes of a micro batch.
-        sessions: The most attention processes that publish to a worker; 0 for a model that is not split.
+def derive_ffn_paddings(config: Config, decode: Sequence[int]) -> tuple[int, ...]:
+    """Pairs of a token and one of its experts of each micro batch, whose sizes are those of ``decode``.
 
     Raises:
         PlanError: There are no experts to split off.
     """
-    if not 0 <= sessions <= MOST_SESSIONS:
-        raise PlanError(f"--afd: expected 0 to {MOST_SESSIONS} attention processes, found {sessions}")
-    if sessions and not config.layers("moe"):
-        raise PlanError("--afd: expected a model with experts, found dense layers alone")
-    return tuple(
-        sorted({each * size * config.num_experts_per_tok for size in decode for each in {1, sessions} if sessions})
-    )
+    if not config.layers("moe"):
+        raise PlanError("--afd: expected a model with experts, found only dense layers")
+    return tuple(size * config.num_experts_per_tok for size in decode)
 
 
 def forms(config: Config, target: TargetSpec) -> dict[str, Any]:
@@ -192,7 +182,7 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     if not 0 <= options.snapshots <= MOST_SNAPSHOTS:
         raise PlanError(f"--snapshots: expected 0 to {MOST_SNAPSHOTS}, found {options.snapshots}")
     if options.afd_dtype != "model" and (options.dtype != "bfloat16" or not options.afd):
-        found = f"--dtype {options.dtype} and --afd {options.afd}"
+        found = f"--dtype {options.dtype}{' and no --afd' * (not options.afd)}"
         raise PlanError(f"--afd-dtype {options.afd_dtype}: expected --dtype bfloat16 and --afd, found {found}")
     if not 0 < options.memory_fraction <= 1:
         raise PlanError(f"--memory-fraction: expected above 0 and at most 1, found {options.memory_fraction}")
@@ -229,7 +219,7 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     )
     geometry, note = size_pages(config, geometry, options, target)
     notes.append(note)
-    scored, split = tuple(options.score_paddings), derive_ffn_paddings(config, decode, options.afd)
+    scored, split = tuple(options.score_paddings), derive_ffn_paddings(config, decode) if options.afd else ()
     return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, tuple(notes), scored, split)
 
 

@@ -22,7 +22,6 @@ from ling3export.runners.calibrate.receipts import (
 )
 from ling3export.runners.engine.inputs import Fields, Span, decode_fields, prefill_fields, sample_fields
 from ling3export.runners.ffn import split
-from ling3export.runners.ffn.connector import Phases
 
 if TYPE_CHECKING:
     from ling3export.runners.load.loader import Loaded
@@ -152,7 +151,7 @@ class VectorRunner:
     def split(self, manifest: Manifest, padding: int, pairs: int) -> Logits:
         """:meth:`decode` through ``attend@padding``, ``dispatch@pairs`` and their like."""
         sizes = split.Sizes(manifest, self._target)
-        exchange = split.LocalExperts(split.ExpertPrograms(self._runner, sizes, (pairs,), Phases()), padding)
+        exchange = split.LocalExperts(split.ExpertPrograms(self._runner, sizes, (pairs,)), padding)
         return self.decode(padding, lambda fields: split.decode(self._runner, sizes, exchange, fields))
 
     def decode(self, padding: int, step: Callable[[Fields], np.ndarray] | None = None) -> Logits:

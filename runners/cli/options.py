@@ -137,7 +137,7 @@ ENGINE = {
         click.Choice(EVICTIONS),
         "What the prefix cache gives up first: what was not used for longest, or what saves least work.",
     ),
-    "ffn": _Flag(None, "An ffn-worker's --context; again for every worker.", {"multiple": True, "metavar": "NAME"}),
+    "ffn": _Flag(None, "Send the experts of decode steps to this ffn-worker (experimental).", {"metavar": "NAME"}),
     "ffn_timeout": _Flag(
         SECONDS,
         "Fail what runs once an ffn-worker does not come or does not answer for so long.",

@@ -3,7 +3,6 @@
 Imports neither jax nor the server before it is to run.
 """
 
-import json
 from collections.abc import Callable
 from dataclasses import fields
 from functools import partial, wraps
@@ -12,9 +11,7 @@ from typing import Any
 
 import click
 
-from ling3export.foundation.errors import RequestError
 from ling3export.foundation.extras import require
-from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.command import Command, Once, section
 from ling3export.runners.cli.hosts import leading
 from ling3export.runners.cli.options import (
@@ -30,7 +27,6 @@ from ling3export.runners.cli.options import (
 )
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
-from ling3export.runners.ffn import WAIT
 from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.serve.config import ServerConfig
 
@@ -209,65 +205,15 @@ def route(
     run(router, policy, listener, ConnectionLimits(server.max_connections), server.grace)
 
 
-def _share(text: str) -> Shard:
-    try:
-        return Shard.parse(text, {})
-    except RequestError:
-        raise click.BadParameter(f"expected a share I/N, found {text[:40]!r}.") from None
-
-
 @click.command("ffn-worker", cls=Command)
 @click.argument("artifact", type=ARTIFACT)
-@section(
-    "Shared memory",
-    click.option("--context", cls=Once, required=True, metavar="NAME", help="What --ffn calls this worker."),
-    click.option("--sessions", type=click.IntRange(1, 1024), default=1, help="Attention processes that publish to it."),
-    click.option("--micro-batches", type=click.IntRange(1, 64), default=2, help="Of each session, in flight at once."),
-    click.option(
-        "--micro-batch-size",
-        "tokens",
-        type=POSITIVE,
-        metavar="N",
-        help="Tokens of a micro batch.  [default: the largest that was built]",
-    ),
-    click.option(
-        "--schedule",
-        type=click.Choice(["async", "sync"]),
-        default="async",
-        help="Take a micro batch from sessions that have it ready, or from all at once.",
-    ),
-    click.option(
-        "--share",
-        type=_share,
-        default=str(WHOLE),
-        metavar="I/N",
-        help="Share of the experts, where there are N workers.",
-    ),
-)
-@section(
-    "Faults",
-    click.option("--wait", type=SECONDS, default=WAIT, metavar="SECONDS", help="In which all sessions have to come."),
-    click.option(
-        "--timeout",
-        "quiet",
-        type=SECONDS,
-        metavar="SECONDS",
-        help="End once sessions are there and publish nothing for so long.  [default: any time]",
-    ),
-)
-@section(
-    "Output", click.option("--stats", is_flag=True, help="Print seconds and counts of each phase on stderr at the end.")
-)
+@click.option("--context", cls=Once, required=True, metavar="NAME", help="The worker's name, for --ffn.")
 @section("Artifact", target_option, programs_option, check_option, trust_option)
-def ffn_worker(artifact: Path, stats: bool, schedule: str, **options: Any) -> None:
-    """Compute ARTIFACT's experts for attention processes.
+def ffn_worker(artifact: Path, context: str, **options: Any) -> None:
+    """Compute ARTIFACT's experts for one attention process (experimental).
 
-    These are generate and serve with --ffn, on this machine. Ends once all of them have left.
+    That is generate or serve with --ffn, on this machine. Ends once it has left.
     """
-    from ling3export.runners.ffn.worker import FfnWorker, stopping
+    from ling3export.runners.ffn.worker import FfnWorker
 
-    worker = FfnWorker(artifact, options.pop("context"), synchronous=schedule == "sync", **options)
-    with stopping(worker):
-        worker.run()
-    if stats:
-        click.echo(f"stats: {json.dumps(worker.phases.record())}", err=True)
+    FfnWorker(artifact, context, **options).run()

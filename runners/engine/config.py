@@ -59,8 +59,8 @@ class EngineConfig:
     prefix_store: PrefixFolder | None = None
     """The folder in which the prefix cache keeps what it knows for later; None where that ends with the engine."""
 
-    ffn: tuple[str, ...] = ()
-    """Names of the FFN workers that compute the experts of decode steps; none where this process does."""
+    ffn: str | None = None
+    """Name of the FFN worker that computes the experts of decode steps; None where this process does."""
 
     ffn_timeout: float = WAIT
     """Seconds to wait for an FFN worker to be there, and for each of its answers."""
@@ -69,7 +69,6 @@ class EngineConfig:
     """How states leave for other engines and come from them; None where none does."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "ffn", tuple(self.ffn))
         for name, choices in CHOICES.items():
             if (value := getattr(self, name)) not in choices:
                 raise RequestError(f"{name}: expected one of {', '.join(choices)}, found {str(value)[:100]}")
@@ -78,7 +77,7 @@ class EngineConfig:
                 object.__setattr__(self, name, bounds.number(value, name))
         for option, given in (("--transfer", self.transfer), ("--prefix-store", self.prefix_store)):
             if given is not None and self.ffn:
-                raise RequestError(f"{option}: expected an engine that computes its own experts, found FFN workers")
+                raise RequestError(f"{option}: expected an engine that computes its own experts, found an FFN worker")
 
     def check_hosts(self, hosts: Hosts | None) -> None:
         """Refuses settings that an engine on several hosts cannot have.

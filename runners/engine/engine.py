@@ -287,7 +287,7 @@ class Engine:
 
     def _check_alone(self, what: str) -> None:
         if self.config.ffn:
-            raise RequestError(f"{what}: expected an engine that computes its own experts, found FFN workers")
+            raise RequestError(f"{what}: expected an engine that computes its own experts, found an FFN worker")
 
     def digests(self) -> tuple[bytes, ...]:
         """sha256 of the tokens that each host read since the last call, by host; nothing where one host runs alone.

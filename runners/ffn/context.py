@@ -1,6 +1,6 @@
-"""The schedule context of FfnWorkerBatching: 1024 bytes that say where attention sessions publish, and for how many.
+"""The schedule context of FfnWorkerBatching: 1024 bytes, little-endian and packed, that say where tokens are published.
 
-Little-endian and packed. Reserved bytes stay as they were read. The fields below are the layout.
+Reserved bytes stay as they were read. The fields below are the layout; docs/afd.md names the source.
 """
 
 import struct
@@ -10,13 +10,13 @@ from typing import Any, Self
 from ling3export.foundation.errors import Ling3Error
 
 SIZE = 1024
-ALIGNMENT = 512  # bytes: every pair's data begins at a multiple of it
+ALIGNMENT = 512  # bytes: the data of every pair of a token and an expert begins at a multiple of it
 MOST_SESSIONS, MOST_MICRO_BATCHES, MOST_EXPERTS_A_TOKEN = 1024, 64, 64
 HEAD = 2  # int32 numbers before a row's expert ids: its flag and its layer
 
 
 class ContextError(Ling3Error):
-    """A schedule context that is cut off, beyond its limits, or whose buffers do not hold what it counts."""
+    """A schedule context that is cut off, beyond its limits, or whose buffers are too small."""
 
 
 def _at(offset: int, form: str = "I") -> Any:
@@ -35,16 +35,16 @@ class ScheduleContext:
         expert_num: Experts of a layer.
         attn_to_ffn_token_size: Bytes from one pair's data to the next, a multiple of 512.
         ffn_to_attn_token_size: The same on the way back.
-        schedule_mode: What is scheduled: 0 the FFN side, 1 the attention side, 2 both. Segments of workers have 0.
+        schedule_mode: 0 schedules the FFN side, 1 the attention side, 2 both.
         run_flag: 0 ends the worker.
         ffn_token_info_buf: int32 ``[A, M, 2 + BS * K1]``: flag, layer and expert ids of each micro batch.
         ffn_token_data_buf: uint8 ``[A, M, BS, K1, attn_to_ffn_token_size]``.
-        polling_index: The micro batch that is looked at first.
-        layer_ids_buf: int32 ``[A]``; like the next three what a scheduler found, for ``out_num`` rows.
+        polling_index: The micro batch that a scheduler looks at first.
+        layer_ids_buf: int32 ``[A]``; like the next three a scheduler's output, of ``out_num`` rows.
         session_ids_buf: int32 ``[A]``.
         micro_batch_ids_buf: int32 ``[A]``.
         expert_ids_buf: int32 ``[A, BS, K1]``.
-        out_num: Rows that the scheduler found.
+        out_num: Rows of a scheduler's output.
         reserved: 1024 bytes; those between the fields are kept.
     """
 
@@ -87,13 +87,8 @@ class ScheduleContext:
     @property
     def data_shape(self) -> tuple[int, int, int, int, int]:
         """``[A, M, BS, K1, HS]``."""
-        return (
-            self.session_num,
-            self.micro_batch_num,
-            self.micro_batch_size,
-            self.selected_expert_num,
-            self.attn_to_ffn_token_size,
-        )
+        rows = self.session_num, self.micro_batch_num, self.micro_batch_size, self.selected_expert_num
+        return *rows, self.attn_to_ffn_token_size
 
     def build(self) -> bytes:
         """The 1024 bytes.
@@ -102,8 +97,13 @@ class ScheduleContext:
             ContextError: A number does not fit its field.
         """
         data = bytearray(self.reserved)
-        for each in LAYOUT:
-            put(data, each.name, getattr(self, each.name))
+        for entry in LAYOUT:
+            form, value = entry.metadata["form"], getattr(self, entry.name)
+            try:
+                struct.pack_into(form, data, entry.metadata["offset"], value)
+            except struct.error:
+                bits = 8 * struct.calcsize(form)
+                raise ContextError(f"context `{entry.name}`: expected a number of {bits} bits, found {value}") from None
         return bytes(data)
 
     @classmethod
@@ -116,14 +116,15 @@ class ScheduleContext:
         if len(data) < SIZE:
             raise ContextError(f"context: expected {SIZE} bytes, found {len(data)}")
         head = bytes(data[:SIZE])
-        found = {
-            each.name: struct.unpack_from(each.metadata["form"], head, each.metadata["offset"])[0] for each in LAYOUT
+        numbers = {
+            entry.name: struct.unpack_from(entry.metadata["form"], head, entry.metadata["offset"])[0]
+            for entry in LAYOUT
         }
         blank = replace(cls(), reserved=head).build()  # fields are zero here, so that equal contexts compare equal
-        return cls(**found, reserved=blank)
+        return cls(**numbers, reserved=blank)
 
     def check(self, row_bytes: int = 1, segment: int | None = None) -> None:
-        """Compares counts with their limits, and buffers with what they have to hold.
+        """Compares counts with their limits, and sizes of buffers with their contents.
 
         Args:
             row_bytes: Bytes of one pair's data, with its scale.
@@ -132,14 +133,14 @@ class ScheduleContext:
         Raises:
             ContextError: Names the field.
         """
-        counts = (
+        limits = (
             ("session_num", 1, MOST_SESSIONS),
             ("micro_batch_num", 1, MOST_MICRO_BATCHES),
             ("micro_batch_size", 1, 1 << 20),
             ("selected_expert_num", 1, MOST_EXPERTS_A_TOKEN),
             ("polling_index", 0, self.micro_batch_num - 1),
         )
-        for name, least, most in counts:
+        for name, least, most in limits:
             if not least <= getattr(self, name) <= most:
                 raise ContextError(f"context `{name}`: expected {least} to {most}, found {getattr(self, name)}")
         size = self.attn_to_ffn_token_size
@@ -160,24 +161,4 @@ class ScheduleContext:
                 raise ContextError(f"context `{name}_buf`: expected {where}, found {start} for {held} bytes")
 
 
-LAYOUT = [each for each in fields(ScheduleContext) if each.metadata]
-PLACES = {each.name: (each.metadata["form"], each.metadata["offset"]) for each in LAYOUT}
-
-
-def get(memory: bytes | memoryview, name: str) -> int:
-    """One field of a context that others may write."""
-    return int(struct.unpack_from(PLACES[name][0], memory, PLACES[name][1])[0])
-
-
-def put(memory: bytearray | memoryview, name: str, value: int) -> None:
-    """Writes one field, and no byte beside it.
-
-    Raises:
-        ContextError: The number does not fit.
-    """
-    form, offset = PLACES[name]
-    try:
-        struct.pack_into(form, memory, offset, value)
-    except struct.error:
-        expected = f"a number of {8 * struct.calcsize(form)} bits"
-        raise ContextError(f"context `{name}`: expected {expected}, found {value}") from None
+LAYOUT = [entry for entry in fields(ScheduleContext) if entry.metadata]

@@ -1,4 +1,4 @@
-"""Decode steps through the programs that are cut at the experts: several micro batches in flight, any exchange."""
+"""Decode steps through the programs that are cut at the experts: two micro batches in flight."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -10,26 +10,26 @@ import numpy as np
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.dtypes import BY_NAME, MASK
 from ling3export.foundation.errors import ArtifactError
-from ling3export.runners.ffn.connector import AttentionConnector, Phases
+from ling3export.runners.ffn.link import AttentionLink
 
 if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import ModelRunner
 
 
 class Sizes:
-    """What the split programs of a target are made for.
+    """Sizes of a target's split programs.
 
     Args:
         manifest: An artifact's.
         target: One of its targets.
 
     Attributes:
-        layers: How many there are.
-        dense: How many of them, the first ones, have no experts.
+        layers: Their number.
+        dense: Number of the first layers, which have no experts.
         experts: Experts of a layer.
         chosen: Experts of a token.
-        there: The numbers that a pair of a token and an expert takes to the experts: a dtype with a shape.
-        back: What they make of it.
+        sent: A row of a pair of a token and an expert on its way to the experts: a dtype with a shape.
+        returned: A row on its way back.
 
     Raises:
         ArtifactError: It was built without ``--afd``.
@@ -40,12 +40,12 @@ class Sizes:
         if attend is None:
             raise ArtifactError(
                 "split: expected the programs of `build --afd`, found none, in the manifest",
-                "build the artifact again with --afd and the number of attention processes",
+                "build the artifact again with --afd",
             )
         numbers = {name: value for name, value in manifest.config.items() if isinstance(value, int)}
         leaves = (*attend.outputs, *target.cells[f"combine@{attend.padding}"].inputs)
         shapes = {leaf.name: np.dtype((BY_NAME[leaf.dtype].numpy, leaf.shape[-1:])) for leaf in leaves}
-        self.there, self.back = shapes["tokens"], shapes["results"]
+        self.sent, self.returned = shapes["tokens"], shapes["results"]
         self.layers, self.dense = numbers["num_hidden_layers"], numbers["first_k_dense_replace"]
         self.experts, self.chosen = numbers["num_experts"], numbers["num_experts_per_tok"]
 
@@ -57,157 +57,142 @@ class ExpertPrograms:
         runner: The loaded programs.
         sizes: Those of the target.
         paddings: Pairs that they take, ascending.
-        phases: Where their times go.
     """
 
-    def __init__(self, runner: "ModelRunner", sizes: Sizes, paddings: tuple[int, ...], phases: Phases) -> None:
-        self._runner, self._sizes, self.paddings, self.phases = runner, sizes, paddings, phases
+    def __init__(self, runner: "ModelRunner", sizes: Sizes, paddings: tuple[int, ...]) -> None:
+        self._runner, self._sizes, self._paddings = runner, sizes, paddings
 
-    def __call__(self, data: np.ndarray, expert_ids: np.ndarray, layer_ids: np.ndarray) -> np.ndarray:
-        """What each pair's expert makes of it.
+    def __call__(self, data: np.ndarray, expert_ids: np.ndarray, layer: int) -> np.ndarray:
+        """The experts' results of each pair.
 
         Args:
-            data: ``[n, width]`` there, copied.
+            data: ``[n, width]`` rows as sent.
             expert_ids: int32 ``[n]``, MASK for none.
-            layer_ids: int32 ``[n]``, among the layers that have experts.
+            layer: Among the layers that have experts.
 
         Returns:
-            ``[n, width]`` back; zeros for pairs without an expert.
+            ``[n, width]`` rows as returned; zeros for pairs without an expert.
         """
         count = len(data)
-        padding = next((each for each in self.paddings if each >= count), None)
+        padding = next((padding for padding in self._paddings if padding >= count), None)
         if padding is None:
             raise ArtifactError(
                 f"experts: expected programs for {count} pairs of a token and an expert, found at most "
-                f"{self.paddings[-1]}",
-                "build with more --afd or larger --decode-paddings, or start the worker with fewer --sessions",
+                f"{self._paddings[-1]}",
+                "build with --afd and larger --decode-paddings",
             )
-        rows, fields = np.zeros((padding, data.shape[1]), data.dtype), {}
-        rows[:count] = data
-        for name, values, rest in (("expert_ids", expert_ids, MASK), ("layer_ids", layer_ids, 0)):
-            fields[name] = np.full(padding, rest, np.int32)
-            fields[name][:count] = values
-        fields["out_num"] = np.array([count], np.int32)
-        with self.phases.timed("dispatch"):
-            found = self._runner.call(f"dispatch@{padding}", fields, {"token_data": rows})
-            place, live = self._runner.read(found["gather_idx"]), int(self._runner.read(found["actual_token_num"])[0])
-        with self.phases.timed("experts"):
-            batch = {name: value for name, value in found.items() if name in ("y", "group_list", "dynamic_scale")}
-            done = self._runner.read(self._runner.call(f"experts@{padding}", {}, batch)["results"])
-        results = np.zeros(padding, self._sizes.back)
-        results[place[:live]] = done[:live]
+        rows, ids = np.zeros((padding, data.shape[1]), data.dtype), np.full(padding, MASK, np.int32)
+        rows[:count], ids[:count] = data, expert_ids
+        fields = {"expert_ids": ids, "layer_ids": np.full(padding, layer, np.int32), "out_num": np.array([count], "i4")}
+        batch = self._runner.call(f"dispatch@{padding}", fields, {"token_data": rows})
+        place, live = self._runner.read(batch["gather_idx"]), int(self._runner.read(batch["actual_token_num"])[0])
+        taken = {name: value for name, value in batch.items() if name in ("y", "group_list", "dynamic_scale")}
+        computed = self._runner.read(self._runner.call(f"experts@{padding}", {}, taken)["results"])
+        results = np.zeros(padding, self._sizes.returned)
+        results[place[:live]] = computed[:live]
         return results[:count]
 
 
 class LocalExperts:
-    """An exchange that travels nowhere: for receipts, and to compare with.
+    """Computes the experts in this process: for receipts.
 
     Args:
-        programs: What computes the experts.
+        programs: Compute the experts.
         tokens: The most tokens of a micro batch.
     """
 
-    micro_batches, synchronous = 1, False
+    micro_batches = 1
 
     def __init__(self, programs: ExpertPrograms, tokens: int) -> None:
-        self._programs, self.tokens, self.phases = programs, tokens, programs.phases
-        self._done: dict[int, np.ndarray] = {}
+        self._programs, self.tokens = programs, tokens
+        self._results: dict[int, np.ndarray] = {}
 
     def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
         """Computes the experts at once."""
-        chosen = expert_ids.shape[1]
-        layers = np.full(expert_ids.size, layer, np.int32)
-        done = self._programs(np.repeat(tokens, chosen, axis=0), expert_ids.reshape(-1), layers)
-        self._done[micro_batch] = done.reshape(*expert_ids.shape, -1)
+        results = self._programs(np.repeat(tokens, expert_ids.shape[1], axis=0), expert_ids.reshape(-1), layer)
+        self._results[micro_batch] = results.reshape(*expert_ids.shape, -1)
 
     def recv_ffn_output(self, micro_batch: int) -> np.ndarray:
-        """What was computed."""
-        return self._done.pop(micro_batch)
+        """The results ``[BS, K1, width]``."""
+        return self._results.pop(micro_batch)
 
 
-Exchange = AttentionConnector | LocalExperts  # where routed experts are computed
+def decode(
+    runner: "ModelRunner", sizes: Sizes, link: AttentionLink | LocalExperts, fields: Mapping[str, np.ndarray]
+) -> np.ndarray:
+    """A decode step as micro batches: one is computed while another's tokens are at the experts.
 
-
-def decode(runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: Mapping[str, np.ndarray]) -> np.ndarray:
-    """A decode step as micro batches, of which some wait for their experts while others are computed.
-
-    Its sequences are divided evenly among those, so that there is one to compute while another is away.
+    The sequences are divided evenly among as many as may be in flight.
 
     Args:
         runner: The loaded programs.
         sizes: Those of the target.
-        exchange: Where experts are computed, and how many micro batches may wait for it.
+        link: Where experts are computed.
         fields: Those of ``decode``.
 
     Returns:
         Logits, fp32 ``[rows, vocab]``.
     """
-    tokens, in_flight = exchange.tokens, exchange.micro_batches
+    tokens, in_flight = link.tokens, link.micro_batches
     used = int(np.max(np.flatnonzero(fields["slot"]), initial=0)) + 1
     size = min(tokens, -(-used // in_flight))
-    parts = -(-used // size)
-    parts += -parts % in_flight if exchange.synchronous else 0
-    starts, free = deque(range(0, parts * size, size)), deque(range(in_flight))
-    out: dict[int, np.ndarray] = {}
+    starts, free = deque(range(0, used, size)), deque(range(in_flight))
+    logits: dict[int, np.ndarray] = {}
     running: deque[tuple[int, int, Iterator[Any]]] = deque()
     while starts or running:
         while starts and free:
             start, number = starts.popleft(), free.popleft()
-            part = {name: _part(value[start : start + size], tokens) for name, value in fields.items()}
-            running.append((start, number, _micro_batch(runner, sizes, exchange, part, number)))
+            part = {name: _padded(value[start : start + size], tokens) for name, value in fields.items()}
+            running.append((start, number, _micro_batch(runner, sizes, link, part, number)))
         start, number, work = running.popleft()
-        logits = next(work)  # until its tokens are sent, or to the end
-        if logits is None:
+        output = next(work)  # until its tokens are sent, or to the end
+        if output is None:
             running.append((start, number, work))
         else:
-            out[start] = runner.read(logits)[:size]
+            logits[start] = runner.read(output)[:size]
             free.append(number)
-    return _part(np.concatenate([out[start] for start in sorted(out)])[:used], len(fields["slot"]))
+    return _padded(np.concatenate([logits[start] for start in sorted(logits)])[:used], len(fields["slot"]))
 
 
-def _part(values: np.ndarray, count: int) -> np.ndarray:
-    """``count`` rows: those of ``values``, and zeros behind the last."""
-    part = np.zeros((count, *values.shape[1:]), values.dtype)
-    part[: len(values)] = values
-    return part
+def _padded(values: np.ndarray, count: int) -> np.ndarray:
+    rows = np.zeros((count, *values.shape[1:]), values.dtype)
+    rows[: len(values)] = values
+    return rows
 
 
 def _micro_batch(
-    runner: "ModelRunner", sizes: Sizes, exchange: Exchange, fields: dict[str, np.ndarray], number: int
+    runner: "ModelRunner", sizes: Sizes, link: AttentionLink | LocalExperts, fields: dict[str, np.ndarray], number: int
 ) -> Iterator[Any]:
-    """One micro batch through all layers: None whenever its tokens are away, in the end its logits."""
+    """One micro batch through all layers: yields None whenever its tokens are sent, in the end its logits."""
     count = len(fields["slot"])
-    hidden: Any = np.zeros((count, *sizes.back.shape), np.float32)
+    hidden: Any = np.zeros((count, *sizes.returned.shape), np.float32)
     for layer in range(sizes.layers):
-        with exchange.phases.timed("attend"):
-            at = fields | {"layer": np.array([layer], np.int32)}
-            out = runner.call(f"attend@{count}", at, {"hidden": hidden})
-            tokens, chosen = runner.read(out["tokens"]), runner.read(out["expert_ids"])
-        hidden = out["residual"]
+        layer_fields = fields | {"layer": np.array([layer], np.int32)}
+        output = runner.call(f"attend@{count}", layer_fields, {"hidden": hidden})
+        hidden = output["residual"]
         if layer < sizes.dense:
             continue
-        exchange.send_attn_output(number, layer - sizes.dense, tokens, chosen)
+        link.send_attn_output(
+            number, layer - sizes.dense, runner.read(output["tokens"]), runner.read(output["expert_ids"])
+        )
         yield None
-        results = exchange.recv_ffn_output(number)
-        with exchange.phases.timed("combine"):
-            batch = {name: out[name] for name in ("residual", "expert_ids", "weights")} | {"results": results}
-            hidden = runner.call(f"combine@{count}", {}, batch)["hidden"]
+        batch = {name: output[name] for name in ("residual", "expert_ids", "weights")}
+        results = link.recv_ffn_output(number)
+        hidden = runner.call(f"combine@{count}", {}, batch | {"results": results})["hidden"]
     yield runner.call(f"head@{count}", {}, {"hidden": hidden})["logits"]
 
 
 def connected(
-    runner: "ModelRunner", manifest: Manifest, target: Target, names: tuple[str, ...], wait: float
+    runner: "ModelRunner", manifest: Manifest, target: Target, name: str, wait: float
 ) -> tuple[Callable[[Mapping[str, np.ndarray]], np.ndarray], Callable[[], None]]:
-    """What runs a decode step through the workers, and what leaves them.
+    """Connects to an FFN worker: a function that runs a decode step through it, and one that leaves it.
 
     Raises:
-        ArtifactError: The artifact has no split programs, or none for the workers' micro batches.
-        FfnGone, ContextError: The workers are not there, or are others.
+        ArtifactError: The artifact has no split programs, or none for the worker's micro batches.
+        FfnGone, ContextError: The worker is not there, or runs another artifact.
     """
     sizes = Sizes(manifest, target)
-    link = AttentionConnector(
-        names, artifact=manifest.sha256 or "", experts=sizes.experts, there=sizes.there, back=sizes.back, wait=wait
-    )
+    link = AttentionLink(name, artifact=manifest.sha256 or "", sent=sizes.sent, returned=sizes.returned, wait=wait)
     if link.tokens not in target.paddings("attend"):
         link.close()
         raise ArtifactError(

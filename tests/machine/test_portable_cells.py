@@ -27,7 +27,7 @@ SPLIT = {"attend", "dispatch", "experts", "combine", "head"}
 def test_every_kind_of_cell_is_stablehlo_without_a_custom_call(target: str):
     """For a card no prefill could be written for a while: there jax.s cumulative sums have no portable form."""
     config = Config.from_dict(config_fields("micro", SMALL))
-    plan = make_plan(config, Options(**SIZES, afd=1, snapshots=6, score_paddings=(16,)), target)
+    plan = make_plan(config, Options(**SIZES, afd=True, snapshots=6, score_paddings=(16,)), target)
     assert {cell.phase for cell in plan.cells} == WHOLE | SPLIT
     for cell in {cell.phase: cell for cell in plan.cells}.values():
         blob = lower_cell(config, plan.geometry, cell.phase, cell.padding, plan.target.platform).blob

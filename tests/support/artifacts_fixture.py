@@ -63,7 +63,7 @@ class Recipe:
     paddings: tuple[int, ...] = (128,)
     decode: int = 8
     score: tuple[int, ...] = ()
-    afd: int = 0
+    afd: bool = False
     afd_dtype: str = "model"
     target: str = "cpu"
     snapshots: int = 0
@@ -100,7 +100,7 @@ class Recipe:
         if self.score:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
         if self.afd:
-            numbers |= {"--afd": self.afd, "--afd-dtype": self.afd_dtype}
+            numbers["--afd-dtype"] = self.afd_dtype
         if self.snapshots:  # blocks of 16 tokens, and not enough of them for all sequences that may run
             numbers |= {"--max-running": 4, "--context": 256, "--page-size": 16, "--pages": 28}
             numbers["--snapshots"] = self.snapshots
@@ -109,7 +109,7 @@ class Recipe:
             del numbers["--tp"]
         # Portable programs are compiled for the processor in tests of their own: all of a target take half a minute.
         proof = [] if self.target.startswith("cpu") else ["--no-prove-portable"]
-        return [str(part) for pair in numbers.items() for part in pair] + proof
+        return [str(part) for pair in numbers.items() for part in pair] + ["--afd"] * self.afd + proof
 
 
 RECIPES = {
@@ -123,15 +123,15 @@ RECIPES = {
     "micro-tp2": Recipe(2, "micro"),
     "micro-tp1": Recipe(1, "micro", optimized=True),
     # With everything that may stand beside quantized weights.
-    "micro-tp2-int4": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4", afd=1, snapshots=2),
+    "micro-tp2-int4": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4", afd=True, snapshots=2),
     "micro-tp1-kernels": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on"),
     "micro-tp1-kernels-int4": Recipe(
         1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on", weights="int4"
     ),
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
-    # Decode cut at the experts: micro batches of two tokens, of up to three attention processes.
-    "micro-tp1-afd": Recipe(1, "micro", paddings=(16,), decode=2, afd=3),
-    "micro-tp1-afd-int8": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=2, afd=1, afd_dtype="int8"),
+    # Decode cut at the experts: micro batches of two tokens.
+    "micro-tp1-afd": Recipe(1, "micro", paddings=(16,), decode=2, afd=True),
+    "micro-tp1-afd-int8": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=2, afd=True, afd_dtype="int8"),
     "micro-tp1-snapshots": Recipe(1, "micro", paddings=(64,), decode=4, snapshots=6),
     "micro-tp2-snapshots": Recipe(2, "micro", paddings=(64,), decode=4, snapshots=2),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),

@@ -13,7 +13,6 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import synthesize
 from ling3export.cli.main import main
 from ling3export.foundation.phases import SPLIT
-from ling3export.foundation.shards import Shard
 from ling3export.runners.cli.main import main as runner
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
@@ -48,19 +47,14 @@ def test_decode_cut_at_the_experts_has_receipts(artifact: Artifacts):
     assert max(receipts.agreement.values()) < 1e-5
 
 
-def test_workers_compute_their_shares_of_int4_experts_for_an_attention_process(
-    artifact: Artifacts, expected: list[int]
-):
-    names = [f"int4-{os.getpid()}-{number}" for number in range(2)]
-    workers = [FfnWorker(artifact(NAME), name, share=Shard(n, 2), **QUIET) for n, name in enumerate(names)]
-    threads = [threading.Thread(target=worker.run) for worker in workers]
-    for thread in threads:
-        thread.start()
-    with Engine(artifact(NAME), ffn=names, **QUIET) as engine:
+def test_a_worker_computes_int4_experts_for_an_attention_process(artifact: Artifacts, expected: list[int]):
+    name = f"int4-{os.getpid()}"
+    thread = threading.Thread(target=FfnWorker(artifact(NAME), name, **QUIET).run)
+    thread.start()
+    with Engine(artifact(NAME), ffn=name, **QUIET) as engine:
         assert answer(engine) == expected
-    for thread in threads:
-        thread.join(60)
-    assert not any(thread.is_alive() for thread in threads)
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 def test_a_prompt_of_one_server_is_answered_by_another(artifact: Artifacts, expected: list[int]):

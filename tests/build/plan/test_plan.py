@@ -46,25 +46,24 @@ def test_cells_of_the_default_plan():
     )
 
 
-def test_a_split_model_has_experts_for_one_session_and_for_all():
-    plan = make_plan(CONFIG, replace(SMALL, decode_paddings=(2, 8), afd=3), "cpu")
+def test_a_split_model_has_experts_for_each_micro_batch():
+    plan = make_plan(CONFIG, replace(SMALL, decode_paddings=(2, 8), afd=True), "cpu")
     split = [cell.name for cell in plan.cells if cell.phase not in ("prefill", "decode", "sample", "logits_processor")]
     assert split == [
         *(f"{phase}@{rows}" for phase in ("attend", "combine", "head") for rows in (8, 2)),
-        *(f"{phase}@{pairs}" for phase in ("dispatch", "experts") for pairs in (96, 32, 24, 8)),
+        *(f"{phase}@{pairs}" for phase in ("dispatch", "experts") for pairs in (32, 8)),
     ]
     whole = make_plan(CONFIG, replace(SMALL, decode_paddings=(2, 8)), "cpu")
     assert [cell for cell in plan.cells if cell.name not in split] == list(whole.cells)
-    assert "ffn_paddings" not in whole.record() and plan.record()["ffn_paddings"] == [8, 24, 32, 96]
-    assert refusal(afd=-1) == "--afd: expected 0 to 1024 attention processes, found -1"
+    assert "ffn_paddings" not in whole.record() and plan.record()["ffn_paddings"] == [8, 32]
     dtypes = "expected --dtype bfloat16 and --afd, found --dtype"
-    assert refusal(afd=1, afd_dtype="int8", dtype="float32") == f"--afd-dtype int8: {dtypes} float32 and --afd 1"
-    assert refusal(afd=0, afd_dtype="int8", dtype="bfloat16") == f"--afd-dtype int8: {dtypes} bfloat16 and --afd 0"
+    assert refusal(afd=True, afd_dtype="int8", dtype="float32") == f"--afd-dtype int8: {dtypes} float32"
+    assert refusal(afd_dtype="int8", dtype="bfloat16") == f"--afd-dtype int8: {dtypes} bfloat16 and no --afd"
     with pytest.raises(PlanError, match="--afd: expected none with --format savedmodel, found it"):
-        build_savedmodel(Path("checkpoint"), Path("model"), Options(afd=1), Mock())
+        build_savedmodel(Path("checkpoint"), Path("model"), Options(afd=True), Mock())
     dense = Config.from_dict(tiny_fields(first_k_dense_replace=7))
-    with pytest.raises(PlanError, match="--afd: expected a model with experts, found dense layers alone"):
-        make_plan(dense, replace(SMALL, afd=1), "cpu")
+    with pytest.raises(PlanError, match="--afd: expected a model with experts, found only dense layers"):
+        make_plan(dense, replace(SMALL, afd=True), "cpu")
 
 
 @pytest.mark.parametrize(

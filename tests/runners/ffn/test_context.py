@@ -1,16 +1,12 @@
-"""The codec of the schedule context, and what a worker takes of what sessions publish."""
+"""The codec of the schedule context."""
 
 import random
 import struct
-import threading
-import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from ling3export.runners.ffn.context import LAYOUT, SIZE, ContextError, ScheduleContext
-from ling3export.runners.ffn.schedule import ScheduleTimeout, TokenBuffers
 
 FORM = "<7Ii96xi124x4QI92x5Q88x8QI60x384x"  # the published layout in one format
 SESSIONS, MICRO, TOKENS, EXPERTS, ROW = 3, 2, 2, 2, 512
@@ -29,21 +25,6 @@ CONTEXT = ScheduleContext(
     ffn_token_data_size=SESSIONS * MICRO * TOKENS * EXPERTS * ROW,
 )
 WHOLE = DATA + CONTEXT.ffn_token_data_size
-
-
-def segment(context: ScheduleContext = CONTEXT, size: int = WHOLE) -> TokenBuffers:
-    memory = memoryview(bytearray(size))
-    memory[:SIZE] = context.build()
-    return TokenBuffers(memory)
-
-
-def publish(buffers: TokenBuffers, session: int, micro: int, layer: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Row (session, micro) with ids and bytes that name it."""
-    ids = np.arange(4, dtype=np.int32).reshape(2, 2) + session
-    rows = np.full((2, 2, 7), 16 * session + micro, np.uint8)
-    buffers.data[session, micro, ..., :7] = rows
-    buffers.announce(session, micro, layer, ids)
-    return ids, rows
 
 
 def test_fields_lie_where_the_published_layout_has_them():
@@ -111,7 +92,7 @@ def test_reserved_bytes_and_every_number_survive():
 )
 def test_a_context_that_does_not_fit_is_refused(changed, message):
     with pytest.raises(ContextError) as caught:
-        segment(replace(CONTEXT, **changed))
+        replace(CONTEXT, **changed).check(segment=WHOLE)
     assert message in str(caught.value)
 
 
@@ -126,54 +107,3 @@ def test_a_cut_context_and_a_number_that_does_not_fit_are_refused():
         ScheduleContext.parse(bytes(SIZE - 1))
     with pytest.raises(ContextError, match="`out_num`: expected a number of 32 bits, found -1"):
         replace(CONTEXT, out_num=-1).build()
-
-
-def test_a_synchronous_worker_takes_all_sessions_in_turn():
-    buffers = segment()
-    for micro in (0, 1, 0):
-        wanted = [publish(buffers, session, micro, layer=5) for session in range(SESSIONS)]
-        taken = buffers.take(timeout=60)
-        assert (taken.session_ids.tolist(), taken.micro_batch) == ([0, 1, 2], micro)
-        assert taken.layer_ids.tolist() == [5] * 3
-        for session, (ids, rows) in enumerate(wanted):
-            assert (taken.expert_ids[session] == ids).all()
-            assert (buffers.data[session, micro, ..., :7] == rows).all()
-    with pytest.raises(ScheduleTimeout, match=r"micro batch 1: expected sessions \[0, 1, 2\] within 0.01 s"):
-        buffers.take(timeout=0.01)  # what was taken is not taken again
-    for session, micro in ((0, 1), (2, 1), (1, 0)):
-        publish(buffers, session, micro)
-    with pytest.raises(ScheduleTimeout, match=r"expected sessions \[1\] within 0.05 s"):
-        buffers.take(timeout=0.05)
-    with pytest.raises(ContextError, match="session 0: expected micro batch 1 to be free, found it published"):
-        publish(buffers, 0, 1)
-
-
-def test_an_asynchronous_worker_takes_whoever_is_ready():
-    buffers = segment()
-    publish(buffers, 2, 1, layer=3)
-    taken = buffers.take(timeout=60, synchronous=False)
-    assert (taken.session_ids.tolist(), taken.micro_batch, taken.layer_ids.tolist()) == ([2], 1, [3])
-    publish(buffers, 0, 1)
-    publish(buffers, 1, 0)
-    order = [buffers.take(timeout=60, synchronous=False) for _ in range(2)]
-    assert [(each.session_ids.tolist(), each.micro_batch) for each in order] == [([1], 0), ([0], 1)]
-
-
-def test_a_cleared_run_flag_ends_a_waiting_worker():
-    buffers = segment()
-    ends = threading.Timer(0.1, buffers.stop)
-    ends.start()
-    started = time.monotonic()
-    assert buffers.take(timeout=60) is None
-    ends.join()
-    assert time.monotonic() - started < 30
-
-
-def test_a_worker_waits_for_a_session_that_publishes_late():
-    buffers = segment()
-    publish(buffers, 0, 0)
-    publish(buffers, 1, 0)
-    late = threading.Timer(0.1, lambda: publish(buffers, 2, 0))
-    late.start()
-    assert len(buffers.take(timeout=60).session_ids) == SESSIONS
-    late.join()

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ling3export.runners.ffn.connector import Phases
 from ling3export.runners.ffn.split import decode
 
 LAYERS, DENSE, TOKENS, VOCABULARY = 3, 1, 4, 5
-SIZES: Any = SimpleNamespace(layers=LAYERS, dense=DENSE, back=np.dtype((np.float32, (2,))))
+SIZES: Any = SimpleNamespace(layers=LAYERS, dense=DENSE, returned=np.dtype((np.float32, (2,))))
 
 
 class Runner:
@@ -41,18 +40,16 @@ class Runner:
 class Exchange:
     """Notes how many micro batches are away."""
 
-    tokens, phases = TOKENS, Phases()
+    tokens = TOKENS
 
-    def __init__(self, micro_batches: int, synchronous: bool) -> None:
-        self.micro_batches, self.synchronous = micro_batches, synchronous
+    def __init__(self, micro_batches: int) -> None:
+        self.micro_batches = micro_batches
         self.away: dict[int, np.ndarray] = {}
-        self.sent: list[int] = []
         self.most = 0
 
     def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
         assert micro_batch not in self.away and 0 <= layer < LAYERS - DENSE
         self.away[micro_batch] = np.full((*expert_ids.shape, 2), 10, np.float32)
-        self.sent.append(micro_batch)
         self.most = max(self.most, len(self.away))
 
     def recv_ffn_output(self, micro_batch: int) -> np.ndarray:
@@ -61,22 +58,16 @@ class Exchange:
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5, 8, 11])
 @pytest.mark.parametrize("in_flight", [1, 2, 3, 8])
-@pytest.mark.parametrize("in_turn", [False, True])
-def test_every_row_gets_its_logits_whatever_is_in_flight(rows: int, in_flight: int, in_turn: bool):
-    """A synchronous worker gets each number as often as any other, always in the same order."""
+def test_every_row_gets_its_logits_whatever_is_in_flight(rows: int, in_flight: int):
     padding = 12
     slots = np.zeros(padding, np.int32)
     slots[:rows] = np.arange(1, rows + 1)
     fields = {"slot": slots, "page_table": np.zeros((padding, 3), np.int32)}
-    runner, exchange = Runner(), Exchange(in_flight, in_turn)
+    runner, exchange = Runner(), Exchange(in_flight)
     logits = decode(runner, SIZES, exchange, fields)  # type: ignore[arg-type]
     assert logits.shape == (padding, VOCABULARY)
     assert (logits[:rows] == (slots[:rows] + LAYERS + 10 * (LAYERS - DENSE))[:, None]).all()
     assert exchange.away == {}
     parts = runner.calls.count("head")
-    each = min(TOKENS, -(-max(rows, 1) // in_flight))
-    needed = -(-max(rows, 1) // each)
-    assert parts == (-(-needed // in_flight) * in_flight if in_turn else needed)
-    if in_turn:
-        assert exchange.sent == list(range(in_flight)) * (len(exchange.sent) // in_flight)
+    assert parts == -(-max(rows, 1) // min(TOKENS, -(-max(rows, 1) // in_flight)))
     assert exchange.most == min(in_flight, parts)

@@ -105,8 +105,8 @@ def test_the_first_host_has_what_all_hosts_have():
 def test_ffn_workers_refuse_what_moves_states(tmp_path):
     """Hosts do no longer."""
     for option in ({"transfer": Transfer("shm")}, {"prefix_store": PrefixFolder(tmp_path)}):
-        with pytest.raises(RequestError, match="expected an engine that computes its own experts, found FFN workers"):
-            Engine(tmp_path, ffn=["a"], **option)
+        with pytest.raises(RequestError, match="expected an engine that computes its own experts, found an FFN worker"):
+            Engine(tmp_path, ffn="a", **option)
 
 
 class Hosts:
