@@ -13,7 +13,7 @@ from typing import Any
 
 from bench.report import say
 from ling3export.artifacts.records import sha256_of
-from ling3export.cache.keys import source_digests
+from ling3export.cache.keys import sources
 from ling3export.checkpoint.synth import synthesize
 from ling3export.plan.kernels import LEVELS, ending
 
@@ -41,7 +41,7 @@ def artifact(source: Path, name: str, options: Sequence[Any]) -> Path:
     wanted = {
         "source": str(source),
         "options": [str(option) for option in options],
-        "sources": sha256_of([source_digests(), [ending(level) for level in LEVELS]]),
+        "sources": sha256_of([sources().model, sources().lowering, [ending(level) for level in LEVELS]]),
         "toolchain": {name: metadata.version(name) for name in ("jax", "jaxlib")},
     }
     if not (folder.exists() and stamp.exists() and json.loads(stamp.read_text()) == wanted):

@@ -1,1 +1,1 @@
-"""The build cache: compiled cells by the content they were made from."""
+"""The build cache: cells by the sources and options that decide them, programs by their StableHLO."""

@@ -1,7 +1,8 @@
-"""What a build takes from the cache and gives to it: whole cells, which are then neither traced nor compiled.
+"""The two levels of the cache, as a build uses them.
 
-Where sources of the model changed and what they lower to did not, a second level answers, in the compiling process
-(``compile/worker.py``): the lowered program was compiled before and is not compiled again.
+A cell with the same sources, options and versions is taken whole: it is neither traced nor compiled. Where sources
+changed and the lowered program did not, the compiling process (``compile/worker.py``) finds the program at the second
+level, and does not compile it.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,12 +12,10 @@ from typing import Any
 
 from ling3export.artifacts.files import refuse_links, remove, try_writing, write_new
 from ling3export.artifacts.program_records import Origin, Program
-from ling3export.artifacts.records import sha256_of, to_json
+from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Mesh, Requirements
-from ling3export.cache.explain import explain
 from ling3export.cache.keys import cell_fields
-from ling3export.cache.store import KINDS, LARGEST_BLOB, Cache, CacheEntry, Say, entries, record_of
-from ling3export.cache.use import CacheUse
+from ling3export.cache.store import KINDS, LARGEST_ENTRY, Cache, CacheEntry, CacheUse, Report
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.reading import read_bytes
 from ling3export.model.config import Config
@@ -28,13 +27,7 @@ COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a progra
 
 @dataclass(frozen=True)
 class Built:
-    """A cell that was built or taken from the cache, and what its executable needs.
-
-    Attributes:
-        program: What the manifest says of it.
-        requires: Of a machine.
-        mesh: The devices.
-    """
+    """A cell that was built or taken from the cache: its manifest record, and what its executable needs."""
 
     program: Program
     requires: Requirements
@@ -42,122 +35,85 @@ class Built:
 
 
 class Cells:
-    """What a build takes from the cache, and gives to it.
+    """The cells that a build takes from the cache and gives to it.
 
     Args:
-        use: How.
-        say: Told of misses (with ``explain``), broken entries and failed writes.
-
-    Attributes:
-        use: The same; ``use.writes`` says whether the next build finds what this one makes.
+        use: How the build uses the cache.
+        report: Called with a line for each broken entry and each failed write.
     """
 
-    def __init__(self, use: CacheUse, say: Say) -> None:
-        self.use, self._say = use, say
-        self._cache = Cache(use, say)
-        # Before this build adds its own: those would explain nothing.
-        self._known: list[CacheEntry] = list(entries(use.where, "cells")) if use.explain else []
+    def __init__(self, use: CacheUse, report: Report) -> None:
+        self.use, self.report = use, report
+        self._cache = Cache(use, report)
 
     def fetch(self, config: Config, plan: Plan, cell: PlannedCell, folder: Path) -> Built | None:
-        """Puts a cell's files into ``folder`` and returns what was built; None if they have to be made.
+        """Puts a cell's files into ``folder`` and returns the cell; None if it has to be made.
 
         Raises:
             ArtifactError: ``folder`` cannot be written.
         """
-        fields = cell_fields(config, plan, cell)
-        key = sha256_of(fields)
+        key = sha256_of(cell_fields(config, plan, cell))
         entry = self._cache.read("cells", key, _built)
-        if self.use.explain:
-            self._say(f"{plan.target.name} {cell.name}: {self._why(fields, entry)}")
         if entry is None:
             return None
-        for suffix in SUFFIXES:
-            write_new(folder / f"{cell.name}.{suffix}", entry.data[suffix])
         built, program = _built(entry)
+        executable = self._cache.read("programs", program)
+        if executable is None:
+            return None
+        for suffix, data in zip(SUFFIXES, (entry.data, executable.data), strict=True):
+            write_new(folder / f"{cell.name}.{suffix}", data)
         return _from(built, Origin(CELL, program, 0, 0, key))
 
     def keep(self, config: Config, plan: Plan, cell: PlannedCell, folder: Path, built: Built) -> Built:
-        """Keeps what a compiling process has just put into ``folder``; returns it with its key."""
+        """Keeps a cell whose program a compiling process has just kept; returns it with its key."""
         fields = cell_fields(config, plan, cell)
         assert built.program.origin is not None
         whole = _from(built, replace(built.program.origin, key=sha256_of(fields)))
         if self.use.writes:
-            data = {suffix: read_bytes(folder, f"{cell.name}.{suffix}", LARGEST_BLOB) for suffix in SUFFIXES}
-            self._cache.write("cells", fields, to_json(whole), data)
+            portable = read_bytes(folder, f"{cell.name}.stablehlo", LARGEST_ENTRY)
+            self._cache.write("cells", fields, to_json(whole), portable)
         return whole
 
     def forget(self, programs: Iterable[Program]) -> None:
-        """Removes what this build took or made and receipts refused: the next build makes it again."""
+        """Removes programs whose receipts failed: the next build makes them again."""
         for origin in (program.origin for program in programs if self.use.writes and program.origin is not None):
             for kind, key in (("cells", origin.key), ("programs", origin.program)):
                 if key is not None:
                     remove(self._cache.path(kind, key))
 
-    def file(self, kind: str, fields: dict[str, Any], make: Callable[[], bytes]) -> bytes:
-        """A file of a target beside those of its cells, ``so`` or ``exec``: from the cache, or made now and kept.
-
-        Args:
-            kind: The end of its name.
-            fields: Everything that decides it.
-            make: Makes it.
-        """
-        if entry := self._cache.read("programs", sha256_of(fields), lambda entry: entry.data[kind]):
-            return entry.data[kind]
+    def file(self, fields: dict[str, Any], make: Callable[[], bytes]) -> bytes:
+        """Another file of a target: from the cache, or made now and kept under its ``fields``."""
+        if entry := self._cache.read("programs", sha256_of(fields)):
+            return entry.data
         made = make()
-        self._cache.write("programs", fields, {}, {kind: made})
+        self._cache.write("programs", fields, {}, made)
         return made
 
-    def say(self, messages: list[str]) -> None:
-        """Passes on what a compiling process had to tell."""
-        for message in messages:
-            self._say(message)
 
-    def _why(self, fields: dict[str, Any], entry: CacheEntry | None) -> str:
-        if entry is not None:
-            return "from the cache"
-        if not self.use.reads:
-            return f"made anew: --cache {self.use.policy}"
-        return f"not in the cache: {explain(fields, self._known)}"
-
-
-def opened(use: CacheUse, say: Say) -> Cells:
-    """The cache for one build.
-
-    A folder that cannot be written is named once, and the build goes on with what is in it.
-    """
-    return Cells(_writable(use, say), say)
-
-
-def _writable(use: CacheUse, say: Say) -> CacheUse:
-    """``use``, without writing if the folder does not allow it."""
+def opened(use: CacheUse, report: Report) -> Cells:
+    """The cache for one build. A folder that cannot be written is reported once, and is then only read."""
     folder = use.where
-    if not use.writes:
-        return use
     try:
-        refuse_links(folder, (*KINDS, "blobs"))
-        folder.mkdir(parents=True, exist_ok=True)
-        for place in (folder, *(folder / name for name in (*KINDS, "blobs"))):
-            if place.exists():
-                try_writing(place)
+        if use.writes:
+            refuse_links(folder, KINDS)
+            folder.mkdir(parents=True, exist_ok=True)
+            for place in (folder, *(folder / kind for kind in KINDS)):
+                if place.exists():
+                    try_writing(place)
+        return Cells(use, report)
     except OSError as error:
-        say(
+        report(
             f"not cached: cache `{folder.name}`: expected a folder that can be written, found {error.strerror}, "
             f"in {folder.parent}"
         )
     except ArtifactError as error:
-        say(f"not cached: {error.message}")
-    else:
-        return use
-    return replace(use, policy="readonly" if use.reads else "off")
+        report(f"not cached: {error.message}")
+    return Cells(replace(use, policy="readonly" if use.reads else "off"), report)
 
 
 def _built(entry: CacheEntry) -> tuple[Built, str]:
-    """What an entry of a cell says was built, and the key of its program.
-
-    Raises:
-        ValueError: The entry is none that a build wrote. The error's text follows "found".
-    """
-    built = record_of(entry, Built, SUFFIXES)
+    """The cell of an entry, and the key of its program; a ValueError if no build wrote the entry."""
+    built = from_json(Built, entry.record)
     if built.program.origin is None:
         raise ValueError("a cell without its origin")
     return built, built.program.origin.program
@@ -168,7 +124,7 @@ def _from(built: Built, origin: Origin) -> Built:
 
 
 def counts(programs: Iterable[Program]) -> dict[str, int]:
-    """Where programs came from, and what jax traced and compiled for them."""
+    """The number of programs by their source, and how much jax traced and compiled for them."""
     origins = [program.origin for program in programs if program.origin is not None]
     return {
         "cells": len(origins),
@@ -182,11 +138,11 @@ def counts(programs: Iterable[Program]) -> dict[str, int]:
 
 def summary(programs: Iterable[Program], use: CacheUse) -> str:
     """A line for the user: ``cells: 0 compiled, 10 from the cache (on, /home/…); jax traced 0 and compiled 0``."""
-    found = counts(programs)
-    again = found["from_program_cache"]
+    count = counts(programs)
+    again = count["from_program_cache"]
     traced = f", {again} traced again to a program from the cache" if again else ""
-    where = f"{use.policy}" if use.policy == "off" else f"{use.policy}, {use.where}"
+    where = use.policy if use.policy == "off" else f"{use.policy}, {use.where}"
     return (
-        f"cells: {found['compiled']} compiled{traced}, {found['from_cache']} from the cache ({where}); "
-        f"jax traced {found['traces']} functions and compiled {found['compiles']} programs"
+        f"cells: {count['compiled']} compiled{traced}, {count['from_cache']} from the cache ({where}); "
+        f"jax traced {count['traces']} functions and compiled {count['compiles']} programs"
     )

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from ling3export.cache.use import CacheUse
+from ling3export.cache.store import CacheUse, cache_folder
 from ling3export.cli.options import BYTES, JSON, Parsed
 from ling3export.foundation.errors import PlanError
 from ling3export.runners.cli.command import Group
@@ -47,23 +47,20 @@ def cache() -> None:
 @cache_dir
 @JSON
 def status(cache_dir: Path | None, as_json: bool) -> None:
-    """Show how much the cache holds, and for which targets."""
+    """Show how much the cache holds."""
     from ling3export.cache.cleanup import status as read
-    from ling3export.cache.store import known_folder
 
-    found = read(known_folder(CacheUse(folder=cache_dir)))
+    contents = read(cache_folder(CacheUse(folder=cache_dir)))
     if as_json:
-        click.echo(json.dumps(asdict(found)))
+        click.echo(json.dumps(asdict(contents)))
         return
-    click.echo(f"folder    {found.folder}")
-    click.echo(f"entries   {found.cells} cells, {found.programs} programs")
-    if found.recompiled:
-        click.echo(f"runners   {found.recompiled} programs compiled here")
-    click.echo(f"size      {_megabytes(found.bytes)}")
-    if found.broken:
-        click.echo(f"broken    {found.broken} entries, which are made again when they are needed")
-    for name, share in found.targets.items():
-        click.echo(f"target    {name}: {share.cells} cells, {_megabytes(share.bytes)}")
+    click.echo(f"folder    {contents.folder}")
+    click.echo(f"entries   {contents.cells} cells, {contents.programs} programs")
+    if contents.recompiled:
+        click.echo(f"runners   {contents.recompiled} programs compiled on this machine")
+    click.echo(f"size      {_megabytes(contents.bytes)}")
+    if contents.broken:
+        click.echo(f"broken    {contents.broken} entries, which are made again when they are needed")
 
 
 @cache.command()
@@ -77,16 +74,15 @@ def cleanup(
 ) -> None:
     """Remove entries."""
     from ling3export.cache.cleanup import clean_up
-    from ling3export.cache.store import known_folder
 
     if older_than is None and max_size is None and not everything:
         raise click.UsageError("expected --older-than, --max-size or --all.")
-    folder = known_folder(CacheUse(folder=cache_dir))
-    found = clean_up(folder, older_than=older_than, max_bytes=max_size, everything=everything)
+    folder = cache_folder(CacheUse(folder=cache_dir))
+    done = clean_up(folder, older_than=older_than, max_bytes=max_size, everything=everything)
     if as_json:
-        click.echo(json.dumps(asdict(found)))
+        click.echo(json.dumps(asdict(done)))
         return
     click.echo(
-        f"removed {found.removed} entries ({_megabytes(found.freed)}); "
-        f"{found.kept} entries ({_megabytes(found.bytes)}) are left"
+        f"removed {done.removed} entries ({_megabytes(done.freed)}); "
+        f"{done.kept} entries ({_megabytes(done.bytes)}) are left"
     )

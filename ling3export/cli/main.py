@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ling3export.cache.use import POLICIES, CacheUse
+from ling3export.cache.store import POLICIES, CacheUse
 from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.catalog import catalog, keygen, sign
 from ling3export.cli.options import IGNORE, JSON, ROUNDING, WIDE, build_options
@@ -34,7 +34,7 @@ APART = {
     "shard": ("into", "replay", "kind"),
     "no_weights": ("into", "replay", "shard", "kind", "allow_rounding"),
     "on": ("shard", "into", "replay", "no_weights", "kind"),
-    "kind": ("into", "replay", "cache", "cache_dir", "explain", "jobs"),
+    "kind": ("into", "replay", "cache", "cache_dir", "jobs"),
 }
 COMMON_BUILD = "paddings tp max_running context targets snapshots dtype into force no_weights".split()
 COMMON_PLAN = "paddings tp max_running context targets snapshots dtype lengths artifact as_json".split()
@@ -122,7 +122,6 @@ def main() -> None:
         help="Use programs of earlier builds; redo makes all anew, readonly adds none.",
     ),
     cache_dir,
-    click.option("--explain", is_flag=True, help="Say of each cell why it was not in the cache."),
     shard_option("Only compile every N-th cell, from cell I on, into the cache"),
     click.option(
         "--replay",
@@ -132,7 +131,7 @@ def main() -> None:
 )
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
-    force: bool, kind: str, cache: str, cache_dir: Path | None, explain: bool, shard: Shard, no_weights: bool,
+    force: bool, kind: str, cache: str, cache_dir: Path | None, shard: Shard, no_weights: bool,
     dummy_weights: int | None, prove: bool | None, allow_rounding: bool,
     **options: Any,
 ) -> None:  # fmt: skip
@@ -150,7 +149,7 @@ def build(
     from ling3export.model.config import Config
     from ling3export.plan.plan import as_stored
 
-    chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir, explain)
+    chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir)
     _check_alone(chosen if kind != "artifact" else chosen - {"kind"})
     source = checkpoint or building.DEMO
     fits = (

@@ -27,7 +27,7 @@ from ling3export.artifacts.schema import FileRecord, Manifest, PortableReceipts,
 from ling3export.artifacts.staging import staged
 from ling3export.cache.cells import Built, Cells, opened, summary
 from ling3export.cache.keys import toolchain
-from ling3export.cache.use import DEFAULT_USE, CacheUse
+from ling3export.cache.store import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import Progress, WeightSource, write_weights
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth_weights import DummyWeights

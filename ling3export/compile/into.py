@@ -34,7 +34,7 @@ from ling3export.artifacts.schema import KERNELS, STATE, Manifest, Target
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.staging import adding
 from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
-from ling3export.cache.use import DEFAULT_USE, CacheUse
+from ling3export.cache.store import DEFAULT_USE, CacheUse
 from ling3export.compile.build import Reporter, announced, compiling, complete
 from ling3export.compile.pool import BuildOutcome
 from ling3export.compile.replay import changes_since

@@ -34,7 +34,7 @@ def put_library(folder: Path, kernels: str, cells: Cells) -> None:
         "headers": _headers()[1],
         "compiler": [*command, _run([*command, "--version"])],
     }
-    write_new(folder / KERNELS, cells.file("so", fields, lambda: compiled(command, level)))
+    write_new(folder / KERNELS, cells.file(fields, lambda: compiled(command, level)))
 
 
 def _headers() -> tuple[str, str]:

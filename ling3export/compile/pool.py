@@ -15,8 +15,8 @@ from ling3export.artifacts.files import write_new
 from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import STATE
 from ling3export.cache.cells import Built, Cells
-from ling3export.cache.keys import changed, program_fields
-from ling3export.cache.use import CacheUse
+from ling3export.cache.keys import program_fields, sources
+from ling3export.cache.store import CacheUse
 from ling3export.compile.kernels import put_library
 from ling3export.compile.worker import MODULE, STATE_PROGRAM, CompileJob
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, listed
@@ -67,7 +67,7 @@ class Compilers:
     ) -> None:
         self.plan = plan
         self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
-        self.job = CompileJob(plan.target, plan.geometry, config, folder, self._cells.use)
+        self.job = CompileJob(plan.target, plan.geometry, config, folder, self._cells.use, sources())
         self._jobs, self.taken, self._shown, self._tell = jobs, taken, shown, tell
         self._workers: list[Child] = []
         self._stopped = False
@@ -153,9 +153,10 @@ class Compilers:
             return Failure(f"the compiling process {said}", hint)
         if "failure" in reply:
             return Failure(**reply["failure"])
-        self._cells.say(reply["messages"])
-        if other := changed(reply["sources"]):
-            return Failure(f"expected the sources of the build's start, found another {listed(other)}", "build again")
+        for message in reply["messages"]:
+            self._cells.report(message)
+        if changed := self.job.sources.changed():
+            return Failure(f"expected no source to change during the build, {listed(changed)} did", "build again")
         return self._cells.keep(self.job.config, self.plan, cell, self.job.folder, from_json(Built, reply["built"]))
 
     def _alive(self, worker: Child | None, stack: contextlib.ExitStack) -> Child | None:
@@ -217,9 +218,9 @@ def put_state_program(folder: Path, config: Config, plan: Plan, cells: Cells) ->
     if plan.target.platform != "cpu" or (folder / STATE).exists():
         return
     arrays = [asdict(row) for row in state_arrays(config, plan.geometry)]
-    fields = program_fields(plan.target, {"state": sha256_of(arrays)}, {}, None)
-    job = CompileJob(plan.target, plan.geometry, config, folder, cells.use)
-    write_new(folder / STATE, cells.file("exec", fields, lambda: _compiled(job)))
+    job = CompileJob(plan.target, plan.geometry, config, folder, cells.use, sources())
+    fields = program_fields(plan.target, job.sources.lowering, {"state": sha256_of(arrays)}, {})
+    write_new(folder / STATE, cells.file(fields, lambda: _compiled(job)))
 
 
 def _compiled(job: CompileJob) -> bytes:
@@ -232,8 +233,6 @@ def _compiled(job: CompileJob) -> bytes:
     if "failure" in reply:
         failure = Failure(**reply["failure"])
         raise PlanError(f"{WHAT}: {failure.error}", failure.hint)
-    if other := changed(reply["sources"]):
-        raise PlanError(
-            f"{WHAT}: expected the sources of the build's start, found another {listed(other)}", "build again"
-        )
+    if changed := job.sources.changed():
+        raise PlanError(f"{WHAT}: expected no source to change during the build, {listed(changed)} did", "build again")
     return b64decode(reply["raw"])

@@ -16,7 +16,7 @@ from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.artifacts.signing import read_trusted
 from ling3export.cache.cells import SUFFIXES, Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
-from ling3export.cache.use import CacheUse
+from ling3export.cache.store import CacheUse
 from ling3export.compile.pool import Compilers
 from ling3export.foundation.errors import ArtifactError, PlanError, listed
 from ling3export.foundation.tables import readable

@@ -21,9 +21,8 @@ from ling3export.artifacts.program_records import Origin
 from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import KERNELS
 from ling3export.cache.cells import COMPILED, PROGRAM, Built
-from ling3export.cache.keys import below_model, deciding, imported, program_fields
-from ling3export.cache.store import Cache, record_of
-from ling3export.cache.use import CacheUse
+from ling3export.cache.keys import Sources, program_fields
+from ling3export.cache.store import Cache, CacheUse
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.phases import PHASES
 from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, Failure, Parent, free_port
@@ -43,7 +42,7 @@ if TYPE_CHECKING:
 
     Compile = Callable[[], tuple[bytes, Compiled]]
 
-MODULE = "ling3export.compile.recorded"  # which calls `main`
+MODULE = "ling3export.compile.worker"
 STATE_PROGRAM = {"state_program": True}
 
 
@@ -56,6 +55,7 @@ class CompileJob:
     config: Config  # the model
     folder: Path  # where programs are written
     cache: CacheUse  # how compiled programs of earlier builds are used
+    sources: Sources  # at the start of the build
 
 
 def join_peers(target: TargetSpec) -> list[object]:
@@ -102,24 +102,23 @@ def prepare(target: TargetSpec) -> list[object]:
 
 
 def compiled_program(
-    cache: Cache, fields: dict[str, Any], target: TargetSpec, compile_it: "Compile"
+    cache: Cache, fields: dict[str, Any], sources: Sources, compile_it: "Compile"
 ) -> tuple[bytes, "Compiled", str]:
     """The serialized executable of ``fields``, what describes it, and whether it was COMPILED now or is from the cache.
 
     Args:
         cache: Gets what is compiled.
         fields: Everything that decides the executable; their digest is its key.
-        target: What it is for.
+        sources: Nothing is kept if one of them has changed.
         compile_it: Compiles it.
     """
     from ling3export.compile.lower import Compiled
 
-    if entry := cache.read("programs", sha256_of(fields), lambda entry: record_of(entry, Compiled, ("exec",))):
-        return entry.data["exec"], from_json(Compiled, entry.record), PROGRAM
+    if entry := cache.read("programs", sha256_of(fields), lambda entry: from_json(Compiled, entry.record)):
+        return entry.data, from_json(Compiled, entry.record), PROGRAM
     data, compiled = compile_it()
-    sources = deciding(target)
-    if fields["sources"] in (sources, below_model(sources)):  # compiling may have imported another one
-        cache.write("programs", fields, to_json(compiled), {"exec": data})
+    if not sources.changed():
+        cache.write("programs", fields, to_json(compiled), data)
     return data, compiled, COMPILED
 
 
@@ -128,7 +127,7 @@ def run_cell(job: CompileJob, cell: PlannedCell) -> dict[str, Any]:
 
     Returns:
         ``built``, with its ``origin``: whether the program was compiled or came from the cache, and what jax traced
-        and compiled. ``messages`` for the user. ``sources``: the digests of the sources that did it.
+        and compiled. ``messages`` for the user.
     """
     from ling3export.compile.lower import lower_cell
     from ling3export.machine.pjrt import CompileCounter
@@ -137,11 +136,11 @@ def run_cell(job: CompileJob, cell: PlannedCell) -> dict[str, Any]:
     lowered = lower_cell(job.config, job.geometry, cell.phase, cell.padding, job.target.platform)
     write_new(job.folder / f"{cell.name}.stablehlo", lowered.blob)
     fields, compile_it = _compiler(lowered, job, cell)
-    data, compiled, source = compiled_program(Cache(job.cache, messages.append), fields, job.target, compile_it)
+    data, compiled, source = compiled_program(Cache(job.cache, messages.append), fields, job.sources, compile_it)
     write_new(job.folder / f"{cell.name}.exec", data)
     origin = Origin(source, sha256_of(fields), events.traces, events.count)
     built = Built(lowered.program(compiled, origin), compiled.executable.requires, compiled.executable.mesh)
-    return {"built": to_json(built), "messages": messages, "sources": imported()}
+    return {"built": to_json(built), "messages": messages}
 
 
 def _compiler(lowered: "Lowered", job: CompileJob, cell: PlannedCell) -> tuple[dict[str, Any], "Compile"]:
@@ -149,20 +148,21 @@ def _compiler(lowered: "Lowered", job: CompileJob, cell: PlannedCell) -> tuple[d
     from ling3export.compile.lower import compile_cell, compile_with_kernels, device_mesh
 
     modules, target, geometry = {"portable": hashlib.sha256(lowered.blob).hexdigest()}, job.target, job.geometry
+    lowering = job.sources.lowering
     if target.chip is None:
         mesh = device_mesh(geometry.tp)
         if not geometry.kernels or not PHASES[cell.phase].kernels:
-            return program_fields(target, modules, devices_of(mesh), None), lambda: compile_cell(lowered, mesh)
+            return program_fields(target, lowering, modules, devices_of(mesh)), lambda: compile_cell(lowered, mesh)
         register((job.folder / KERNELS).read_bytes(), geometry.kernels)
-        fields = program_fields(target, modules | {"kernels": geometry.kernels}, devices_of(mesh), None)
-        fields["sources"] = deciding(target)  # the portable module does not say where kernels are called
+        modules |= {"kernels": geometry.kernels, "model": job.sources.model}  # the text does not say where kernels are
+        fields = program_fields(target, lowering, modules, devices_of(mesh))
         return fields, lambda: compile_with_kernels(job.config, geometry, cell.phase, cell.padding, mesh)
     from ling3export.compile.accelerators import compile_for, lower_for
 
     arguments = (job.config, geometry, cell.phase, cell.padding, target)
     direct = lower_for(*arguments)
     priced = {"config": job.config.semantic(), "plan": asdict(geometry), "cell": (cell.phase, cell.padding)}
-    fields = program_fields(target, modules | {"direct": direct.digest}, devices_of(direct.mesh), priced)
+    fields = program_fields(target, lowering, modules | {"direct": direct.digest}, devices_of(direct.mesh), priced)
     return fields, lambda: compile_for(direct, *arguments)
 
 
@@ -180,7 +180,7 @@ def _state_program(job: CompileJob) -> dict[str, Any]:
     from ling3export.compile.lower import compile_state, device_mesh
 
     raw = compile_state(state_arrays(job.config, job.geometry), device_mesh(job.geometry.tp))
-    return {"raw": b64encode(raw).decode(), "sources": imported()}
+    return {"raw": b64encode(raw).decode()}
 
 
 def _reply(job: CompileJob, message: dict[str, Any]) -> dict[str, Any]:
@@ -203,3 +203,7 @@ def main() -> None:
     _peers = prepare(job.target)  # which end when nothing names them any more
     while True:
         parent.send(_reply(job, parent.receive()))
+
+
+if __name__ == "__main__":
+    main()

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ling3export.artifacts.program_records import Program
 from ling3export.cache.cells import opened
-from ling3export.cache.use import CacheUse
+from ling3export.cache.store import CacheUse
 from ling3export.checkpoint.synth import config_fields
 from ling3export.compile.pool import Compilers, check
 from ling3export.foundation.phases import MOVING

@@ -60,7 +60,7 @@ def fingerprint() -> str:
 
 def build(artifact: Path) -> Manifest:
     """The manifest of the demo, built through the cache."""
-    command = [sys.executable, "-m", "ling3export.cli", "build", DEMO, artifact, "--force", "--explain", *COMMAND]
+    command = [sys.executable, "-m", "ling3export.cli", "build", DEMO, artifact, "--force", *COMMAND]
     subprocess.run([*command, "--cache-dir", folder() / "cache"], check=True)
     return read_manifest(artifact)
 

@@ -118,7 +118,7 @@ class Built:
         assert not self.artifacts[1].exists()
         self.cache, self.other_cache = (tree.home / ".cache" / "ling3export" for tree in (self.one, self.two))
         before = files_below(self.other_cache)
-        self.second, self.collected = self.two.build(checkpoint, self.artifacts[1], "--explain")
+        self.second, self.collected = self.two.build(checkpoint, self.artifacts[1])
         assert files_below(self.other_cache) == before
 
 
@@ -140,7 +140,7 @@ def test_two_trees_and_users_get_the_same_programs_and_keys(built):
 def test_no_path_or_user_is_in_what_is_kept(built):
     for tree, other in ((built.one, built.two), (built.two, built.one)):
         kept = files_below(tree.home / ".cache" / "ling3export")
-        assert len(kept) >= 3 * 4
+        assert len(kept) >= 2 * 4
         for path in [*kept, *(tree.home / "a.ling3" / "programs").rglob("*.*")]:
             data = path.read_bytes()
             for trace in (tree.folder, tree.home, other.folder, ROOT):
@@ -166,9 +166,6 @@ def test_shares_compile_every_cell_once_and_the_build_only_collects(built):
     assert "jax traced 0 functions and compiled 0 programs\n" in said
     table = [line.split()[:3] for line in said[said.index(f"{TARGET}:\n") :].splitlines()[2 : 2 + len(CELLS)]]
     assert sorted(table) == sorted([cell, "cached", "-"] for cell in CELLS)
-    assert all(f"{TARGET} {cell}: from the cache\n" in said for cell in CELLS)
-    blobs = {path.read_bytes() for path in (built.other_cache / "blobs").iterdir()}
-    assert {*files(built.artifacts[1], "exec").values(), *files(built.artifacts[1], "stablehlo").values()} <= blobs
 
 
 def test_sources_that_lower_to_the_same_program_compile_nothing_and_readonly_changes_nothing(
@@ -179,13 +176,11 @@ def test_sources_that_lower_to_the_same_program_compile_nothing_and_readonly_cha
     with open(tree.folder / "model" / "kda" / "layer.py", "a") as file:
         file.write("\n# A comment.\n")
     artifact = tmp_path / "x.ling3"
-    manifest, said = tree.build(checkpoint, artifact, "--cache-dir", built.cache, "--cache", "readonly", "--explain")
+    manifest, said = tree.build(checkpoint, artifact, "--cache-dir", built.cache, "--cache", "readonly")
     assert origins(manifest) == dict.fromkeys(CELLS, "program cache")
     found = counts(manifest.targets[TARGET].cells.values())
     assert (found["from_program_cache"], found["compiles"]) == (4, 0)
     assert found["traces"] > 0
-    for cell in CELLS:
-        assert f"{TARGET} {cell}: not in the cache: sources of model/: kda/layer.py\n" in said
     assert "cells: 0 compiled, 4 traced again to a program from the cache, 0 from the cache" in said
     assert files(artifact, "exec") == files(built.artifacts[0], "exec")
     mine, old = keys(manifest), keys(built.first)
@@ -197,28 +192,19 @@ def files_below(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
-def break_exec(cache: Path, artifact: Path, cell: str) -> None:
-    """Flips a byte of a cell's executable in the cache."""
-    digest = read_manifest(artifact).targets[TARGET].cells[cell].exec.sha256
-    blob = cache / "blobs" / digest
-    raw = bytearray(blob.read_bytes())
-    raw[len(raw) // 2] ^= 1
-    blob.write_bytes(raw)
-
-
 def test_a_broken_executable_is_named_and_made_again(built, checkpoint, tmp_path):
     cache = tmp_path / "cache"
     shutil.copytree(built.cache, cache)
-    break_exec(cache, built.artifacts[0], "sample@1")
-    artifact = tmp_path / "x.ling3"
-    manifest, said = built.one.build(checkpoint, artifact, "--cache-dir", cache, "--explain")
+    key = keys(built.first)["sample@1"][1]
+    path = cache / "programs" / key
+    raw = bytearray(path.read_bytes())
+    raw[-len(raw) // 4] ^= 1
+    path.write_bytes(raw)
+    manifest, said = built.one.build(checkpoint, tmp_path / "x.ling3", "--cache-dir", cache)
     assert origins(manifest) == dict.fromkeys(CELLS, "cache") | {"sample@1": "compiler"}
     assert counts(manifest.targets[TARGET].cells.values())["compiles"] == 1
-    key, made = (digest[:12] for digest in keys(manifest)["sample@1"])
-    assert f"cache entry cells/{key}: expected a whole one, found " in said
-    assert f"cache entry programs/{made}: expected a whole one, found " in said
-    assert said.count(f", in {cache}; discarded, it is made again\n") == 2
-    assert f"{TARGET} sample@1: not in the cache: its entry was lost or broken\n" in said
+    broken = f"cache entry programs/{key[:12]}: expected a whole one, found another digest, in {cache}"
+    assert said.count(f"{broken}; discarded, it is made again\n") == 1
 
 
 def test_a_build_that_is_killed_leaves_what_it_had_to_the_one_beside_it_and_the_next(built, checkpoint, tmp_path):
@@ -226,8 +212,8 @@ def test_a_build_that_is_killed_leaves_what_it_had_to_the_one_beside_it_and_the_
     cache = tmp_path / "cache"
     shutil.copytree(built.cache, cache)
     for kind, key in zip(("cells", "programs"), keys(built.first)["sample@1"], strict=True):
-        (cache / kind / f"{key}.json").unlink()
-    written = cache / "programs" / f"{keys(built.first)['sample@1'][1]}.json"
+        (cache / kind / key).unlink()
+    written = cache / "programs" / keys(built.first)["sample@1"][1]
     options = ("--cache-dir", cache)
     with (
         built.one.building(checkpoint, tmp_path / "killed.ling3", *options) as killed,

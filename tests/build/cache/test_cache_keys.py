@@ -1,7 +1,6 @@
 """What is in a cell's and a program's key, and what the policies do at both levels. Nothing is traced or compiled."""
 
 import errno
-import hashlib
 import os
 import subprocess
 import sys
@@ -19,9 +18,8 @@ from ling3export.artifacts.schema import Mesh, Requirements
 from ling3export.cache import keys
 from ling3export.cache.cells import Built, Cells, opened
 from ling3export.cache.keys import cell_fields, program_fields
-from ling3export.cache.store import Cache
-from ling3export.cache.use import CacheUse
-from ling3export.compile import build
+from ling3export.cache.store import Cache, CacheUse
+from ling3export.compile import build, pool
 from ling3export.compile.pool import BuildOutcome, Compilers
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.processes import Failure
@@ -34,7 +32,7 @@ from tests.support.tiny import tiny_fields
 
 CELL = PlannedCell("decode", 16)
 MEMORY = Memory(1, 2, 3, 4, 5)
-MADE = Origin("compiler", "f" * 64, 5, 1)
+MADE = Origin("compiler", sha256_of({"n": 1}), 5, 1)
 CONFIG = Config.from_dict(tiny_fields())
 DEVICES = {"kind": "cpu", "ids": [0, 1], "processes": 1}
 
@@ -56,54 +54,32 @@ def loaded(*modules: str) -> set[str]:
 
 
 def test_every_module_that_a_compiling_process_loads_is_in_the_sources():
-    """For cpu nothing that is for accelerators: estimates change, and its programs stay."""
-    digests = keys.source_digests()
-    names = [name for group in digests.values() for name in group]
-    assert len(names) == len(set(names))
+    names = keys.sources().stamps.keys()
     found = loaded("ling3export.compile.lower", "ling3export.compile.accelerators")
-    assert {name for name in found if (keys.ROOT / name).is_file()} <= set(names)
-    assert {"model/kda/layer.py", "model/program.py"} <= digests["model"].keys()
-    assert {"compile/lower.py", "machine/pjrt.py"} <= digests["lowering"].keys()
-    assert {"compile/accelerators.py", "cost/estimates.py", "plan/targets.py"} <= digests["accelerators"].keys()
-    assert not {"compile/build.py", "cli.py", "plan/plan.py", "cache/store.py"} & set(names)
-    for_cpu = loaded("ling3export.compile.lower")
-    assert "compile/lower.py" in for_cpu and not for_cpu & digests["accelerators"].keys()
+    assert "compile/lower.py" in found
+    assert {name for name in found if (keys.ROOT / name).is_file() and not name.endswith("__init__.py")} <= names
+    assert {path.relative_to(keys.ROOT).as_posix() for path in (keys.ROOT / "model").rglob("*.py")} <= names
+    assert {"model/kda/layer.py", "cost/estimates.py", "machine/pjrt.py"} <= names
+    assert not {"compile/build.py", "plan/plan.py", "cache/store.py"} & names
 
 
-def test_estimates_are_in_the_keys_of_accelerators_alone_and_this_processor_in_those_of_cpu(monkeypatch):
-    plans = plan(), plan("tpu:v6e:2x2")
+def replaced(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    seen = replace(keys.sources(), **changes)
+    monkeypatch.setattr(keys, "sources", lambda: seen)
 
-    def all_keys() -> list[tuple[str, ...]]:
-        """By target: of a cell, of its program and of the whole target."""
-        return [
-            (
-                key_of(planned=each),
-                sha256_of(program_fields(each.target, {"portable": "0"}, DEVICES, None)),
-                keys.fingerprint(CONFIG, each),
-            )
-            for each in plans
-        ]
 
-    before, digests = all_keys(), keys.source_digests()
-    changed = {"accelerators": digests["accelerators"] | {"cost/estimates.py": "0"}}
+def test_sources_of_the_model_and_of_the_lowering_and_this_processor_are_in_a_cells_key(monkeypatch):
+    first = key_of()
     with monkeypatch.context() as patch:
-        patch.setattr(keys, "source_digests", lambda: digests | changed)
-        after = all_keys()
-    assert after[0] == before[0] and not {*after[1]} & {*before[1]}
+        replaced(patch, model="0")
+        changed = [key_of()]
+    with monkeypatch.context() as patch:
+        replaced(patch, lowering="0")
+        changed.append(key_of())
+    tpu = plan("tpu:v6e:2x2")
+    before = key_of(planned=tpu)
     monkeypatch.setattr(keys.environment, "cpu_features", lambda: ["sse2"])
-    after = all_keys()
-    assert after[1] == before[1] and not {*after[0][:2]} & {*before[0][:2]}
-
-
-def test_a_changed_file_of_a_sub_package_changes_the_key(monkeypatch):
-    """A search of the top folder alone would miss every file of a sub-package."""
-    files = {path.relative_to(keys.ROOT).as_posix(): path for path in (keys.ROOT / "model").rglob("*.py")}
-    assert {"model/kda/layer.py", "model/mla/paged.py", "model/sampling/sample.py"} <= files.keys()
-    digests, first = keys.source_digests(), key_of()
-    assert digests["model"] == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
-    changed = digests["model"] | {"model/kda/layer.py": "0"}
-    monkeypatch.setattr(keys, "source_digests", lambda: digests | {"model": changed})
-    assert key_of() != first
+    assert len({first, *changed, key_of()}) == 4 and key_of(planned=tpu) == before
 
 
 def test_what_decides_a_cell_changes_its_key_and_nothing_else_does(monkeypatch):
@@ -130,7 +106,7 @@ def test_what_decides_a_cell_changes_its_key_and_nothing_else_does(monkeypatch):
 
 def test_a_programs_key_follows_program_and_devices_and_no_source_of_the_model(monkeypatch):
     def made(**changes: Any) -> str:
-        values = {"modules": {"portable": "0"}, "devices": DEVICES, "priced": None} | changes
+        values = {"lowering": "0", "modules": {"portable": "0"}, "devices": DEVICES, "priced": None} | changes
         return sha256_of(program_fields(plan().target, **values))
 
     first = made()
@@ -140,11 +116,9 @@ def test_a_programs_key_follows_program_and_devices_and_no_source_of_the_model(m
         made(devices=DEVICES | {"processes": 2}),
         made(priced={"config": 1}),
     ]
-    digests = keys.source_digests()
-    monkeypatch.setattr(keys, "source_digests", lambda: digests | {"model": {"model/kda/layer.py": "0"}})
+    replaced(monkeypatch, model="0")
     assert made() == first
-    monkeypatch.setattr(keys, "source_digests", lambda: digests | {"lowering": {"lower.py": "0"}})
-    assert len({first, *changed, made()}) == 2 + len(changed)
+    assert len({first, *changed, made(lowering="1")}) == 2 + len(changed)
 
 
 def built(origin: Origin | None = MADE) -> Built:
@@ -171,6 +145,15 @@ def folder_with(tmp_path: Path, name: str, content: bytes) -> Path:
     return folder
 
 
+PROGRAM = {"n": 1}
+
+
+def kept(use: CacheUse, folder: Path) -> Built:
+    """A cell of a folder and its program, kept as a build does."""
+    Cache(use, pytest.fail).write("programs", PROGRAM, {}, (folder / f"{CELL.name}.exec").read_bytes())
+    return Cells(use, pytest.fail).keep(CONFIG, plan(), CELL, folder, built())
+
+
 def test_the_policies_of_cells(tmp_path):
     """``on`` keeps and gives back the same bytes; ``redo`` gives nothing and replaces; ``readonly`` and ``off`` keep
     nothing."""
@@ -187,32 +170,33 @@ def test_the_policies_of_cells(tmp_path):
         if found is None:
             assert list(folder.iterdir()) == []
             return None
-        assert found == built(Origin("cache", "f" * 64, 0, 0, key_of()))
+        assert found == built(Origin("cache", MADE.program, 0, 0, key_of()))
         return (folder / f"{CELL.name}.exec").read_bytes()
 
     for policy in ("off", "readonly"):
-        whole = cells(policy).keep(CONFIG, plan(), CELL, folder_with(tmp_path, policy, b"1"), built())
+        whole = kept(replace(use, policy=policy), folder_with(tmp_path, policy, b"1"))
         assert whole == built(replace(MADE, key=key_of()))
         assert not (tmp_path / "cache").exists()
     assert fetched("on", "none") is None
-    cells("on").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), built())
+    kept(use, folder_with(tmp_path, "first", b"1"))
     found = [fetched(policy, f"a-{policy}") for policy in ("on", "readonly", "redo", "off")]
     assert found == [b"1exec", b"1exec", None, None]
-    cells("redo").keep(CONFIG, plan(), CELL, folder_with(tmp_path, "second", b"2"), built())
+    kept(replace(use, policy="redo"), folder_with(tmp_path, "second", b"2"))
     assert fetched("on", "b-on") == b"2exec"
+    Cache(use, pytest.fail).path("programs", MADE.program).unlink()
+    assert fetched("on", "c-on") is None  # a clean-up took the program: the cell is made again
     assert said == []
 
 
 @pytest.mark.parametrize(
     ("edit", "found"),
     [
-        (lambda record, data: record.pop("mesh"), "another record (expected the field mesh, found none)"),
+        (lambda record: record.pop("mesh"), "another record (expected the field mesh, found none)"),
         (
-            lambda record, data: record["program"].update(padding="16"),
+            lambda record: record["program"].update(padding="16"),
             "another record (expected a whole number, found '16', at program.padding)",
         ),
-        (lambda record, data: record["program"].pop("origin"), "a cell without its origin"),
-        (lambda record, data: data.pop("exec"), "the bytes of stablehlo instead of exec, stablehlo"),
+        (lambda record: record["program"].pop("origin"), "a cell without its origin"),
     ],
 )
 def test_a_crafted_cell_with_right_digests_is_broken_and_made_again(tmp_path, edit, found):
@@ -220,10 +204,9 @@ def test_a_crafted_cell_with_right_digests_is_broken_and_made_again(tmp_path, ed
     said: list[str] = []
     use = CacheUse("on", tmp_path / "cache")
     cells = Cells(use, said.append)
-    whole = cells.keep(CONFIG, plan(), CELL, folder_with(tmp_path, "first", b"1"), built())
-    record, data = to_json(whole), {"stablehlo": b"1", "exec": b"2"}
-    edit(record, data)
-    Cache(use, said.append).write("cells", cell_fields(CONFIG, plan(), CELL), record, data)
+    record = to_json(kept(use, folder_with(tmp_path, "first", b"1")))
+    edit(record)
+    Cache(use, said.append).write("cells", cell_fields(CONFIG, plan(), CELL), record, b"1")
     folder = tmp_path / "second"
     folder.mkdir()
     assert cells.fetch(CONFIG, plan(), CELL, folder) is None
@@ -249,7 +232,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
     assert said.pop() == f"{told}Not a directory, in {tmp_path / 'file'}"
 
     use = CacheUse("on", tmp_path / "cache")
-    opened(use, said.append).keep(CONFIG, plan(), CELL, folder, built())
+    kept(use, folder)
     before = sorted(use.where.rglob("*"))
     make = os.open
 
@@ -289,22 +272,22 @@ def test_a_file_of_flags_counts_by_its_content(tmp_path, monkeypatch):
     key_of()  # not waited for
 
 
-def test_a_compiling_process_says_what_it_imported(tmp_path):
-    """A source that is edited while the workers start, and restored later, once poisoned the restored one's entries."""
+def test_a_source_that_changes_during_a_build_fails_its_cell_and_nothing_is_kept(tmp_path):
+    """One that is edited while the workers start, and restored later, once poisoned the restored one's entries."""
     tree = copied(tmp_path / "tree")
     code = """
-import importlib, sys
+import os, sys
 from pathlib import Path
-from ling3export.foundation import sources
-sources.record()
-import ling3export.model.config
-path = Path(sys.argv[1])
-before = path.read_bytes()
-path.write_bytes(before + b"# edited\\n")
-import ling3export.model.geometry, ling3export.model.parameters
-path.write_bytes(before)  # restored before anybody looks
 from ling3export.cache import keys
-print(*keys.changed({}), *sorted(keys.imported()), keys.source_digests()["model"]["model/parameters.py"])
+path = Path(sys.argv[1])
+before, stat = path.read_bytes(), path.stat()
+seen = keys.sources()
+print(seen.changed())
+path.write_bytes(before + b"# edited\\n")
+print(seen.changed())
+path.write_bytes(before)
+os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+print(seen.changed(), keys.sources() is seen, keys.sources.__wrapped__().model == seen.model)
 """
     path = tree / "model" / "parameters.py"
     done = subprocess.run(
@@ -314,26 +297,24 @@ print(*keys.changed({}), *sorted(keys.imported()), keys.source_digests()["model"
         env={**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"},
     )
     assert done.returncode == 0, done.stderr
-    *imported, said = done.stdout.split()
-    assert {"model/config.py", "model/geometry.py", "model/parameters.py"} <= set(imported)
-    assert said == hashlib.sha256(path.read_bytes() + b"# edited\n").hexdigest()
-    assert keys.changed({"model/parameters.py": said, "cli/main.py": "0"}) == ["model/parameters.py"]
-    assert keys.changed(keys.source_digests()["model"]) == []
+    changed = "['model/parameters.py']"
+    assert done.stdout.splitlines() == ["[]", changed, f"{changed} True True"]
 
 
 def test_a_worker_of_other_sources_fails_its_cell_and_keeps_nothing(tmp_path, monkeypatch):
-    said: list[str] = []
-    cells = Cells(CacheUse("on", tmp_path / "cache"), said.append)
+    cells = Cells(CacheUse("on", tmp_path / "cache"), pytest.fail)
     folder = folder_with(tmp_path, "built", b"1")
-    compilers = Compilers(plan(), CONFIG, folder, 1, cells)
-    reply = {"built": to_json(built()), "messages": [], "sources": {"model/kda/layer.py": "0"}}
+    stamps = keys.sources().stamps
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "sources", lambda: replace(keys.sources(), stamps=stamps | {"model/kda/layer.py": "0"}))
+        changed = Compilers(plan(), CONFIG, folder, 1, cells)
+    reply = {"built": to_json(built()), "messages": []}
     worker: Any = SimpleNamespace(send=lambda message: None, receive=lambda: reply)
-    failure = compilers.made(worker, CELL)
+    failure = changed.made(worker, CELL)
     assert isinstance(failure, Failure)
-    assert failure.error == "expected the sources of the build's start, found another model/kda/layer.py"
+    assert failure.error == "expected no source to change during the build, model/kda/layer.py did"
     assert not (tmp_path / "cache").exists()
-    reply["sources"] = {"model/kda/layer.py": keys.source_digests()["model"]["model/kda/layer.py"]}
-    assert isinstance(compilers.made(worker, CELL), Built)
+    assert isinstance(Compilers(plan(), CONFIG, folder, 1, cells).made(worker, CELL), Built)
 
 
 @dataclass(frozen=True)
@@ -360,15 +341,12 @@ def refusing(*_: object, **__: object) -> None:
 def test_what_receipts_refuse_does_not_stay_in_the_cache(tmp_path, monkeypatch):
     """A wrong program was given to every later build, whose receipts failed again."""
     cells = Cells(CacheUse("on", tmp_path / "cache"), pytest.fail)
-    fields = {"n": 1}
-    origin = replace(MADE, program=sha256_of(fields))
-    Cache(cells.use, pytest.fail).write("programs", fields, {}, {"exec": b"wrong"})
-    whole = cells.keep(CONFIG, plan(), CELL, folder_with(tmp_path, "built", b"1"), built(origin))
+    whole = kept(cells.use, folder_with(tmp_path, "built", b"1"))
     outcome = BuildOutcome(plan(), {CELL.name: whole}, {})
     monkeypatch.setattr(build, "target_record", lambda *arguments: None)
     monkeypatch.setattr(build, "measure_apart", refusing)
     manifest: Any = Written({}, Vectors({}), {}, ())
-    assert len(list((tmp_path / "cache").glob("*/*.json"))) == 2
+    assert len(list((tmp_path / "cache").glob("*/*"))) == 2
     with pytest.raises(ArtifactError, match="expected a cell that runs"):
         build.complete(tmp_path, manifest, [outcome], Mock(), cells)
-    assert list((tmp_path / "cache").glob("*/*.json")) == []
+    assert list((tmp_path / "cache").glob("*/*")) == []

@@ -140,7 +140,7 @@ def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_p
     cache = ["--cache", "on", "--cache-dir", tmp_path / "cache"]
     with building(checkpoint, artifact, options=cache) as process:
         wait_for(tmp_path, COMPILING, process)
-        kill_one(artifact, "ling3export.compile.recorded")
+        kill_one(artifact, "ling3export.compile.worker")
         code, err = ended(process)
     assert code == 1
     assert (

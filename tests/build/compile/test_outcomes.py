@@ -12,7 +12,7 @@ import pytest
 from ling3export.artifacts.program_records import Memory, Origin, Program
 from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
 from ling3export.cache.cells import Cells
-from ling3export.cache.use import CacheUse
+from ling3export.cache.store import CacheUse
 from ling3export.cli.progress import Console
 from ling3export.compile import build, pool
 from ling3export.compile.pool import BuildOutcome

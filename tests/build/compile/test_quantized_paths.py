@@ -20,7 +20,7 @@ from ling3export.runners.ffn.worker import FfnWorker
 from ling3export.runners.transfer.options import Transfer
 from tests.support.artifacts_fixture import RECIPES, Artifacts
 from tests.support.hosting import hosting
-from tests.support.refusals import refusal, said, succeeded
+from tests.support.refusals import refusal, said
 from tests.support.transfers import moved
 
 NAME = "micro-tp2-int4"
@@ -113,16 +113,8 @@ def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifac
 
 
 @pytest.mark.usefixtures("unoptimized")
-def test_a_cell_is_replayed_and_explained_by_its_form(artifact: Artifacts, tmp_path: Path):
-    replayed = said(main, "build", artifact(NAME), "--replay", "combine@2")
-    assert "stablehlo    the recorded " in replayed
-    words = ("--paddings", 16, "--decode-paddings", 2, "--max-running", 2, "--context", 64, "--tp", 2)
-    config = artifact.checkpoint(NAME) / "config.json"
-    told = ""
-    for form in ("int8", "int8-channel"):  # one cell, into a cache of its own
-        how = ("--weights", form, "--cache-dir", tmp_path / "cache", "--explain", "--shard", "5/6")
-        told = succeeded(main, "build", config, *words, *how).output
-    assert "cpu-tp2 logits_processor@1: not in the cache: plan.weights: int8 → int8-channel" in told
+def test_a_cell_is_replayed_in_its_form(artifact: Artifacts):
+    assert "stablehlo    the recorded " in said(main, "build", artifact(NAME), "--replay", "combine@2")
 
 
 def test_a_calibration_and_the_doctor_take_it(artifact: Artifacts, tmp_path: Path):

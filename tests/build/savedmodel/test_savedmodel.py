@@ -199,7 +199,7 @@ def test_other_targets_are_refused(options, found):
     assert caught.value.hint == "leave out --target and --tp"
 
 
-@pytest.mark.parametrize("flag", [("--cache", "off"), ("--explain",), ("--jobs", "2"), ("--cache-dir", "x")])
+@pytest.mark.parametrize("flag", [("--cache", "off"), ("--jobs", "2"), ("--cache-dir", "x")])
 def test_options_that_mean_nothing_here_are_refused(artifact, tmp_path, flag):
     checkpoint = str(artifact.checkpoint("micro-tp1"))
     told = CliRunner().invoke(cli.main, ["build", checkpoint, str(tmp_path / "m"), "--format", "savedmodel", *flag])
