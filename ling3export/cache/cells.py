@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.files import refuse_links, remove, try_writing, write_new
+from ling3export.artifacts.files import refuse_links, remove, try_writing, write_new, writing
 from ling3export.artifacts.program_records import Origin, Program
 from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Mesh, Requirements
@@ -35,23 +35,14 @@ class Built:
 
 
 class Cells:
-    """The cells that a build takes from the cache and gives to it.
-
-    Args:
-        use: How the build uses the cache.
-        report: Called with a line for each broken entry and each failed write.
-    """
+    """The cells that a build takes from the cache and gives to it; ``report`` as of ``Cache``."""
 
     def __init__(self, use: CacheUse, report: Report) -> None:
         self.use, self.report = use, report
         self._cache = Cache(use, report)
 
     def fetch(self, config: Config, plan: Plan, cell: PlannedCell, folder: Path) -> Built | None:
-        """Puts a cell's files into ``folder`` and returns the cell; None if it has to be made.
-
-        Raises:
-            ArtifactError: ``folder`` cannot be written.
-        """
+        """Puts a cell's files into ``folder`` and returns the cell; None if it has to be made."""
         key = sha256_of(cell_fields(config, plan, cell))
         entry = self._cache.read("cells", key, _built)
         if entry is None:
@@ -96,19 +87,14 @@ def opened(use: CacheUse, report: Report) -> Cells:
     try:
         if use.writes:
             refuse_links(folder, KINDS)
-            folder.mkdir(parents=True, exist_ok=True)
-            for place in (folder, *(folder / kind for kind in KINDS)):
-                if place.exists():
+            with writing(folder):
+                for place in (folder, *(folder / kind for kind in KINDS)):
+                    place.mkdir(parents=True, exist_ok=True)
                     try_writing(place)
         return Cells(use, report)
-    except OSError as error:
-        report(
-            f"not cached: cache `{folder.name}`: expected a folder that can be written, found {error.strerror}, "
-            f"in {folder.parent}"
-        )
     except ArtifactError as error:
         report(f"not cached: {error.message}")
-    return Cells(replace(use, policy="readonly" if use.reads else "off"), report)
+        return Cells(replace(use, policy="readonly" if use.reads else "off"), report)
 
 
 def _built(entry: CacheEntry) -> tuple[Built, str]:

@@ -52,19 +52,15 @@ class CacheStatus:
 def status(folder: Path) -> CacheStatus:
     """The contents of the cache in ``folder``."""
     entries = stored_entries(folder)
-    whole = [entry.path.parent.name for entry in entries if _whole(folder, entry.path)]
+    whole = []
+    for path in (entry.path for entry in entries):
+        with contextlib.suppress(OSError, ValueError):
+            if path.parent.name != RECOMPILED:
+                read_entry(folder, path.parent.name, path.name)
+            whole.append(path.parent.name)
     cells, programs, recompiled = (whole.count(kind) for kind in (*KINDS, RECOMPILED))
     size, broken = sum(entry.bytes for entry in entries), len(entries) - len(whole)
     return CacheStatus(str(folder), cells, programs, recompiled, size, broken)
-
-
-def _whole(folder: Path, path: Path) -> bool:
-    if path.parent.name != RECOMPILED:
-        try:
-            read_entry(folder, path.parent.name, path.name)
-        except (OSError, ValueError):
-            return False
-    return True
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,9 @@ from ling3export.plan.plan import Plan, PlannedCell
 from ling3export.plan.targets import CUDA_PACKAGES, TargetSpec
 
 ROOT = Path(ling3export.__file__).parent
-MODEL = "model/**/*.py"
-# Every module that a compiling process imports besides: they lower, compile, and say what a program costs.
-LOWERING = (
-    "artifacts/*.py", "compile/accelerators.py", "compile/lower.py", "cost/*.py", "foundation/*.py", "machine/*.py",
-    "plan/targets.py",
-)  # fmt: skip
+# The model, and every other module that a compiling process imports.
+SOURCES = "model/**/*.py artifacts/*.py compile/accelerators.py compile/lower.py cost/*.py foundation/*.py".split()
+SOURCES += ["machine/*.py", "plan/targets.py"]
 TRACING = ("flax", "ml_dtypes", "numpy")  # packages that take part in tracing, besides jax and jaxlib
 
 
@@ -29,12 +26,10 @@ class Sources:
     """The sources that decide programs.
 
     Attributes:
-        model: The sha256 of all sources of the model.
-        lowering: The sha256 of all that trace, lower, compile and price.
         stamps: The size and the times of each file, by its path below the package.
     """
 
-    model: str
+    model: str  # the sha256 of all of them
     lowering: str
     stamps: dict[str, str]
 
@@ -48,19 +43,13 @@ class Sources:
 def sources() -> Sources:
     """The sources as this process first sees them."""
     stamps = _stamps()  # before the bytes are read: a change in between is noticed
-
-    def digest(*patterns: str) -> str:
-        return sha256_of({name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in _files(*patterns)})
-
-    return Sources(digest(MODEL), digest(*LOWERING), stamps)
-
-
-def _files(*patterns: str) -> list[str]:
-    return sorted(path.relative_to(ROOT).as_posix() for pattern in patterns for path in ROOT.glob(pattern))
+    digests = {name: hashlib.sha256((ROOT / name).read_bytes()).hexdigest() for name in stamps}
+    model = {name: digests.pop(name) for name in stamps if name.startswith("model/")}
+    return Sources(sha256_of(model), sha256_of(digests), stamps)
 
 
 def _stamps() -> dict[str, str]:
-    stats = {name: (ROOT / name).stat() for name in _files(MODEL, *LOWERING)}
+    stats = {path.relative_to(ROOT).as_posix(): path.stat() for pattern in SOURCES for path in ROOT.glob(pattern)}
     return {name: f"{stat.st_size} {stat.st_mtime_ns} {stat.st_ctime_ns}" for name, stat in stats.items()}
 
 
@@ -73,16 +62,7 @@ def toolchain(target: TargetSpec) -> dict[str, str]:
 
 def fingerprint(config: Config, plan: Plan) -> str:
     """The sha256 of everything that decides a target's programs; targets with the same one have the same programs."""
-    return sha256_of(
-        {
-            "config": config.semantic(),
-            "plan": plan.record(),
-            "target": asdict(plan.target),
-            "sources": [sources().model, sources().lowering],
-            "toolchain": toolchain(plan.target),
-            "flags": environment.compiler_flags(),
-        }
-    )
+    return sha256_of(_decided(config, plan.target) | {"plan": plan.record(), "target": asdict(plan.target)})
 
 
 def cell_fields(config: Config, plan: Plan, cell: PlannedCell) -> dict[str, Any]:
@@ -90,13 +70,19 @@ def cell_fields(config: Config, plan: Plan, cell: PlannedCell) -> dict[str, Any]
 
     Of the plan only the geometry counts: another padding of the same build changes nothing.
     """
-    return {
+    return _decided(config, plan.target) | {
         "cell": asdict(cell),
-        "config": config.semantic(),
         "plan": asdict(plan.geometry),
         "target": asdict(plan.target) | _host(plan.target),
+        "tracing": {name: metadata.version(name) for name in TRACING},
+    }
+
+
+def _decided(config: Config, target: TargetSpec) -> dict[str, Any]:
+    return {
+        "config": config.semantic(),
         "sources": [sources().model, sources().lowering],
-        "toolchain": toolchain(plan.target) | {name: metadata.version(name) for name in TRACING},
+        "toolchain": toolchain(target),
         "flags": environment.compiler_flags(),
     }
 
@@ -109,8 +95,8 @@ def program_fields(
     Args:
         target: The machine.
         lowering: As in ``Sources``.
-        modules: The sha256 of the text of each module that is compiled, by name.
-        devices: The devices' kind, their ids in order, and the number of their processes.
+        modules: The sha256 of each module that is compiled, by name.
+        devices: Their kind, their ids in order, and the number of their processes.
         priced: Inputs of the estimates of an accelerator's cell; None for cpu.
     """
     return {

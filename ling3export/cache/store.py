@@ -45,17 +45,14 @@ class CacheUse:
 
     @property
     def reads(self) -> bool:
-        """Whether entries are looked up."""
         return self.policy in ("on", "readonly")
 
     @property
     def writes(self) -> bool:
-        """Whether anything in the folder is changed."""
         return self.policy in ("on", "redo")
 
     @property
     def where(self) -> Path:
-        """The folder, absolute."""
         return (user_cache() if self.folder is None else self.folder).absolute()
 
 
@@ -71,18 +68,15 @@ class CacheEntry:
 
 
 class Cache:
-    """A folder of entries, which several processes may use at once.
+    """A folder of entries, which several processes may use at once; the first write makes it.
 
-    Args:
-        use: The folder, which the first write makes, and whether entries are read and written.
-        report: Called with a line for each broken entry and each failed write.
+    ``report`` is called with a line for each broken entry and each failed write.
     """
 
     def __init__(self, use: CacheUse, report: Report) -> None:
         self.folder, self._report, self._reads, self._writes = use.where, report, use.reads, use.writes
 
     def path(self, kind: str, key: str) -> Path:
-        """The file of an entry."""
         return self.folder / kind / key
 
     def read(
@@ -90,10 +84,7 @@ class Cache:
     ) -> CacheEntry | None:
         """An entry; None if there is none. A broken one is reported and removed, to be made again.
 
-        Args:
-            kind: ``cells`` or ``programs``.
-            key: The sha256 of the entry's fields.
-            check: Raises ValueError for a whole entry that cannot be used: it is broken, too.
+        ``check`` raises a ValueError for a whole entry that cannot be used: it is broken, too.
         """
         path = self.path(kind, key)
         if not self._reads or not os.path.lexists(path):
@@ -131,18 +122,14 @@ class Cache:
         what = f"cache entry {path.parent.name}/{path.name[:12]}: expected a whole one, found {found}, in {self.folder}"
         self._report(f"{what}; {'discarded, it is made again' if self._writes else 'not used'}")
         if self._writes:
-            try:
+            with contextlib.suppress(OSError):  # it is replaced, or reported again
                 remove(path)
-            except OSError as refused:
-                self._report(f"cache entry {path.name[:12]}: could not be removed: {refused.strerror}")
 
 
 def read_entry(folder: Path, kind: str, key: str) -> CacheEntry:
     """Reads an entry of the cache in ``folder``, and checks its own digest and its key.
 
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file is no whole entry of this version; the text follows "found".
+    Raises an OSError, or a ValueError whose text follows "found" if the file is no whole entry of this version.
     """
     digest, _, body = read_bytes(folder, f"{kind}/{key}", LARGEST_ENTRY).partition(b"\n")
     if digest != hashlib.sha256(body).hexdigest().encode():
@@ -172,13 +159,9 @@ def cache_folder(use: CacheUse) -> Path:
         if {*names} <= {*KINDS, RECOMPILED}:
             return folder
         found = "other files"
-    except FileNotFoundError:
-        if use.folder is None:
-            return folder
-        found = "none"
-    except NotADirectoryError:
-        found = "a file"
     except OSError as error:
+        if isinstance(error, FileNotFoundError) and use.folder is None:
+            return folder
         found = str(error.strerror)
     raise ArtifactError(
         f"cache `{folder.name}`: expected a folder that builds have written to, found {found}, in {folder.parent}",

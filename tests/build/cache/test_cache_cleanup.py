@@ -102,7 +102,8 @@ def test_the_commands_print_data_on_stdout(folder, tmp_path):
     assert done.stdout == "removed 2 entries (0.0 MB); 0 entries (0.0 MB) are left\n"
 
 
-NO_CACHES = {"checkpoint": "other files", "hub": "other files", "nope": "none", "file": "a file"}
+NO_CACHES = {"checkpoint": "other files", "hub": "other files", "nope": "No such file or directory"}
+NO_CACHES["file"] = "Not a directory"
 
 
 @pytest.mark.parametrize("command", [["status"], ["cleanup", "--all"]])

@@ -228,7 +228,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
     cells.keep(CONFIG, plan(), CELL, folder, built())
     assert cells.use == CacheUse("readonly", tmp_path / "file" / "cache")
     assert (cells.use.reads, cells.use.writes) == (True, False)
-    told = "not cached: cache `cache`: expected a folder that can be written, found "
+    told = "not cached: write `cache`: expected a writable file, found "
     assert said.pop() == f"{told}Not a directory, in {tmp_path / 'file'}"
 
     use = CacheUse("on", tmp_path / "cache")
