@@ -3,11 +3,14 @@
 import threading
 from collections.abc import Callable
 from collections.abc import Sequence as Many
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ling3export.foundation.errors import RequestError
+from ling3export.foundation.threads import GuardedThread
 from ling3export.runners.engine.core import Arrival, EngineCore, StepInputs, StepOutputs
 from ling3export.runners.engine.handle import (
     EngineStalled,
@@ -66,6 +69,7 @@ class Loop:
         self._step_timeout = step_timeout
         self._changed = threading.Condition()
         self._restarting = threading.Lock()
+        self._watchdog: GuardedThread | None = None
         self._handles: dict[int, RequestHandle] = {}
         self._count = 0
         self._failed = 0  # requests, since the last start
@@ -81,13 +85,18 @@ class Loop:
         self._compared: list[Future[tuple[bytes, ...]]] = []  # and in this one
         self._failure: BaseException | None = None
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="ling3-engine", daemon=True)
-        self._thread.start()
+        self._thread = GuardedThread("ling3-engine", self._run, self._thread_failed)
         if self._step_timeout is not None:
-            watch = threading.Thread(
-                target=self._watch, args=(core, self._ended, self._step_timeout), name="ling3-watchdog", daemon=True
-            )
-            watch.start()
+            watch = partial(self._watch, core, self._ended, self._step_timeout)
+            self._watchdog = GuardedThread("ling3-watchdog", watch, self._thread_failed)
+
+    def _thread_failed(self, error: BaseException) -> None:
+        """Ends the loop: one of its threads ended outside a step."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify()
+        self._ended.set()
+        self._fail_all()
 
     def restart(self) -> int:
         """Starts anew with another core; requests that have not ended get EngineStopped. May be called at any time.
@@ -102,7 +111,8 @@ class Loop:
             with self._changed:
                 if self._closing:
                     raise self._reason()
-                if self._renew is None:
+                renew = self._renew
+                if renew is None:
                     raise EngineStopped(
                         "engine: expected one host where it is to be restarted, found several",
                         "hosts live and die together: start the command on all of them again",
@@ -111,9 +121,11 @@ class Loop:
                     self._failure = EngineStopped("engine: expected it to go on, found it restarted", "ask again")
                 self._changed.notify()
             self._thread.join(0 if isinstance(self._failure, EngineStalled) else None)
-            if self._thread.is_alive():
+            if self._thread.running:
                 raise self._reason()
-            core = self._renew()
+            if self._watchdog is not None:
+                self._watchdog.join()
+            core = renew()
             with self._changed:
                 if self._closing:
                     raise self._reason()
@@ -260,8 +272,10 @@ class Loop:
             self._closing = True
             self._renew = None
             self._changed.notify()
-        if threading.current_thread() is not self._thread and not isinstance(self._failure, EngineStalled):
+        if not isinstance(self._failure, EngineStalled):
             self._thread.join()
+            if self._watchdog is not None:
+                self._watchdog.join()
 
     def _run(self) -> None:
         core = self.core
@@ -380,9 +394,10 @@ class Loop:
             self._saving.clear()
         for handle in handles:
             handle.finish(self._reason())
-        for each in asked:
-            each.set_exception(self._reason())
         wake(handles)
+        for each in asked:
+            with suppress(InvalidStateError):  # it was cancelled, or answered meanwhile
+                each.set_exception(self._reason())
 
     @property
     def _over(self) -> bool:

@@ -15,9 +15,11 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from queue import SimpleQueue
 
 from ling3export.foundation.errors import Ling3Error, RankDivergence
+from ling3export.foundation.threads import GuardedThread
 from ling3export.machine.service import Service, join, leave
 from ling3export.runners.hosts.handshake import receive, send
 from ling3export.runners.hosts.hosts import Hosts
@@ -87,14 +89,13 @@ class Channel:
         self._stepping = False  # before the first step hosts load, each as long as it takes
         self._awaited: int | None = None  # the host whose part host 0 waits for
         self._inbox: dict[int, SimpleQueue[tuple[bytes, bytes]]] = {number: SimpleQueue() for number in self._peers}
-        self._watches: list[threading.Thread] = []
+        self._watches: list[GuardedThread] = []
         for number, peer in self._peers.items():
             peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer.settimeout(hosts.host_timeout)
-            watch = threading.Thread(target=self._watch, args=(number, peer), name=f"ling3-host-{number}", daemon=True)
-            self._watches.append(watch)
-            watch.start()
-        threading.Thread(target=self._beat, name="ling3-beat", daemon=True).start()
+            watch = partial(self._watch, number, peer)
+            self._watches.append(GuardedThread(f"ling3-host-{number}", watch, partial(self._thread_failed, number)))
+        GuardedThread("ling3-beat", self._beat, partial(self._thread_failed, hosts.number))
 
     def _serve(self) -> Service:
         """jax's service, at another port where a process has taken the one that was free a moment ago."""
@@ -272,6 +273,9 @@ class Channel:
             self._gone(f"host {number}: expected its process to run, found that it ended")
         finally:
             peer.close()
+
+    def _thread_failed(self, number: int, error: BaseException) -> None:
+        self._gone(f"host {number}: its thread ended: {type(error).__name__}: {error}")
 
     def _gone(self, text: str, kind: bytes = GONE) -> None:
         if self._closing:

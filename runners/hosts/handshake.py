@@ -20,10 +20,12 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.strict_json import parse_json
+from ling3export.foundation.threads import GuardedThread, attempt
 from ling3export.runners.hosts.hosts import SHARE
 
 HEAD = struct.Struct("!cI")
@@ -68,8 +70,7 @@ class Listener:
         self._lock = threading.Lock()
         self._waiting: dict[socket.socket, None] = {}  # not admitted yet, the first one first
         bound.listen(2 * CALLERS)
-        self._thread = threading.Thread(target=self._listen, name="ling3-listener", daemon=True)
-        self._thread.start()
+        self._thread = GuardedThread("ling3-listener", self._listen)
 
     def close(self) -> None:
         """Closes the port; callers that are being answered are not waited for."""
@@ -93,17 +94,20 @@ class Listener:
                     with suppress(OSError):
                         first.shutdown(socket.SHUT_RDWR)
                 self._waiting[caller] = None
-            threading.Thread(target=self._run, args=(caller,), name="ling3-caller", daemon=True).start()
+            with suppress(RuntimeError):  # no thread more can start: the caller is dropped
+                GuardedThread("ling3-caller", partial(self._run, caller))
+                continue
+            caller.close()
+            self._admit(caller)
 
     def _run(self, caller: socket.socket) -> None:
-        def admit() -> None:
-            with self._lock:
-                self._waiting.pop(caller, None)
+        admit = partial(self._admit, caller)
+        attempt("answer a caller", lambda: self._answer(caller, admit), lambda error: caller.close(), lambda text: None)
+        admit()
 
-        try:
-            self._answer(caller, admit)
-        finally:
-            admit()
+    def _admit(self, caller: socket.socket) -> None:
+        with self._lock:
+            self._waiting.pop(caller, None)
 
 
 def send(peer: socket.socket, kind: bytes, payload: bytes) -> None:

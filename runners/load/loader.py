@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from hashlib import sha256
@@ -45,9 +45,11 @@ if TYPE_CHECKING:
 
 
 def say(text: str) -> None:
-    """A line for the user, on stderr."""
-    sys.stderr.write(f"{printable(text)}\n")  # one write: lines of several threads stay apart
-    sys.stderr.flush()
+    """Writes a line for the user to stderr. Never raises: the reader of stderr may have gone."""
+    if sys.stderr is not None:
+        with suppress(OSError, ValueError):  # ValueError: it was closed
+            sys.stderr.write(f"{printable(text)}\n")  # one write: lines of several threads stay apart
+            sys.stderr.flush()
 
 
 @dataclass

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from ling3export.artifacts.program_records import CallRecord
 from ling3export.artifacts.schema import Cell, Executable, FileRecord, Target
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.phases import MOVING, ON_LOGITS
+from ling3export.foundation.threads import GuardedThread
 from ling3export.machine.kernels import register
 from ling3export.machine.verdict import Verdict, VerdictStatus
 
@@ -47,8 +49,7 @@ class Programs(Mapping[str, "Program"]):
         self._locks = {name: threading.Lock() for name in early + later}
         self._go, self._closed = threading.Event(), False
         begun = [pool.submit(self.__getitem__, name) for name in early]
-        self._behind = threading.Thread(target=self._follow, args=(begun, later), name="ling3-load-behind")
-        self._behind.start()
+        self._behind = GuardedThread("ling3-load-behind", partial(self._follow, begun, later), daemon=False)
 
     def __getitem__(self, name: str) -> "Program":
         """A program.

@@ -19,6 +19,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from ling3export.foundation.threads import failures
 from ling3export.runners.engine.handle import QueueFull, RequestFailed
 from ling3export.runners.serve.answers import ChoicesAnswer, Stream, event, release, stopped, whole
 from ling3export.runners.serve.chat import chat
@@ -168,6 +169,8 @@ class _Endpoints:
     async def health(self, request: Request) -> Response:
         if (error := self._engine.stopped) is not None:
             raise stopped(error, log=False)
+        for name, failure in failures().items():
+            raise ApiError(503, f"thread {name}: ended: {failure}", code="thread_ended")
         events = self._events and {"kv_events": self._events.record(self._engine.limits.page_size)}
         return JSONResponse({"status": "ok", **(events or {})})
 

@@ -11,11 +11,11 @@ the number -1. Asked from 0, it gives what is true now: batches that are too old
 what was removed since is left out of them.
 """
 
+import logging
 import os
 import queue
 import re
 import secrets
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -25,8 +25,10 @@ import msgspec
 import zmq
 
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.threads import GuardedThread, attempt
 from ling3export.runners.state.prefix_cache import Cleared, Event, Removed, Stored
 
+LOG = logging.getLogger(__name__)
 TOPIC = "kv-events"
 ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[^:/\[\]\s]+):(\d{1,5})")
 MOST = 1 << 14  # what an event may cost, and from which on nothing joins a batch: tokens, and NAMED for each block
@@ -204,7 +206,7 @@ class Publisher:
         host, port = found[1], int(found[2])
         self.host, self._topic, self._instance = host.strip("[]"), topic.encode(), secrets.token_hex(8)
         self._context = zmq.Context()
-        self._history, self._told, self._closed = History(), -1, False
+        self._history, self._told, self._closed, self._finished = History(), -1, False, False
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         try:
@@ -218,8 +220,7 @@ class Publisher:
                 f"--kv-events {endpoint}: expected two ports that are free here, found {error.strerror}",
                 "take others; port 0 is any two free ones",
             ) from error
-        self._thread = threading.Thread(target=self._run, name="ling3-kv-events", daemon=True)
-        self._thread.start()
+        self._thread = GuardedThread("ling3-kv-events", self._run)
 
     def _bound(self, kind: int, host: str, port: int, most: int) -> tuple[zmq.Socket[bytes], int]:
         made = self._context.socket(kind)
@@ -232,8 +233,8 @@ class Publisher:
 
     def tell(self, event: Event) -> None:
         """Tells one event, soon, behind those before it."""
-        self._events.put(event)
-        if not self._closed:
+        if not self._closed and self._thread.running:
+            self._events.put(event)
             os.eventfd_write(self._wake, 1)
 
     def record(self, block: int) -> dict[str, Any]:
@@ -260,27 +261,30 @@ class Publisher:
         poller = zmq.Poller()
         poller.register(self._wake, zmq.POLLIN)
         poller.register(self._asked, zmq.POLLIN)
-        going = True
-        while going:
+        while not self._finished:
             ready = dict(poller.poll())
             if self._wake in ready:
                 os.eventfd_read(self._wake)
-                going = self._publish()
+                attempt("publish events", self._publish, self._lost, LOG.error)
             if self._asked in ready:
-                self._answer()
+                attempt("replay events", self._answer, lambda error: None, LOG.error)
         self._context.destroy(linger=0)
 
-    def _publish(self) -> bool:
-        """Sends what waits; False once it was told to end."""
+    def _lost(self, error: BaseException) -> None:
+        """Tells the readers to forget all blocks: they do not get the events that could not be sent."""
+        self._send([Cleared()])
+
+    def _publish(self) -> None:
+        """Sends the events that wait."""
         batch: list[Event] = []
-        cost, going = 0, True
-        while going:
+        cost = 0
+        while True:
             try:
                 event = self._events.get_nowait()
             except queue.Empty:
                 break
-            going = event is not None
             if event is None:
+                self._finished = True
                 break
             for part in pieces(event) if isinstance(event, Stored) else (event,):
                 batch.append(part)
@@ -290,7 +294,6 @@ class Publisher:
                     batch, cost = [], 0
         if batch:
             self._send(batch)
-        return going
 
     def _send(self, batch: list[Event]) -> None:
         number, data = self._history.add(time.time(), batch)

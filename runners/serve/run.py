@@ -21,6 +21,7 @@ from starlette.types import ASGIApp
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.extras import install, lacking
+from ling3export.foundation.threads import GuardedThread, attempt
 from ling3export.machine.service import is_loopback
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
@@ -119,39 +120,43 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
 def supervised(engine: Engine, restarts: int, report: Callable[[str], None] = say) -> Iterator[None]:
     """Within the block, a stopped engine is restarted at most ``restarts`` times in WINDOW seconds.
 
-    An engine that stalled is restarted once its call has returned. Where a restart fails, or would be one too many,
-    the engine stays stopped, and a line says so.
+    An engine that stalled is restarted once its call has returned. A restart that fails counts, is reported and is
+    tried again. The engine stays stopped after the last restart, and a line says so.
     """
     left = threading.Event()
-    watch = threading.Thread(target=_watch, args=(engine, restarts, report, left), name="ling3-supervisor", daemon=True)
-    if restarts:
-        watch.start()
+    watching = partial(_watch, engine, restarts, report, left)
+    watch = GuardedThread("ling3-supervisor", watching, report=report) if restarts else None
     try:
         yield
     finally:
         left.set()
-        if restarts:
+        if watch is not None:
             watch.join()
 
 
 def _watch(engine: Engine, restarts: int, report: Callable[[str], None], left: threading.Event) -> None:
-    done: deque[float] = deque(maxlen=restarts)
+    attempts: deque[float] = deque(maxlen=restarts)
     refused = ""
-    while not left.wait(PAUSE):
-        if (error := engine.stopped) is None:
-            continue
-        if len(done) == restarts and time.monotonic() - done[0] < WINDOW:
-            report(f"serve: {error.message}: it stays stopped after {restarts} restarts in {WINDOW:g} s")
-            return
+
+    def restart(error: EngineStopped) -> None:
+        nonlocal refused
         try:
             failed = engine.restart()
         except EngineStopped as still:
             if still.message != refused:
+                refused = still.message
                 report(f"serve: {still.message}")
-            refused = still.message
-            continue
-        done.append(time.monotonic())
+            return
+        attempts.append(time.monotonic())
         report(f"serve: {error.message}: restarted, {failed} requests failed")
+
+    while not left.wait(PAUSE):
+        if (error := engine.stopped) is None:
+            continue
+        if len(attempts) == restarts and time.monotonic() - attempts[0] < WINDOW:
+            report(f"serve: {error.message}: it stays stopped after {restarts} restarts in {WINDOW:g} s")
+            return
+        attempt("restart", partial(restart, error), lambda failure: attempts.append(time.monotonic()), report)
 
 
 def http_server(app: ASGIApp, bounds: ConnectionLimits, grace: float) -> uvicorn.Server:

@@ -237,9 +237,10 @@ class Connector:
 
     def get_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose saved states have ended, and those whose loads have ended, since the last call."""
+        ended = {request for name in self._store.ended() if (request := self._sent.pop(name, None))}
         with self._lock:
             received, self._received = self._received, set()
-        return {request for name in self._store.ended() if (request := self._sent.pop(name, None))}, received
+        return ended, received
 
     def handle_preemptions(self, ids: set[str]) -> None:
         """Drops the loads of these requests, and gives up the states of them that are being saved."""
@@ -261,27 +262,36 @@ class Connector:
         self._store.close()
 
     def _load(self, load: PendingLoad, loaded: Callable[[], None]) -> None:
-        """Takes a state, or gives it back where nobody waits for it any more; its lease is renewed until its turn."""
-        lease = load.lease
-        while not self._turns.acquire(timeout=None if lease is None else lease / RENEWALS):
-            said = self._store.renew(load.address, time.monotonic() + min(RENEWAL, self._deadline))
-            with self._lock:
-                self.counts[said if said == "renewed" else f"renewal_{said}"] += 1
-            lease = lease if said == "renewed" else None
+        """Takes a state, or gives it back where nobody waits for it any more."""
         state = None
         try:
-            if load.request_id in self._running and not self._closed:
-                state = self._store.get(load.address, time.monotonic() + self._deadline)
-            elif not self._closed:
-                self.give_back(load.address)
+            state = self._take(load)
+        except Exception as error:
+            self._report(f"{load.request_id}: its state was not loaded: {type(error).__name__}: {error}")
         finally:
-            self._turns.release()
             with self._lock:
                 if state is not None and len(state.tokens) == load.address.tokens and load.request_id in self._running:
                     self._buffers[load.request_id] = state
                 self._running.discard(load.request_id)
                 self._received.add(load.request_id)
             loaded()
+
+    def _take(self, load: PendingLoad) -> SequenceState | None:
+        """The state, or None; its lease is renewed until its turn."""
+        lease = load.lease
+        while not self._turns.acquire(timeout=None if lease is None else lease / RENEWALS):
+            said = self._store.renew(load.address, time.monotonic() + min(RENEWAL, self._deadline))
+            with self._lock:
+                self.counts[said if said == "renewed" else f"renewal_{said}"] += 1
+            lease = lease if said == "renewed" else None
+        try:
+            if load.request_id in self._running and not self._closed:
+                return self._store.get(load.address, time.monotonic() + self._deadline)
+            if not self._closed:
+                self.give_back(load.address)
+            return None
+        finally:
+            self._turns.release()
 
     def _digest(self, request: TransferRequest) -> str:
         (found,) = chained(chain_start(self._root, request.cache_salt), request.prompt_ids, len(request.prompt_ids))
@@ -310,6 +320,9 @@ class Connector:
             check_same_state(self._description, given["state"])
         except StateMismatch as error:
             raise _UnusableError("other_state", error.message, load) from error
+        except (ValueError, TypeError, RecursionError) as error:  # no JSON: half a character, or not a number
+            text = f"kv_transfer_params: `state` is no JSON: {error}"
+            raise _UnusableError("bad_params", text, load) from error
         if given.get("prompt_digest") != self._digest(request):
             text = "kv_transfer_params: expected the digest of this prompt, found another"
             raise _UnusableError("other_prompt", text, load)

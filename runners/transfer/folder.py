@@ -162,8 +162,8 @@ class FolderStore:
             if status.st_nlink and status.st_mtime + self._lease > self._clock():
                 continue
             self.counts["expired" if status.st_nlink else "pulled"] += 1
-            self._end(name)
             found.add(name)
+            self._end(name)
         return found
 
     def touch(self, names: list[str]) -> set[str]:
@@ -206,8 +206,12 @@ class FolderStore:
             self._end(name)
 
     def _end(self, name: str) -> None:
-        self.remove(name)
+        """Gives a leased file up. One that cannot be removed now is removed by the next ``sweep``: it has no lock."""
         os.close(self._held.pop(name))
+        try:
+            self.remove(name)
+        except OSError:
+            self.counts["not_removed"] += 1
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{self._prefix}{name}{self._suffix}"

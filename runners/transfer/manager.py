@@ -6,13 +6,13 @@ memory, whole and checked, before the engine hears of it.
 
 import queue
 import re
-import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from time import perf_counter as now
 from typing import Any, NamedTuple
 
 from ling3export.artifacts.schema import Manifest, Target
+from ling3export.foundation.threads import JobThread
 from ling3export.runners.load.sharded import ShardedState
 from ling3export.runners.state.layout import description_of, layout_of, root_of
 from ling3export.runners.state.sequence_state import Arrays, SequenceState, Token, TransferredState, token_of
@@ -68,9 +68,7 @@ class KVTransferManager:
         self._loads: dict[str, _Waiting] = {}
         self._buffers: dict[str, SequenceState] = {}
         connector.register_kv_caches(self._buffers)
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ling3-exchange", daemon=True)
-        self._thread.start()
+        self._jobs = JobThread("ling3-exchange", self._failed, self._finish, IDLE, connector.shutdown)
 
     def save(self, number: int, request: Any, exported: Exported, done: Saved) -> None:
         """Saves the state behind a prompt for another engine.
@@ -82,16 +80,20 @@ class KVTransferManager:
             done: Gets what the client is given, None where that failed; in this thread. Says whether the client is
                 still there: else the state is freed.
         """
-        self._jobs.put(lambda: self._save(_named(number, request), exported, done))
+        self._jobs.put("save", lambda: self._save(_named(number, request), exported, done), lambda error: done(None))
 
     def load(self, number: int, request: Any, done: Loaded) -> None:
         """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails."""
         begun = now()
-        self._jobs.put(lambda: self._load(_named(number, request), begun, done))
+        self._jobs.put(
+            "load",
+            lambda: self._load(_named(number, request), begun, done),
+            lambda error: self._not_loaded(number, done),
+        )
 
     def drop(self, number: int) -> None:
         """Frees what a request holds here, because its client left: its load is not waited for, its state not taken."""
-        self._jobs.put(lambda: self._drop(str(number)))
+        self._jobs.put("drop", lambda: self._drop(str(number)))
 
     def record(self) -> dict[str, int]:
         """All counts, as JSON."""
@@ -103,23 +105,17 @@ class KVTransferManager:
 
         A thread that waits for a device which does not answer is left.
         """
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(LAST)
+        self._jobs.close(LAST)
 
-    def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    job = self._jobs.get(timeout=IDLE)
-                except queue.Empty:
-                    job = _nothing
-                if job is None:
-                    return
-                job()
-                self._finish()
-        finally:
-            self._connector.shutdown()
+    def _failed(self, text: str) -> None:
+        self.counts["failed"] += 1
+        self._report(f"transfer: {text}")
+
+    def _not_loaded(self, number: int, done: Loaded) -> None:
+        """Has a request go on without its state."""
+        self._loads.pop(str(number), None)
+        self.counts["load_failed"] += 1
+        done(None)
 
     def _step(self, requests: Sequence[TransferRequest], states: Groups) -> None:
         """One step of the connector: begins loads, and saves the prompts' states; ``states`` waits for a group's."""
@@ -127,7 +123,7 @@ class KVTransferManager:
         meta = connector.build_connector_meta(requests)
         connector.bind_connector_metadata(meta)
         try:
-            connector.start_load_kv(lambda: self._jobs.put(_nothing))
+            connector.start_load_kv(lambda: self._jobs.put("loaded", _nothing))
             for group in range(len(self._groups) if meta.saves else 0):
                 connector.wait_for_layer_load(group)
                 connector.save_kv_layer(group, states(group))
@@ -184,15 +180,18 @@ class KVTransferManager:
             state = self._buffers.pop(request_id, None)
             if (waiting := self._loads.pop(request_id, None)) is None:
                 continue
-            if state is None:
-                self.counts["load_failed"] += 1
-                waiting.done(None)
-                continue
-            self.counts["loaded"] += 1
-            self.counts["loaded_bytes"] += state.nbytes
-            phases = _phases((waiting.ticket.kv_transfer_params or {}).get("phases_ms"))
-            phases["transfer"] = 1e3 * (now() - waiting.begun)
-            waiting.done(TransferredState((waiting.tail,), state, phases, state.nbytes))
+            transferred = None
+            try:
+                transferred = None if state is None else self._transferred(waiting, state)
+            finally:
+                self.counts["load_failed" if transferred is None else "loaded"] += 1
+                waiting.done(transferred)
+
+    def _transferred(self, waiting: _Waiting, state: SequenceState) -> TransferredState:
+        self.counts["loaded_bytes"] += state.nbytes
+        phases = _phases((waiting.ticket.kv_transfer_params or {}).get("phases_ms"))
+        phases["transfer"] = 1e3 * (now() - waiting.begun)
+        return TransferredState((waiting.tail,), state, phases, state.nbytes)
 
 
 def _named(number: int, request: Any) -> TransferRequest:

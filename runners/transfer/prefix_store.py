@@ -8,8 +8,6 @@ two may write one file. A file whose predecessor is gone is removed, too, and wr
 
 import hashlib
 import json
-import queue
-import threading
 import time
 import weakref
 from collections import Counter
@@ -21,6 +19,7 @@ import numpy as np
 
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.threads import JobThread
 from ling3export.runners.hosts.channel import Channel
 from ling3export.runners.load.sharded import ShardedState
 from ling3export.runners.state.layout import LATENT, description_of, layout_of, root_of
@@ -101,16 +100,14 @@ class PrefixStore:
         self.counts: Counter[str] = Counter()
         self._there: set[str] = set()  # names of files, as far as they are known
         self._loaded: list[weakref.ref[SequenceState]] = []
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="ling3-prefixes", daemon=True)
-        self._thread.start()
+        self._jobs = JobThread("ling3-prefixes", self._failed)
 
     def load(self, number: int, request: Any, done: Callable[[TransferredState | None], None]) -> None:
         """Tells ``done`` the state of the request's longest beginning, None where the cache knows as much.
 
         The request's number counts for nothing here: a read is short, and nobody gives it up.
         """
-        self._jobs.put(partial(self._load, request, done))
+        self._jobs.put("load prefix", lambda: done(self._loaded_state(request)), lambda error: done(None))
 
     def keep(self, path: Sequence[Node], tokens: Sequence[int], fetching: Fetching) -> None:
         """Writes the snapshots of a path that are not there, and notes that the path was used; only dispatches here.
@@ -127,10 +124,11 @@ class PrefixStore:
         for piece in pieces:
             ids = tokens[piece.first * size : (piece.last + 1) * size]
             name = self._name(path[piece.last].name)
-            self._jobs.put(partial(self._write, name, ids, piece.first * size, _fetched(path, piece, fetching)))
+            write = partial(self._write, name, ids, piece.first * size, _fetched(path, piece, fetching))
+            self._jobs.put("write prefix", write, partial(self._unwritten, name))
         kept = [self._name(node.name) for node in path if node.snapshot is not None]
         if kept:
-            self._jobs.put(lambda: self._forget(self._folder.touch(kept)))
+            self._jobs.put("touch prefix", lambda: self._forget(self._folder.touch(kept)))
 
     def _pieces(self, path: Sequence[Node]) -> list[_Piece]:
         """The pieces of a path that are not in the folder yet."""
@@ -140,7 +138,7 @@ class PrefixStore:
             if node.snapshot is None:
                 continue
             if (name := self._name(node.name)) not in self._there:
-                if self._jobs.qsize() + len(found) >= QUEUE:
+                if self._jobs.waiting + len(found) >= QUEUE:
                     self.counts["skipped"] += 1
                     break
                 found.append(_Piece(at, first))
@@ -154,29 +152,20 @@ class PrefixStore:
 
     def close(self) -> None:
         """Writes what waits, and ends the thread. May be called again."""
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join(CLOSING)
+        self._jobs.close(CLOSING)
 
-    def _run(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            try:
-                job()
-            except Exception as error:
-                self.counts["failed"] += 1
-                self._report(f"prefix store: expected its folder to be read and written, found {error}")
+    def _failed(self, text: str) -> None:
+        self.counts["failed"] += 1
+        self._report(f"prefix store: {text}")
 
     @staticmethod
     def _name(block: bytes) -> str:
         """The name of a state's file, from the digest of all tokens up to its end."""
         return hashlib.blake2b(block, digest_size=16).hexdigest()
 
-    def _load(self, request: Any, done: Callable[[TransferredState | None], None]) -> None:
-        found = None
-        try:
-            found = self._found(request)
-        finally:
-            done(None if found is None else TransferredState((), found))
+    def _loaded_state(self, request: Any) -> TransferredState | None:
+        state = self._found(request)
+        return None if state is None else TransferredState((), state)
 
     def _found(self, request: Any) -> SequenceState | None:
         size, prompt = self._layout.page, request.prompt_ids
@@ -224,17 +213,16 @@ class PrefixStore:
 
     def _write(self, name: str, tokens: Sequence[int], first: int, fetched: Callable[[], ShardedState]) -> None:
         """Writes a snapshot and the latents before it, if it is not there."""
-        there = False
-        try:
-            if (needed := self._layout.nbytes(len(tokens))) > self._limit:
-                self.counts["too_large"] += 1
-                return
-            state = SequenceState.of(fetched(), {"state": self._description}, tokens, first)
-            self._forget(self._folder.trim(self._limit - needed))
-            there = put(self._folder, name, state) or self._folder.has(name)
-        finally:
-            if not there:
-                self._forget([name])
+        if (needed := self._layout.nbytes(len(tokens))) > self._limit:
+            self.counts["too_large"] += 1
+            return self._forget([name])
+        state = SequenceState.of(fetched(), {"state": self._description}, tokens, first)
+        self._forget(self._folder.trim(self._limit - needed))
+        if not (put(self._folder, name, state) or self._folder.has(name)):
+            self._forget([name])
+
+    def _unwritten(self, name: str, error: BaseException) -> None:
+        self._forget([name])
 
     def _forget(self, names: Iterable[str]) -> None:
         self._there.difference_update(names)

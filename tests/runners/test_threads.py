@@ -1,0 +1,380 @@
+"""Every thread of the runner, and every job that one does: an error in it ends nothing but the job."""
+
+import ast
+import itertools
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ling3export.foundation import threads
+from ling3export.foundation.threads import GuardedThread, JobThread, ThreadEnded, attempt, failures
+from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.handle import EngineStopped
+from ling3export.runners.engine.request import Request
+from ling3export.runners.load.loader import say
+from ling3export.runners.serve import run
+from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.run import supervised
+from ling3export.runners.state.prefix_cache import Cleared
+from ling3export.runners.transfer.options import PrefixFolder, Transfer
+from tests.support.serving import answered
+from tests.support.transfers import AWAY
+from tests.support.waiting import until
+
+RUNNERS = Path(run.__file__).parents[1]
+WAIT = 60.0  # seconds for an answer; one takes milliseconds
+
+# Threads, by file and name. A new one belongs here, and into a test that ends it.
+THREADS = {
+    ("engine/loop.py", "ling3-engine"),
+    ("engine/loop.py", "ling3-watchdog"),
+    ("hosts/channel.py", "ling3-beat"),
+    ("hosts/channel.py", "ling3-host-"),
+    ("hosts/handshake.py", "ling3-caller"),
+    ("hosts/handshake.py", "ling3-listener"),
+    ("load/programs.py", "ling3-load-behind"),
+    ("serve/kv_events.py", "ling3-kv-events"),
+    ("serve/run.py", "ling3-supervisor"),
+    ("transfer/manager.py", "ling3-exchange"),
+    ("transfer/prefix_store.py", "ling3-prefixes"),
+}
+JOBS = {
+    ("hosts/handshake.py", "answer a caller"),
+    ("serve/kv_events.py", "publish events"),
+    ("serve/kv_events.py", "replay events"),
+    ("serve/run.py", "restart"),
+    ("transfer/manager.py", "drop"),
+    ("transfer/manager.py", "load"),
+    ("transfer/manager.py", "loaded"),
+    ("transfer/manager.py", "save"),
+    ("transfer/prefix_store.py", "load prefix"),
+    ("transfer/prefix_store.py", "touch prefix"),
+    ("transfer/prefix_store.py", "write prefix"),
+}
+# Pools give an error to who waits for the future. Timers end a process.
+OTHERS = {
+    ("engine/follower.py", "Timer"): 1,
+    ("fleet/pool.py", "Timer"): 1,
+    ("hosts/channel.py", "Timer"): 2,
+    ("load/fresh.py", "ThreadPoolExecutor"): 1,
+    ("load/loader.py", "ThreadPoolExecutor"): 1,
+    ("load/recompile.py", "ThreadPoolExecutor"): 1,
+    ("serve/app.py", "ThreadPoolExecutor"): 3,
+    ("serve/run.py", "Timer"): 1,
+    ("text/trial.py", "Timer"): 1,
+    ("transfer/connector.py", "ThreadPoolExecutor"): 1,
+}
+
+
+def calls():
+    """File, name of the function, and first argument of each call in the runner; a formatted text's first part."""
+    for path in sorted(RUNNERS.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+                if name == "put":
+                    name = f"{getattr(getattr(node.func, 'value', None), 'attr', '')}.put"
+                first = node.args[0] if node.args else None
+                if isinstance(first, ast.JoinedStr):
+                    first = first.values[0]
+                yield str(path.relative_to(RUNNERS)), name, getattr(first, "value", None)
+
+
+def test_the_tables_have_every_thread_and_every_job():
+    found = list(calls())
+    assert {(path, text) for path, name, text in found if name in ("GuardedThread", "JobThread")} == THREADS
+    assert {(path, text) for path, name, text in found if name in ("_jobs.put", "attempt") and text} == JOBS
+    others = Counter((path, name) for path, name, _ in found if name in ("Thread", "Timer", "ThreadPoolExecutor"))
+    assert others == OTHERS
+
+
+class Injected(Exception):
+    """Raised by these tests."""
+
+
+@pytest.fixture
+def inject(monkeypatch):
+    """Has a job or a thread raise once, before or after its work; tells whether it did."""
+
+    def start(label, when="before", error=Injected):
+        raised = threading.Event()
+        perform = threads._perform
+
+        def instead(name, job):
+            due = name == label and not raised.is_set()
+            if due:
+                raised.set()
+            if due and when == "before":
+                raise error(f"injected into {name}")
+            perform(name, job)
+            if due:
+                raise error(f"injected into {name}")
+
+        monkeypatch.setattr(threads, "_perform", instead)
+        return raised
+
+    return start
+
+
+PROMPTS = [tuple(range(first, first + 70)) for first in (20, 21, 22)]
+
+
+def asked(prompt, **options):
+    return Request(prompt, 6, ignore_eos=True, **options)
+
+
+def opened(artifact, folder):
+    return Engine(
+        artifact("micro-tp1-snapshots"),
+        check="programs",
+        report=lambda text: None,
+        transfer=Transfer(deadline=WAIT),
+        prefix_store=PrefixFolder(folder),
+        step_timeout=WAIT,
+    )
+
+
+@pytest.fixture(scope="module")
+def right(artifact):
+    """The tokens of each prompt."""
+    with Engine(artifact("micro-tp1-snapshots"), check="programs", report=lambda text: None) as engine:
+        return [completion.token_ids for completion in engine.complete([asked(prompt) for prompt in PROMPTS])]
+
+
+@pytest.fixture(scope="module")
+def engine(artifact, tmp_path_factory):
+    with opened(artifact, tmp_path_factory.mktemp("known")) as engine:
+        yield engine
+
+
+salts = itertools.count()  # prompts with another salt hit nothing, and have the same tokens
+
+
+def traffic(engine, right):
+    """Requests of every kind. Each ends; those that the engine does not stop have the right tokens."""
+    stopped, salt = 0, str(next(salts))
+    for prompt, tokens in zip(PROMPTS, right, strict=True):
+        plain = asked(prompt, cache_salt=salt)
+        try:
+            (given,) = engine.complete([replace(plain, max_tokens=1, kv_transfer_params=AWAY)])
+            requests = [plain]
+            if given.kv_transfer_params is not None:
+                taking = replace(plain, kv_transfer_params=given.kv_transfer_params)
+                (cancelled,) = engine.submit(taking)
+                cancelled.cancel()
+                cancelled.result(WAIT)
+                (given,) = engine.complete([replace(plain, max_tokens=1, kv_transfer_params=AWAY)])
+                requests.append(replace(plain, kv_transfer_params=given.kv_transfer_params))
+            handles = engine.submit(*requests)
+            assert given.token_ids == tokens[:1]
+            assert {tuple(handle.result(WAIT).token_ids) for handle in handles} == {tuple(tokens)}
+        except EngineStopped:
+            stopped += 1
+            until(lambda: engine.stopped is None)
+    return stopped
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    "label",
+    [
+        *("save", "load", "drop", "loaded", "load prefix", "write prefix", "touch prefix"),
+        *("ling3-exchange between", "ling3-exchange idle"),
+    ],
+)
+def test_a_failed_job_of_the_engine_ends_nothing_but_the_job(engine, inject, right, label, when):
+    raised = inject(label, when)
+    assert traffic(engine, right) == 0
+    until(raised.is_set)
+    assert traffic(engine, right) == 0 and failures() == {}
+
+
+def test_an_engine_closes_after_its_transfers_failed_to(artifact, tmp_path, inject):
+    raised = inject("ling3-exchange last")
+    with opened(artifact, tmp_path / "known"):
+        pass
+    assert raised.is_set() and failures() == {}
+
+
+@pytest.mark.parametrize("name", ["ling3-engine", "ling3-watchdog", "ling3-exchange", "ling3-prefixes"])
+def test_the_end_of_a_thread_of_the_engine_is_reported_and_nobody_waits(artifact, tmp_path, inject, right, name):
+    raised = inject(name)
+    with opened(artifact, tmp_path / "known") as engine, supervised(engine, 3, lambda text: None):
+        until(raised.is_set)
+        if name in ("ling3-exchange", "ling3-prefixes"):
+            until(failures)
+            health = answered(application(engine, Policy("toy", None, 4, 5000)), "GET", "/health")
+            assert (health.status_code, health.json()["error"]["code"]) == (503, "thread_ended")
+            assert health.json()["error"]["message"] == f"thread {name}: ended: Injected: injected into {name}"
+        else:
+            until(lambda: engine.stopped is None and not failures())  # restarted
+        assert traffic(engine, right) <= 1
+        assert traffic(engine, right) == 0
+    assert failures() == {}
+
+
+def test_a_failed_restart_counts_is_reported_and_tried_again(monkeypatch, inject):
+    """Round 4, line 4: a restart that raised MemoryError ended the supervisor's thread; 503 for good."""
+    monkeypatch.setattr(run, "PAUSE", 0.01)
+
+    class Stopped:
+        stopped, tries = EngineStopped("engine: expected every step to run, found an error"), 0
+
+        def restart(self):
+            self.tries += 1
+            if self.tries == 1:
+                raise MemoryError("no room")
+            self.stopped = None
+            return 1
+
+    for injected, tries in ((False, 2), (True, 1)):
+        engine, lines = Stopped(), list[str]()
+        if injected:
+            inject("restart")
+            engine.tries = 1
+        with supervised(engine, 2, lines.append):
+            until(lambda engine=engine: engine.stopped is None)
+            until(lambda lines=lines: len(lines) == 2)
+        assert lines[0].startswith("restart: failed: Injected" if injected else "restart: failed: MemoryError: no room")
+        assert engine.tries == tries + injected
+        engine, lines = Stopped(), list[str]()
+        with supervised(engine, 1, lines.append):
+            until(lambda lines=lines: len(lines) == 2)
+        assert engine.tries == 1 and lines[1].endswith("it stays stopped after 1 restarts in 600 s")
+
+
+def test_the_end_of_the_supervisor_is_reported(inject):
+    inject("ling3-supervisor")
+    with supervised(None, 1, lambda text: None):
+        until(failures)
+        assert [*failures()] == ["ling3-supervisor"]
+    assert failures() == {}
+
+
+@pytest.mark.parametrize("label", ["publish events", "replay events", "ling3-kv-events"])
+def test_events_go_on_after_an_error(inject, label):
+    from ling3export.runners.serve.kv_events import Publisher
+
+    raised = inject(label)
+    publisher = Publisher("tcp://127.0.0.1:0")
+    if label == "replay events":
+        import zmq
+
+        with zmq.Context() as context, context.socket(zmq.REQ) as reader:
+            reader.connect(f"tcp://127.0.0.1:{publisher.record(16)['replay_port']}")
+            reader.send((0).to_bytes(8, "big"))
+            until(raised.is_set)
+            reader.setsockopt(zmq.LINGER, 0)
+    publisher.tell(Cleared())
+    if label == "ling3-kv-events":
+        until(failures)
+        assert [*failures()] == [label]
+        publisher.tell(Cleared())
+        assert publisher._events.qsize() <= 1, "nothing is kept for a thread that has ended"
+    else:
+        until(lambda: publisher.record(16)["sequence"] == 0)  # the event, or the one that tells to forget all
+        publisher.tell(Cleared())
+        until(lambda: publisher.record(16)["sequence"] == 1)
+    publisher.close()
+    assert failures() == {} and raised.is_set()
+
+
+class _Broken:
+    def write(self, text):
+        raise BrokenPipeError("nobody reads")
+
+    flush = write
+
+
+@pytest.mark.parametrize("stream", [None, _Broken()])
+def test_a_line_for_a_user_who_has_gone_is_lost_quietly(monkeypatch, stream):
+    """Round 4, line 3: `serve … 2>&1 | head`, then one failed read, and every later prompt waited for ever."""
+    monkeypatch.setattr(sys, "stderr", stream)
+    say("a line")
+
+
+def test_a_report_that_raises_ends_no_thread(artifact, tmp_path, inject, right):
+    """Round 4, line 3, with a report of the caller's own."""
+
+    def report(text):
+        if "load prefix" in text:
+            raise BrokenPipeError("nobody reads")
+
+    raised = inject("load prefix", error=OSError)
+    folder = PrefixFolder(tmp_path / "known")
+    with Engine(artifact("micro-tp1-snapshots"), check="programs", report=report, prefix_store=folder) as engine:
+        for prompt, tokens in zip(PROMPTS, right, strict=True):
+            (handle,) = engine.submit(asked(prompt))
+            assert handle.result(WAIT).token_ids == tokens
+    assert raised.is_set()
+
+
+HALF = {
+    "do_remote_prefill": True,
+    "remote_host": "127.0.0.1",
+    "remote_port": 1,
+    "remote_block_ids": [],
+    "tp_size": 1,
+    "transfer_id": "0" * 32,
+    "tail": {"token": 1},
+}
+
+
+@pytest.mark.parametrize("state", [{"a": "\ud800"}, {"a": float("nan")}, {"a": float("inf")}, {"a": object()}])
+def test_a_state_that_is_no_json_does_not_end_the_transfers(engine, right, state):
+    """Round 4, line 1: this body ended the transfer thread; every later request with a state waited for ever."""
+    before = engine.stats()["transfer"].get("bad_params", 0)
+    (handle,) = engine.submit(Request((5, 5, 5), 1, kv_transfer_params=HALF | {"state": state}))
+    assert len(handle.result(WAIT).token_ids) == 1
+    assert engine.stats()["transfer"]["bad_params"] > before
+    assert traffic(engine, right) == 0
+
+
+@pytest.mark.parametrize("call", ["_end", "remove"])
+def test_an_error_of_the_folder_does_not_end_the_transfers(engine, monkeypatch, right, call):
+    """Round 4, line 2: EMFILE once in `_end` or `remove` ended the thread, which then raised at every call."""
+    from ling3export.runners.transfer.folder import FolderStore
+
+    real, tries = getattr(FolderStore, call), [0]
+
+    def failing(self, name):
+        tries[0] += 1
+        if tries[0] == 1:
+            raise OSError(24, "Too many open files")
+        return real(self, name)
+
+    monkeypatch.setattr(FolderStore, call, failing)
+    assert traffic(engine, right) == 0
+    until(lambda: tries[0] > 1)
+    assert traffic(engine, right) == 0
+
+
+def test_jobs_of_a_thread_that_ended_fail_by_name():
+    done, go = list[object](), threading.Event()
+    jobs = JobThread("test", lambda text: None)
+    jobs.put("wait", go.wait)
+    jobs.put("first", lambda: done.append("first"))
+    closing = threading.Thread(target=jobs.close, args=(WAIT,))
+    closing.start()
+    until(lambda: jobs.waiting == 2)
+    jobs.put("late", lambda: done.append("late"), done.append)
+    go.set()
+    closing.join()
+    jobs.put("later", lambda: done.append("later"), done.append)
+    assert done[0] == "first" and [str(error).split(":")[0] for error in done[1:]] == ["late", "later"]
+    assert all(isinstance(error, ThreadEnded) for error in done[1:])
+
+
+def test_an_attempt_never_raises():
+    def refuse(argument):
+        raise SystemExit(argument)
+
+    assert not attempt("job", lambda: refuse(1), refuse, refuse)
+    worker = GuardedThread("short", lambda: time.sleep(0))
+    worker.join()
+    assert not worker.running
