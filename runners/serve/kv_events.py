@@ -255,6 +255,7 @@ class Publisher:
             self._events.put(None)
             os.eventfd_write(self._wake, 1)
             self._thread.join()
+            self._context.destroy(linger=0)
             os.close(self._wake)
 
     def _run(self) -> None:
@@ -268,7 +269,6 @@ class Publisher:
                 attempt("publish events", self._publish, self._lost, LOG.error)
             if self._asked in ready:
                 attempt("replay events", self._answer, lambda error: None, LOG.error)
-        self._context.destroy(linger=0)
 
     def _lost(self, error: BaseException) -> None:
         """Tells the readers to forget all blocks: they do not get the events that could not be sent."""

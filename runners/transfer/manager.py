@@ -4,7 +4,6 @@ The engine's thread only dispatches: what leaves is offloaded to host memory and
 memory, whole and checked, before the engine hears of it.
 """
 
-import queue
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
