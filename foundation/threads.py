@@ -39,7 +39,7 @@ def attempt(label: str, job: Callable[[], object], failed: Failed, report: Repor
         Whether the job returned.
     """
     try:
-        _perform(label, job)
+        perform(label, job)
         return True
     except BaseException as error:  # libraries in Rust panic with a BaseException of their own
         _quietly(failed, error)
@@ -47,7 +47,7 @@ def attempt(label: str, job: Callable[[], object], failed: Failed, report: Repor
         return False
 
 
-def _perform(label: str, job: Callable[[], object]) -> None:
+def perform(label: str, job: Callable[[], object]) -> None:
     """Runs a job; a test raises in its place."""
     job()
 
