@@ -86,7 +86,7 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
         file = record.state_program
         source = state_source({} if file is None else {file: read_checked(artifact, file)}, record, mesh)
         state = source()
-    config = Config.from_file(checkpoint / "config.json")
+    config = Config.from_path(checkpoint / "config.json")
     geometry = Geometry(**cast(dict[str, Any], record.geometry))
     events = CompileCounter()
 

@@ -27,7 +27,7 @@ MlpKind = Literal["dense", "moe"]
 
 
 def _is_limits(value: Any) -> bool:
-    numbers = isinstance(value, list) and all(each is None or (is_number(each) and each >= 0) for each in value)
+    numbers = isinstance(value, list) and all(limit is None or (is_number(limit) and limit >= 0) for limit in value)
     return value is None or numbers
 
 
@@ -61,8 +61,8 @@ DecayBound = Annotated[
 class Config:
     """The fields of config.json that decide what the model computes, under their own names, and what each may hold.
 
-    ``head_dim`` is KDA's key and value width; an MLA head's query and key are ``qk_head_dim`` wide. Made by
-    ``from_dict`` or ``from_file``, which check every field; the constructor itself checks nothing.
+    ``head_dim`` is KDA's key and value width; an MLA head's query and key are ``qk_head_dim`` wide. ``from_dict`` and
+    the others check every field; the constructor checks nothing.
     """
 
     vocab_size: Size
@@ -115,29 +115,25 @@ class Config:
         Raises:
             ConfigError: a field is missing, unknown, ill-typed, not modelled, or at odds with another one.
         """
-        found = dict.fromkeys(OPTIONAL) | _with_rope_scaling(_with_score_function(d, where), where)
+        data = dict.fromkeys(OPTIONAL) | _with_rope_scaling(_with_score_function(d, where), where)
         for name in ARCHITECTURE:  # before all fields of ours that another architecture lacks
-            if found.get(name) is not None and not RULES[name].accepts(found[name]):
-                raise refused(name, RULES[name].expected, shown(found[name]), where, ONLY)
-        quantization(found, where)
-        _check_fields(found, frozenset(ignore), where)
-        values = {f.name: _normal(found[f.name], get_args(f.type)[0]) for f in fields(cls)}
-        values["rope_scaling"] = yarn_of(found["rope_scaling"])
+            if data.get(name) is not None and not RULES[name].accepts(data[name]):
+                raise refused(name, RULES[name].expected, shown(data[name]), where, ONLY)
+        quantization(data, where)
+        _check_fields(data, frozenset(ignore), where)
+        values = {f.name: _normal(data[f.name], get_args(f.type)[0]) for f in fields(cls)}
+        values["rope_scaling"] = yarn_of(data["rope_scaling"])
         config = cls(**values | dict.fromkeys(LIMITS))
         _check_structure(config, where)
         _check_repeated(config, d, where)
-        routed, shared = (_limits(found[name], config.mlp_kinds) for name in LIMITS)
+        routed, shared = (_limits(data[name], config.mlp_kinds) for name in LIMITS)
         return replace(config, expert_swiglu_limit_list=routed, share_expert_swiglu_limit_list=shared)
 
     @classmethod
-    def from_file(cls, path: str | Path, ignore: Iterable[str] = ()) -> "Config":
-        """Reads a config.json. Raises ``ConfigError``, also where the file is absent or not a JSON object."""
-        return cls.from_json(read_config(Path(path)), ignore, str(path))
-
-    @classmethod
     def from_path(cls, path: Path, ignore: Iterable[str] = ()) -> "Config":
-        """As :meth:`from_file`, of a checkpoint's folder or of a config.json itself."""
-        return cls.from_file(path / "config.json" if path.is_dir() else path, ignore)
+        """Reads a config.json, or that of a checkpoint's folder. Raises ``ConfigError``, also where there is none."""
+        file = path / "config.json" if path.is_dir() else path
+        return cls.from_json(read_config(file), ignore, str(file))
 
     @classmethod
     def from_json(cls, data: bytes, ignore: Iterable[str] = (), where: str = "config.json") -> "Config":
@@ -162,27 +158,27 @@ class Config:
 
     @property
     def context(self) -> int:
-        """Tokens that positions are meant for: ``max_position_embeddings``, or what YaRN makes of the original ones."""
+        """Tokens that positions are meant for: ``max_position_embeddings``, or YaRN's multiple of the original ones."""
         return max(self.max_position_embeddings, self.rope_scaling.context if self.rope_scaling else 0)
 
     @property
     def softmax_scale(self) -> float:
-        """What MLA's scores are multiplied by."""
+        """The factor of MLA's scores."""
         scale: float = self.qk_head_dim**-0.5
         return scale * self.rope_scaling.softmax_factor if self.rope_scaling else scale
 
     @property
     def rope_factor(self) -> float:
-        """What the cosines and sines of positions are multiplied by."""
+        """The factor of the cosines and sines of positions."""
         return self.rope_scaling.rope_factor if self.rope_scaling else 1.0
 
     @property
     def rope_frequencies(self) -> NDArray[np.float32]:
         """Radians a position of each pair of rotary dimensions, ``[P / 2]``."""
         width = self.qk_rope_head_dim
-        found = self.rope_theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
-        found = self.rope_scaling.frequencies(found, self.rope_theta) if self.rope_scaling else found
-        return found.astype(np.float32)  # rounded once: an ulp of the frequency is 5e-4 rad at position 8192
+        radians = self.rope_theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+        radians = self.rope_scaling.frequencies(radians, self.rope_theta) if self.rope_scaling else radians
+        return radians.astype(np.float32)  # rounded once: an ulp of the frequency is 5e-4 rad at position 8192
 
     @property
     def qk_head_dim(self) -> int:
@@ -191,7 +187,7 @@ class Config:
 
     @property
     def latent_dim(self) -> int:
-        """What MLA caches for a token in a layer: the latent, and the roped key that all heads share."""
+        """Values that MLA caches for a token in a layer: the latent, and the roped key that all heads share."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
@@ -216,13 +212,13 @@ class Config:
     def semantic(self) -> dict[str, Any]:
         """Every field that is compiled into a program (all but the end-of-text ids), ready for JSON.
 
-        Those of OPTIONAL are left out where they hold nothing, so that older programs keep their digests.
+        Those of OPTIONAL are left out where they hold nothing.
         """
-        found = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "eos_token_id"}
-        found = {name: value for name, value in found.items() if value is not None or name not in OPTIONAL}
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "eos_token_id"}
+        values = {name: value for name, value in values.items() if value is not None or name not in OPTIONAL}
         if self.rope_scaling is not None:
-            found["rope_scaling"] = {"rope_type": "yarn"} | asdict(self.rope_scaling)
-        return found
+            values["rope_scaling"] = {"rope_type": "yarn"} | asdict(self.rope_scaling)
+        return values
 
 
 READ: dict[str, FieldRule] = {f.name: get_args(f.type)[1] for f in fields(Config)}
@@ -264,7 +260,7 @@ RULES = READ | {name: only(value) for name, value in (FIXED | PUBLISHED).items()
 # quantization_config says, by those who read the tensors).
 REPEATED = frozenset({"num_key_value_heads", "qk_head_dim", "rotary_dim", "rope_parameters", "quantization_config"})
 
-ROPE = {"partial_rotary_factor", *YARN_FIELDS}  # what `rope_parameters` may have beside the type and theta
+ROPE = {"partial_rotary_factor", *YARN_FIELDS}  # what `rope_parameters` may have next to the type and theta
 
 # Without effect on what the model computes, whatever they hold; so are all `…_dropout` and `mtp_…`,
 # and all `pregate_…` where `pregate_inference`, which is in PUBLISHED, is false.
@@ -274,15 +270,15 @@ IGNORED = frozenset(
 )
 
 
-def _check_fields(found: dict[str, Any], ignore: frozenset[str], where: str) -> None:
-    """Checks each field by itself: it is missing, ill-typed, unknown, or holds what is not modelled."""
-    _check_presence(found, where)
+def _check_fields(data: dict[str, Any], ignore: frozenset[str], where: str) -> None:
+    """Refuses a field that is missing, ill-typed or unknown, or whose value is not modelled."""
+    _check_presence(data, where)
     for name in sorted(ignore & (RULES.keys() | REPEATED)):
         raise refused(name, "an unknown field to ignore", "one with a meaning", where)
     for name, rule in READ.items():
-        if not rule.accepts(found[name]):
-            raise refused(name, rule.expected, shown(found[name]), where)
-    for name, value in found.items():
+        if not rule.accepts(data[name]):
+            raise refused(name, rule.expected, shown(data[name]), where)
+    for name, value in data.items():
         empty = (value is None or value is False) and not FIXED.get(name)
         ignored = name in IGNORED | ignore or name.endswith("_dropout") or name.startswith(("mtp_", "pregate_"))
         if name in READ or name in REPEATED or empty or (ignored and name not in RULES):
@@ -296,13 +292,13 @@ def _check_fields(found: dict[str, Any], ignore: frozenset[str], where: str) -> 
 
 def _with_score_function(d: dict[str, Any], where: str) -> dict[str, Any]:
     """Folds ``scoring_func``, the other name of ``score_function``, into it."""
-    found = dict(d)
-    if "scoring_func" in found:
-        alias = found.pop("scoring_func")
-        if found.setdefault("score_function", alias) != alias:
-            expected = f"the same as `score_function`, {shown(found['score_function'])}"
+    data = dict(d)
+    if "scoring_func" in data:
+        alias = data.pop("scoring_func")
+        if data.setdefault("score_function", alias) != alias:
+            expected = f"the same as `score_function`, {shown(data['score_function'])}"
             raise refused("scoring_func", expected, shown(alias), where)
-    return found
+    return data
 
 
 def _with_rope_scaling(d: dict[str, Any], where: str) -> dict[str, Any]:
@@ -316,16 +312,16 @@ def _with_rope_scaling(d: dict[str, Any], where: str) -> dict[str, Any]:
     return d | {"rope_scaling": scaling}
 
 
-def _limits(given: list[int | float | None] | None, kinds: tuple[MlpKind, ...]) -> tuple[float, ...] | None:
-    """A limit for each layer, 0 for none: dense layers have none, nor has what is past the list's end."""
-    padded = (given or []) + [None] * len(kinds)
-    found = tuple(float(limit or 0) if kind == "moe" else 0.0 for limit, kind in zip(padded, kinds, strict=False))
-    return found if any(found) else None
+def _limits(limits: list[int | float | None] | None, kinds: tuple[MlpKind, ...]) -> tuple[float, ...] | None:
+    """A limit for each layer, 0 for none: in dense layers, and past the list's end."""
+    padded = (limits or []) + [None] * len(kinds)
+    whole = tuple(float(limit or 0) if kind == "moe" else 0.0 for limit, kind in zip(padded, kinds, strict=False))
+    return whole if any(whole) else None
 
 
-def _check_presence(found: dict[str, Any], where: str) -> None:
-    missing = [name for name in RULES if name not in found and (name in READ or FIXED.get(name))]
-    if found.get("architectures") is None and found.get("model_type") is None:
+def _check_presence(data: dict[str, Any], where: str) -> None:
+    missing = [name for name in RULES if name not in data and (name in READ or FIXED.get(name))]
+    if data.get("architectures") is None and data.get("model_type") is None:
         missing.append("model_type")
     if len(missing) == 1:
         raise refused(missing[0], RULES[missing[0]].expected, "none", where)

@@ -67,12 +67,12 @@ class Ling3(nnx.Module):
     def embed(self, tokens: Int32[Array, "T"]) -> Float32[Array, "T D"]:
         """Embeddings of tokens; each device looks up its own rows of the vocabulary."""
         table = value_of(self.embeddings["word_embeddings"])
-        table = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), table)
+        table = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), table)
         count = self.config.vocab_size // self.geometry.tp
         local = tokens - lax.axis_index(AXIS) * count
         inside = (local >= 0) & (local < count)
         at = jnp.where(inside, local, 0)
-        rows = exact(jax.tree.map(lambda each: each.at[at].get(mode=IN_BOUNDS), table))
+        rows = exact(jax.tree.map(lambda leaf: leaf.at[at].get(mode=IN_BOUNDS), table))
         return lax.psum(jnp.where(inside[:, None], rows, 0.0), AXIS)
 
     def logits(self, x: Float32[Array, "R D"]) -> Float32[Array, "R v"]:
@@ -84,7 +84,6 @@ class Ling3(nnx.Module):
     def attention(
         self, x: Float[Array, "T D"], layer: Layer, state: State, batch: Batch
     ) -> tuple[Float32[Array, "T D"], State]:
-        """This device's partial sum, and the state."""
         attention = self.kda if layer.attention == "kda" else self.mla
         assert attention is not None
         if isinstance(batch, DecodeRows):
@@ -92,7 +91,6 @@ class Ling3(nnx.Module):
         return attention.prefill(x, layer.attention_index, state, batch)
 
     def _mlp(self, x: Float32[Array, "T D"], layer: Layer, valid: Bool[Array, "T"]) -> Float32[Array, "T D"]:
-        """This device's partial sum, from ``x`` normed."""
         if layer.mlp == "dense":
             return self.dense_mlp(x, layer.mlp_index)
         if layer.mlp == "moe":

@@ -9,7 +9,7 @@ from ling3export.foundation.errors import ConfigError
 
 
 class FieldRule(NamedTuple):
-    """What a field may hold: in words, for the message, and as a test."""
+    """The values that a field may hold: in words, for the message, and as a test."""
 
     expected: str
     accepts: Callable[[Any], bool]
@@ -21,9 +21,9 @@ def shown(value: Any, limit: int = 60) -> str:
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def refused(name: str, expected: str, found: str, where: str, hint: str | None = None) -> ConfigError:
+def refused(name: str, expected: str, value: str, where: str, hint: str | None = None) -> ConfigError:
     """The error for a field that does not hold what is expected."""
-    return ConfigError(f"config field `{name}`: expected {expected}, found {found}, in {where}", hint)
+    return ConfigError(f"config field `{name}`: expected {expected}, found {value}, in {where}", hint)
 
 
 def is_int(value: Any) -> bool:

@@ -20,11 +20,11 @@ class Geometry:
 
     ``tiles`` is the form for TPUs. Layers are unrolled, and matrix units take tiles of chunks, pages and
     experts of all sequences at once. Over several devices the latent pool is striped. Small sums, turns and choices are
-    written as what XLA:TPU fuses into one operation.
+    written so that XLA:TPU fuses them into one operation.
 
-    ``card`` is the form for one NVIDIA card: ``tiles``, but sums are sums, a decode step has only the rows that it is
-    asked for and multiplies by the chosen experts alone where few are chosen, and what the host would wait for (the end
-    of a loop, the outcome of a condition) is avoided where it costs little.
+    ``card`` is the form for one NVIDIA card: ``tiles``, but sums are sums, a decode step has no rows of padding and
+    multiplies only by the chosen experts where few are chosen. Loops and conditions, for which the host waits, are
+    avoided where that costs little.
 
     Attributes:
         tp: Devices that share the model.

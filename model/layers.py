@@ -47,10 +47,10 @@ def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None, parts: int = 
     if sums is None:
         assert parts == 1
         return jnp.sum(x * x, axis=-1, keepdims=True)
-    each = x.shape[-1] // parts
-    if parts == 1 and each > WIDE:
-        return jnp.matmul(x * x, np.ones((each, COLUMNS), np.float32), precision=sums)[..., :1]
-    ones = np.kron(np.eye(parts, dtype=np.float32), np.ones((each, each), np.float32))
+    width = x.shape[-1] // parts
+    if parts == 1 and width > WIDE:
+        return jnp.matmul(x * x, np.ones((width, COLUMNS), np.float32), precision=sums)[..., :1]
+    ones = np.kron(np.eye(parts, dtype=np.float32), np.ones((width, width), np.float32))
     return jnp.matmul(x * x, ones, precision=sums)
 
 

@@ -92,10 +92,8 @@ def route_weights(
 ) -> Float32[Array, "W T"]:
     """:func:`route` as weights of the experts that are ``wanted``, zero where not chosen; ties go to the lower id, too.
 
-    Groups are compared with each other ``by_products``, which take XLA:TPU less time than a reduction.
-
-    A handful of fused operations, where sorting needs dozens. Tokens are the last axis, so that what is compared lies
-    across registers.
+    A few fused operations, where sorting needs dozens. Tokens are the last axis, so that comparisons go across
+    registers. ``by_products`` compares groups by products, which take XLA:TPU less time than a reduction.
     """
     count, groups = scores.shape[0], config.n_group
     if count > ONE_REDUCTION and scores.shape[1] > 16:
@@ -127,7 +125,7 @@ def _open_groups(score: Float32[Array, "G T"], count: int) -> Bool[Array, "G 1 T
     """Which groups are the ``count`` best, by products: differences of all pairs, and how many are ahead of each."""
     groups = score.shape[0]
     one, other = np.divmod(np.arange(groups * groups), groups)
-    of_one, of_other = (np.eye(groups, dtype=np.float32)[each] for each in (one, other))
+    of_one, of_other = (np.eye(groups, dtype=np.float32)[index] for index in (one, other))
     ahead = jnp.matmul(of_other - of_one, score, precision=lax.Precision.HIGHEST)  # exact where both are the same
     # By `reshape`, for a constant with a stride of 0 would be a broadcast outside of the program.
     before = (ahead > 0) | ((ahead == 0) & (other < one).reshape(-1, 1))
@@ -143,23 +141,21 @@ def largest(rows: Row, count: int, axes: tuple[int, ...]) -> list[Row]:
     Args:
         rows: Arrays of one shape: values, then their indices, which settle ties for the lower one (they may be left
             out where ties do not matter), then whatever shall come with them.
-        count: How many.
-        axes: Along which axes.
 
     Returns:
-        As many tuples of what ``rows`` has, without ``axes``.
+        ``count`` tuples of what ``rows`` has, without ``axes``.
     """
     size, width = 1 << (count - 1).bit_length(), len(rows)
     least = [-jnp.inf, np.iinfo(np.int32).max, *(0 for _ in rows[2:])][:width]
-    start = tuple(np.array(value, each.dtype) for each, value in zip(rows, least, strict=True))
-    none = tuple(jnp.full_like(each, value) for each, value in zip(rows, start, strict=True))
+    start = tuple(np.array(value, row.dtype) for row, value in zip(rows, least, strict=True))
+    none = tuple(jnp.full_like(row, value) for row, value in zip(rows, start, strict=True))
 
     def merge(a: Row, b: Row) -> Row:
         lists = ([part[i : i + width] for i in range(0, size * width, width)] for part in (a, b))
         return tuple(value for row in _merge_sorted(*lists) for value in row)
 
-    found = lax.reduce((*rows, *none * (size - 1)), start * size, merge, axes)
-    return [found[i : i + width] for i in range(0, count * width, width)]
+    best = lax.reduce((*rows, *none * (size - 1)), start * size, merge, axes)
+    return [best[i : i + width] for i in range(0, count * width, width)]
 
 
 def _merge_sorted(a: list[Row], b: list[Row]) -> list[Row]:
@@ -209,11 +205,11 @@ def lowest(words: list[UInt32[Array, ""]]) -> tuple[Int32[Array, ""], list[UInt3
 
     Scalars cost XLA:TPU nothing; to take a number from an array is an operation of 1.2 µs.
     """
-    number, found, left = jnp.int32(0), jnp.bool_(False), []
+    number, is_set, left = jnp.int32(0), jnp.bool_(False), []
     for place, word in enumerate(words):
-        bit = jnp.where(found, jnp.uint32(0), word & (~word + 1))
+        bit = jnp.where(is_set, jnp.uint32(0), word & (~word + 1))
         number = jnp.where(bit != 0, 32 * place + 31 - lax.clz(bit).astype(jnp.int32), number)
-        found |= bit != 0
+        is_set |= bit != 0
         left.append(word ^ bit)
     return number, left
 
@@ -275,7 +271,7 @@ class MixtureOfExperts(nnx.Module):
         return self._routed(x, layer, chosen, weights, valid) + self.shared(x, layer)
 
     def scores(self, x: Float32[Array, "T D"], layer: Index) -> tuple[Float32[Array, "T E"], Float32[Array, "E"]]:
-        """What :func:`route` takes, from ``x`` normed and unrounded."""
+        """The sigmoid of the router's logits, and the bias, from ``x`` normed and unrounded."""
         gate, bias = self._router(layer)
         logits = jnp.matmul(x, gate.T, precision=lax.Precision.HIGHEST)  # a rounded score flips experts
         return jax.nn.sigmoid(logits), bias
@@ -299,7 +295,6 @@ class MixtureOfExperts(nnx.Module):
         return jnp.asarray(own, jnp.float32)[layer]
 
     def routed_limit(self, layer: Index) -> Float32[Array, ""] | None:
-        """The limit of the routed experts in one of the stacked layers."""
         return self.limit(self.config.expert_swiglu_limit_list, layer)
 
     def shared(self, x: Float[Array, "T D"], layer: Index) -> Float32[Array, "T D"]:
@@ -311,7 +306,7 @@ class MixtureOfExperts(nnx.Module):
         """Every expert of this device for every row, weighted; best where reading weights takes longer."""
         stacks = self.experts_gate_up_proj, self.experts_down_proj
         layers = (of_layer(stack, layer, split=True) for stack in stacks)
-        (gate_up, up_scale), (down, down_scale) = (widened(each, self.geometry) for each in layers)
+        (gate_up, up_scale), (down, down_scale) = (widened(weights, self.geometry) for weights in layers)
         local, dim = gate_up.shape[0] * gate_up.shape[1], x.shape[1]
         # Experts outside, tokens inside: an axis of 8 experts as the second to last would be laid out anew. One axis of
         # experts with gate and up: with two axes XLA:TPU lays out int8 weights anew.
@@ -328,7 +323,7 @@ class MixtureOfExperts(nnx.Module):
         """:meth:`all_local` that reads those experts alone that some row chose, one after the other."""
         stacks = self.experts_gate_up_proj, self.experts_down_proj
         layers = [of_layer(stack, layer, split=True) for stack in stacks]
-        gate_up, down = (flattened(each, len(share)) for each in layers)
+        gate_up, down = (flattened(weights, len(share)) for weights in layers)
         middle = leading(gate_up)[1] // 2
         limit = self.routed_limit(layer)
         # Wide, and not put together in the loop: each expert's would be an operation of its own there.
@@ -338,7 +333,7 @@ class MixtureOfExperts(nnx.Module):
 
         def one(carry: tuple[list[jax.Array], jax.Array]) -> tuple[list[jax.Array], jax.Array]:
             number, left = lowest(carry[0])
-            up, out = (jax.tree.map(lambda each: take(each, number, split=False), stack) for stack in (gate_up, down))
+            up, out = (jax.tree.map(lambda leaf: take(leaf, number, split=False), stack) for stack in (gate_up, down))
             y = times(x, up, self.geometry)
             hidden = swiglu(y[:, :middle], y[:, middle:], limit) * take(wide, number, split=False)
             return left, carry[1] + times(hidden.astype(x.dtype), out, self.geometry)
@@ -358,10 +353,10 @@ class MixtureOfExperts(nnx.Module):
         """
         stacks = self.experts_gate_up_proj, self.experts_down_proj
         layers = [of_layer(stack, layer, split=True) for stack in stacks]
-        gate_up, down = jax.tree.map(lambda each: each.reshape(-1, *each.shape[2:]), layers)
+        gate_up, down = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), layers)
 
         def of_chosen(weights: Matrix) -> Float32[Array, "T A ..."]:
-            return exact(jax.tree.map(lambda each: each.at[chosen].get(mode=IN_BOUNDS), weights))
+            return exact(jax.tree.map(lambda leaf: leaf.at[chosen].get(mode=IN_BOUNDS), weights))
 
         wide = of_chosen(gate_up)  # [T, A, 2, F, D]
         y = jnp.sum(wide * x.astype(jnp.float32)[:, None, None, None], axis=-1)
@@ -385,8 +380,8 @@ class MixtureOfExperts(nnx.Module):
             own = chosen - lax.axis_index(AXIS) * leading(up)[0] * leading(up)[2]
             return calls.experts(x, up, out, layer, jnp.where(valid[:, None], own, -1), weights, limit, self.geometry)
         gate_up, down = (of_layer(stack, layer, split=True) if layered else value_of(stack) for stack in stacks)
-        shards, each = leading(gate_up)[0], leading(gate_up)[1 if layered else 2]
-        local = shards * each
+        shards, per_shard = leading(gate_up)[0], leading(gate_up)[1 if layered else 2]
+        local = shards * per_shard
         tokens, top = chosen.shape
         mine = chosen - lax.axis_index(AXIS) * local
         mine = jnp.where(valid[:, None] & (mine >= 0) & (mine < local), mine, local).reshape(-1)
@@ -398,7 +393,8 @@ class MixtureOfExperts(nnx.Module):
 
         def multiply(i: jax.Array, out: jax.Array, count: int) -> jax.Array:
             expert = tile_expert[i]
-            own = (expert // each, expert % each) if layered else (expert // each, layer, expert % each)
+            shard, number = expert // per_shard, expert % per_shard
+            own = (shard, number) if layered else (shard, layer, number)
             inputs = x[lax.dynamic_slice_in_dim(token, i * rows, count)]
             y = times(inputs, at(gate_up, own), self.geometry)
             half = y.shape[1] // 2

@@ -58,12 +58,10 @@ def times(x: Float[Array, "T X"], weight: Matrix, geometry: Geometry) -> Float32
 
 
 def _operand(x: Float[Array, "T X"], weight: Matrix, values: jax.Array, geometry: Geometry) -> Float[Array, "T X"]:
-    """``x`` as it is multiplied by a weight that was widened to ``values``."""
     return activations(x, weight, geometry).astype(values.dtype) if isinstance(weight, Quantized) else x
 
 
 def einsum(equation: str, x: Float[Array, "..."], y: Float[Array, "..."]) -> Float32[Array, "..."]:
-    """``jnp.einsum`` of operands of one dtype."""
     return jnp.einsum(equation, x, y, precision=precision(x.dtype), preferred_element_type=jnp.float32)
 
 
@@ -146,7 +144,7 @@ def column_parallel(
 def replicated(x: Float[Array, "T D"], weights: Weight, layer: Index, geometry: Geometry) -> Float32[Array, "T out"]:
     """A matmul with ``weights [n, out, D]``, which every device has whole."""
     if calls.do_columns(weights, x.shape[0], geometry):
-        whole = jax.tree.map(lambda each: each[None], value_of(weights))
+        whole = jax.tree.map(lambda leaf: leaf[None], value_of(weights))
         return calls.columns(x, whole, layer, geometry)[:, 0]
     return dot(x, of_layer(weights, layer, split=False), geometry)
 
@@ -181,13 +179,13 @@ def vocab_parallel(x: Float[Array, "T D"], weights: Weight, geometry: Geometry) 
     table = value_of(weights)
     rows = math.prod(leading(table))
     if calls.do_columns(weights, x.shape[0], geometry):
-        stack = jax.tree.map(lambda each: each[:, None], table)
+        stack = jax.tree.map(lambda leaf: leaf[:, None], table)
         return calls.columns(x, stack, 0, geometry).reshape(x.shape[0], rows)
     few = x.shape[0] == 1 or is_quantized(weights)
     if not few or geometry.tiled or rows * x.shape[1] * x.dtype.itemsize <= CACHED:
         return dot(x, table, geometry).reshape(x.shape[0], rows)
     size = max(size for size in range(1, PIECE + 1) if rows % size == 0)
-    pieces = jax.tree.map(lambda each: each.reshape(-1, size, *each.shape[2:]), table)
+    pieces = jax.tree.map(lambda leaf: leaf.reshape(-1, size, *leaf.shape[2:]), table)
 
     def piece(i: jax.Array, out: jax.Array) -> jax.Array:
         return lax.dynamic_update_slice_in_dim(out, times(x, at(pieces, (i,)), geometry), i * size, axis=1)
@@ -248,8 +246,8 @@ def _one_by_one(weights: Weight, geometry: Geometry) -> bool:
 
 
 def _shard(stacked: Matrix, s: jax.Array, layer: Index) -> Matrix:
-    def own(each: jax.Array) -> jax.Array:
-        sizes = (1, 1, *each.shape[2:])
-        return lax.dynamic_slice(each, (s, layer, *[0] * (each.ndim - 2)), sizes).reshape(sizes[2:])
+    def own(leaf: jax.Array) -> jax.Array:
+        sizes = (1, 1, *leaf.shape[2:])
+        return lax.dynamic_slice(leaf, (s, layer, *[0] * (leaf.ndim - 2)), sizes).reshape(sizes[2:])
 
     return jax.tree.map(own, stacked)

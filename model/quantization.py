@@ -42,12 +42,8 @@ _REPEATED_GROUP = re.compile(r"\)[*+?{]|\(\?")  # or a group with a meaning of i
 class Names:
     """Modules by name: by the end of it from a dot on, or by a regular expression (``re:…``) at its start.
 
-    ``b_proj`` names ``attention.b_proj`` and not ``attention.q_b_proj``.
-
-    Args:
-        entries: As the config lists them.
-        at: The field, for messages.
-        where: The file, for messages.
+    ``b_proj`` names ``attention.b_proj`` and not ``attention.q_b_proj``. ``at`` and ``where`` name the field and the
+    file in messages.
     """
 
     def __init__(self, entries: Sequence[str], at: str, where: str) -> None:
@@ -58,31 +54,27 @@ class Names:
     def __contains__(self, module: str) -> bool:
         parts = module.split(".")
         ends = (".".join(parts[start:]) for start in range(len(parts)))
-        return any(end in self._ends for end in ends) or any(self._matches(each, module) for each in self._patterns)
+        return any(end in self._ends for end in ends) or any(
+            self._matches(pattern, module) for pattern in self._patterns
+        )
 
     def _matches(self, pattern: re.Pattern[str], module: str) -> bool:
         if self._spent > MOST_SECONDS:
             expected = f"regular expressions that take at most {MOST_SECONDS:g} s for all names"
             raise refused(self._at, expected, f"longer ones, such as {shown(pattern.pattern)}", self._where)
         start = time.thread_time()
-        found = pattern.match(module)
+        match = pattern.match(module)
         self._spent += time.thread_time() - start
-        return found is not None
+        return match is not None
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """What ``quantization_config`` says.
+    """The content of ``quantization_config``."""
 
-    Attributes:
-        form: ``fp8`` or ``int4``.
-        targets: The modules that are quantized; None for every linear one.
-        exclusions: Those of them that are not.
-    """
-
-    form: str
-    targets: Names | None
-    exclusions: Names
+    form: str  # ``fp8`` or ``int4``
+    targets: Names | None  # the modules that are quantized; None for every linear one
+    exclusions: Names  # modules of ``targets`` that are not
 
     def covers(self, module: str) -> bool:
         """Whether a linear module is quantized; ``module`` is its whole name, without ``.weight``.
@@ -94,26 +86,25 @@ class Quantization:
 
 
 def quantization(config: dict[str, Any], where: str) -> Quantization | None:
-    """What the config says of a quantization; None where it says nothing.
+    """The quantization of a config; None where it names none.
 
     Raises:
         ConfigError: It is neither of the published two; the message names the field.
     """
     if config.get("quantization") is not None:  # MLX's own
         raise refused("quantization", "no such field", shown(config["quantization"]), where, HINT)
-    found = config.get("quantization_config")
-    if found is None:
-        return None
     at = "quantization_config"
-    found = _object(found, at, where)
-    method = found.get("quant_method")
+    if config.get(at) is None:
+        return None
+    data = _object(config[at], at, where)
+    method = data.get("quant_method")
     if method == "fp8":
-        _check(found, _FP8, {"modules_to_not_convert"}, at, where)
-        return Quantization("fp8", None, _names(found, "modules_to_not_convert", at, where))
+        _check(data, _FP8, {"modules_to_not_convert"}, at, where)
+        return Quantization("fp8", None, _names(data, "modules_to_not_convert", at, where))
     if method != "compressed-tensors":
         raise refused(f"{at}.quant_method", "fp8 or compressed-tensors", shown(method), where, HINT)
-    _check(found, _INT4, {"config_groups", "ignore"}, at, where)
-    groups = _object(found.get("config_groups"), f"{at}.config_groups", where)
+    _check(data, _INT4, {"config_groups", "ignore"}, at, where)
+    groups = _object(data.get("config_groups"), f"{at}.config_groups", where)
     if len(groups) != 1:
         raise refused(f"{at}.config_groups", "one group", shown(groups), where, HINT)
     name, group = next(iter(groups.items()))
@@ -123,7 +114,7 @@ def quantization(config: dict[str, Any], where: str) -> Quantization | None:
     _check(_object(group.get("weights"), f"{within}.weights", where), _WEIGHTS, set(), f"{within}.weights", where)
     targets = _names(group, "targets", within, where)
     every = "Linear" in group["targets"] if group.get("targets") else True
-    return Quantization("int4", None if every else targets, _names(found, "ignore", at, where))
+    return Quantization("int4", None if every else targets, _names(data, "ignore", at, where))
 
 
 def _object(value: Any, at: str, where: str) -> dict[str, Any]:
@@ -132,9 +123,9 @@ def _object(value: Any, at: str, where: str) -> dict[str, Any]:
     return value
 
 
-def _check(found: dict[str, Any], allowed: dict[str, Any], read: set[str], at: str, where: str) -> None:
+def _check(data: dict[str, Any], allowed: dict[str, Any], read: set[str], at: str, where: str) -> None:
     """Passes where each field has its one allowed value, is ``read`` by others, without effect, or empty."""
-    for name, value in found.items():
+    for name, value in data.items():
         if name in allowed and value is not None:
             if not (rule := only(allowed[name])).accepts(value):
                 raise refused(f"{at}.{name}", rule.expected, shown(value), where, HINT)
@@ -142,8 +133,8 @@ def _check(found: dict[str, Any], allowed: dict[str, Any], read: set[str], at: s
             raise refused(f"{at}.{name}", "no such field", shown(value), where, HINT)
 
 
-def _names(found: dict[str, Any], name: str, at: str, where: str) -> Names:
-    entries = found.get(name) or []
+def _names(data: dict[str, Any], name: str, at: str, where: str) -> Names:
+    entries = data.get(name) or []
     if not isinstance(entries, list) or not all(isinstance(entry, str) for entry in entries):
         raise refused(f"{at}.{name}", "a list of modules' names", shown(entries), where)
     patterns = [entry[3:] for entry in entries if entry.startswith("re:")]

@@ -48,12 +48,12 @@ def of_layer(weights: Weight, layer: Index, *, split: bool) -> Matrix:
     """One layer's weight, from a stack, or from arguments by layer, whose ``layer`` has to be known when tracing."""
     if isinstance(weights, nnx.Dict) and "q" not in weights:
         return value_of(weights[f"{layer:03}"])
-    return jax.tree.map(lambda each: take(each, layer, split=split), value_of(weights))
+    return jax.tree.map(lambda leaf: take(leaf, layer, split=split), value_of(weights))
 
 
 def at(weights: Matrix, index: tuple[Index, ...]) -> Matrix:
-    """What a stack has at an index of its leading axes."""
-    return jax.tree.map(lambda each: each[index], weights)
+    """The matrix at an index of a stack's leading axes."""
+    return jax.tree.map(lambda leaf: leaf[index], weights)
 
 
 def flattened(weights: Matrix, count: int) -> Matrix:
@@ -61,7 +61,7 @@ def flattened(weights: Matrix, count: int) -> Matrix:
     if isinstance(weights, Quantized) and _by_channel(weights):
         q, scale = weights
         return Quantized(q.reshape(count, -1, q.shape[-1]), scale.reshape(count, -1))
-    return jax.tree.map(lambda each: each.reshape(count, -1, each.shape[-1]), weights)
+    return jax.tree.map(lambda leaf: leaf.reshape(count, -1, leaf.shape[-1]), weights)
 
 
 def leading(weights: Matrix) -> tuple[int, ...]:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ling3export.model.fields import is_number
+
 
 @dataclass(frozen=True)
 class Yarn:
@@ -29,12 +31,12 @@ class Yarn:
 
     @property
     def softmax_factor(self) -> float:
-        """What the attention's scale is multiplied by."""
+        """The factor of the attention's scale."""
         return self._magnitude(self.mscale_all_dim) ** 2
 
     @property
     def rope_factor(self) -> float:
-        """What cosines and sines are multiplied by."""
+        """The factor of cosines and sines."""
         return self._magnitude(self.mscale) / self._magnitude(self.mscale_all_dim)
 
     def frequencies(self, plain: NDArray[np.float64], theta: float) -> NDArray[np.float64]:
@@ -65,19 +67,17 @@ class Yarn:
 FIELDS = frozenset(field.name for field in fields(Yarn))
 
 
-def yarn_of(given: Any) -> Yarn | None:
+def yarn_of(value: Any) -> Yarn | None:
     """A ``rope_scaling`` object as YaRN; None where it is none, or has a field that is unknown or no number."""
-    if not isinstance(given, dict):
+    if not isinstance(value, dict):
         return None
-    found = dict(given)
-    kinds = {found.pop(name) for name in ("type", "rope_type") if isinstance(found.get(name), str)}
-    if kinds != {"yarn"} or not {"factor", "original_max_position_embeddings"} <= found.keys() <= FIELDS:
+    data = dict(value)
+    kinds = {data.pop(name) for name in ("type", "rope_type") if isinstance(data.get(name), str)}
+    if kinds != {"yarn"} or not {"factor", "original_max_position_embeddings"} <= data.keys() <= FIELDS:
         return None
-    if not all(isinstance(value, (int, float)) and not isinstance(value, bool) for value in found.values()):
+    if not all(is_number(number) and number >= 0 for number in data.values()):
         return None
-    if not all(math.isfinite(value) and value >= 0 for value in found.values()):
-        return None
-    original = found.pop("original_max_position_embeddings")
-    yarn = Yarn(original_max_position_embeddings=int(original), **{name: float(y) for name, y in found.items()})
+    original = data.pop("original_max_position_embeddings")
+    yarn = Yarn(original_max_position_embeddings=int(original), **{name: float(y) for name, y in data.items()})
     sound = yarn.factor >= 1 and original == int(original) >= 1 and yarn.beta_fast > yarn.beta_slow > 0
     return yarn if sound else None

@@ -31,13 +31,12 @@ class FfnBatch(NamedTuple):
         y: ``[Y, H]``: the tokens' data, its bits unchanged.
         group_list: int32 ``[expert_num, 2]``: expert and number of rows, in ascending order, for the experts that have
             rows; the rest is zero.
-        session_ids: int32 ``[Y]``: the session of each row.
-        micro_batch_ids: int32 ``[Y]``: its micro batch.
-        token_ids: int32 ``[Y]``: the position of its token in the micro batch.
+        session_ids: int32 ``[Y]``
+        micro_batch_ids: int32 ``[Y]``
+        token_ids: int32 ``[Y]``: the position of the token in its micro batch.
         expert_offsets: int32 ``[Y]``: its position among the rows of its expert (``"group"``), or which of its token's
             experts it is (``"slot"``).
         dynamic_scale: fp32 ``[Y]`` for int8 data, else ``[0]``.
-        actual_token_num: int32 scalar.
         gather_idx: int32 ``[Y]``: the pair's place among the published ones, ``(row * BS + token) * K1 + k``.
         dropped: int32 scalar: pairs whose expert, layer, session or micro batch does not exist. They are masked.
     """
@@ -77,8 +76,8 @@ def ffn_worker_batching(
             them where they are int8.
         expert_ids: int32 ``[A, BS, K1]``, of the published rows; ``mask_value`` and more, or a negative number, is no
             expert.
-        session_ids: int32 ``[A]``: the session of each published row.
-        micro_batch_ids: int32 ``[A]``: its micro batch.
+        session_ids: int32 ``[A]``, of the published rows.
+        micro_batch_ids: int32 ``[A]``
         expert_num: Experts of this worker, of all layers together.
         max_out_shape: ``(A, BS, K1, H)``.
         token_dtype: FLOAT16, BFLOAT16 or INT8: what uint8 rows hold. Floats stay what they are.
@@ -86,8 +85,6 @@ def ffn_worker_batching(
             ``l * (expert_num / layer_num) + e``.
         layer_num: Layers; 0 means that ``expert_ids`` are numbers of this worker already.
         out_num: How many rows are published (a scalar of the run); None means all.
-        expert_offsets: What ``FfnBatch.expert_offsets`` says: ``"group"`` or ``"slot"``.
-        mask_value: The least id that means "no expert".
 
     Raises:
         ValueError: While tracing: shapes, dtypes or settings that do not fit together.
@@ -98,17 +95,8 @@ def ffn_worker_batching(
     _check(token_data, expert_ids, expert_num, max_out_shape, token_dtype, layer_ids, layer_num, expert_offsets)
     sessions, tokens, experts_a_token, width = max_out_shape
     pairs = tokens * experts_a_token
-    key, dropped = _keys(
-        expert_ids,
-        session_ids,
-        micro_batch_ids,
-        layer_ids,
-        layer_num,
-        out_num,
-        expert_num,
-        mask_value,
-        *token_data.shape[:2],
-    )
+    ids = (expert_ids, session_ids, micro_batch_ids, layer_ids)
+    key, dropped = _keys(*ids, layer_num, out_num, expert_num, mask_value, *token_data.shape[:2])
     count = jnp.sum(key != LAST, dtype=jnp.int32)
     place = jnp.arange(sessions * pairs, dtype=jnp.int32)
     live = place < count
@@ -119,7 +107,7 @@ def ffn_worker_batching(
     y, scale = _rows(token_data, (session, micro_batch, token, k), live, width, token_dtype)
     rows = jnp.zeros(expert_num, jnp.int32).at[experts].add(live.astype(jnp.int32))
     offset = k if expert_offsets == "slot" else place - (jnp.cumsum(rows) - rows)[experts]
-    session, micro_batch, token, offset = (jnp.where(live, each, 0) for each in (session, micro_batch, token, offset))
+    session, micro_batch, token, offset = (jnp.where(live, ids, 0) for ids in (session, micro_batch, token, offset))
     groups = _groups(rows)
     return FfnBatch(y, groups, session, micro_batch, token, offset, scale, count, gathered, dropped)
 
@@ -134,30 +122,22 @@ def _check(
     layer_num: int,
     offsets: str,
 ) -> None:
-    def require(what: str, holds: bool, expected: str, found: object) -> None:
+    def require(name: str, holds: bool, expected: str, value: object) -> None:
         if not holds:
-            raise ValueError(f"ffn_worker_batching `{what}`: expected {expected}, found {found}")
+            raise ValueError(f"ffn_worker_batching `{name}`: expected {expected}, found {value}")
 
     data = token_data.dtype
     require("max_out_shape", len(shape) == 4, "A, BS, K1 and H", shape)
     require("expert_num", 0 < expert_num <= MOST_EXPERTS, f"1 to {MOST_EXPERTS:,} experts", expert_num)
     require("token_dtype", token_dtype in STORED, "0 (fp16), 1 (bf16) or 2 (int8)", token_dtype)
     require("expert_offsets", offsets in ("group", "slot"), "`group` or `slot`", offsets)
-    require(
-        "layer_num",
-        layer_num >= 0 and expert_num % max(layer_num, 1) == 0,
-        f"a divisor of {expert_num} experts, or 0",
-        layer_num,
-    )
+    divides = layer_num >= 0 and expert_num % max(layer_num, 1) == 0
+    require("layer_num", divides, f"a divisor of {expert_num} experts, or 0", layer_num)
     require("layer_ids", (layer_ids is None) == (layer_num == 0), "them with a layer_num, and only then", layer_num)
     require("expert_ids", expert_ids.shape == shape[:3], f"the shape {shape[:3]}", expert_ids.shape)
     raw = data == jnp.uint8
-    require(
-        "token_data",
-        raw or (token_dtype != INT8 and jnp.issubdtype(data, jnp.floating)),
-        "uint8 rows for int8 data, else uint8 rows or floats",
-        data,
-    )
+    holds = raw or (token_dtype != INT8 and jnp.issubdtype(data, jnp.floating))
+    require("token_data", holds, "uint8 rows for int8 data, else uint8 rows or floats", data)
     width = shape[3] * STORED[token_dtype].dtype.itemsize + SCALE_BYTES * (token_dtype == INT8) if raw else shape[3]
     sent = token_data.shape
     fits = len(sent) == 5 and (sent[0], *sent[2:4]) == shape[:3]
@@ -180,16 +160,16 @@ def _keys(
     """Each published pair's expert number, LAST where it has none; how many have one that does not exist."""
     sessions = expert_ids.shape[0]
     published = jnp.arange(sessions) < (sessions if out_num is None else out_num)
-    asked = (expert_ids >= 0) & (expert_ids < mask_value) & published[:, None, None]
+    named = (expert_ids >= 0) & (expert_ids < mask_value) & published[:, None, None]
     exists: Bool[Array, A] = (session_ids >= 0) & (session_ids < sent)
     exists &= (micro_batch_ids >= 0) & (micro_batch_ids < micro_batches)
     a_layer, first = expert_num // max(layer_num, 1), jnp.zeros(sessions, jnp.int32)
     if layer_ids is not None:
         exists &= (layer_ids >= 0) & (layer_ids < layer_num)
         first = layer_ids * a_layer
-    valid = asked & exists[:, None, None] & (expert_ids < a_layer)
+    valid = named & exists[:, None, None] & (expert_ids < a_layer)
     key = jnp.where(valid, first[:, None, None] + expert_ids, LAST).reshape(-1)
-    return key, jnp.sum(asked & ~valid, dtype=jnp.int32)
+    return key, jnp.sum(named & ~valid, dtype=jnp.int32)
 
 
 def _rows(

@@ -13,13 +13,12 @@ a call computes is a number of its batch. Layers of one kind share code where th
 arguments by layer (the form ``tiles``), every layer is a branch of its own.
 """
 
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Float32, Int32, Shaped, UInt8
 
 from ling3export.foundation.dtypes import MASK
@@ -32,46 +31,39 @@ from ling3export.model.moe import MixtureOfExperts, route, tile_layout, tile_row
 from ling3export.model.products import times
 from ling3export.model.quantized import at, leading, of_layer, value_of
 
-P = PartitionSpec
 Tree = dict[str, Any]
 
 
 def attend(model: Ling3, state: State, fields: Tree, batch: Tree) -> tuple[State, Tree]:
-    """One layer but its routed experts, of the sequences of a decode step.
+    """One layer without its routed experts, of the sequences of a decode step.
 
-    Fields are those of ``decode`` and ``layer [1]``; ``hidden [B, D]`` is what the layer before it gave; layer 0 embeds
-    the tokens instead.
+    ``hidden [B, D]`` comes from the layer before it; layer 0 embeds the tokens instead.
 
     Returns:
-        ``residual [B, D]`` in fp32, with the shared expert or the dense MLP; ``tokens [B, D]``, what routed experts
-        take, in the model dtype, or as rows of ``quantized``; ``expert_ids`` and ``weights [B, K]``: MASK for padding
-        and in dense layers.
+        ``residual [B, D]`` in fp32, with the shared expert or the dense MLP; ``tokens [B, D]`` for the routed experts,
+        in the model dtype or as rows of ``quantized``; ``expert_ids`` and ``weights [B, K]``: MASK for padding and in
+        dense layers.
     """
     config, geometry, number = model.config, model.geometry, fields["layer"][0]
     count = fields["slot"].shape[0]
-    rows = decode_rows(
-        {name: value for name, value in fields.items() if name != "layer"}, state["last_token"], geometry
-    )
+    fields = {name: value for name, value in fields.items() if name != "layer"}
+    rows = decode_rows(fields, state["last_token"], geometry)
     hidden = fill_rows(batch["hidden"], geometry.fewest_rows)
     x = lax.cond(number == 0, lambda: model.embed(rows.token), lambda: hidden)
     layers = [static_layer(config, index) for index in range(config.num_hidden_layers)]
-    keys = [each if geometry.tiled else (each.attention, each.mlp) for each in layers]
+    keys = [layer if geometry.tiled else (layer.attention, layer.mlp) for layer in layers]
     branches = dict(zip(keys, layers, strict=True))  # a layer for each branch
     which = [list(branches).index(key) for key in keys]
-    places = jnp.array([(each.attention_index, each.mlp_index) for each in layers], jnp.int32)
+    places = jnp.array([(layer.attention_index, layer.mlp_index) for layer in layers], jnp.int32)
 
-    def branch(layer: Layer) -> Callable[[jax.Array, State], Any]:
-        def run(x: jax.Array, state: State) -> Any:
-            here = (
-                layer
-                if geometry.tiled
-                else Layer(number, layer.attention, places[number, 0], layer.mlp, places[number, 1])
-            )
-            return _half_layer(model, here, x, state, rows)
+    def run(x: jax.Array, state: State, layer: Layer) -> Any:
+        if not geometry.tiled:
+            layer = Layer(number, layer.attention, places[number, 0], layer.mlp, places[number, 1])
+        return _half_layer(model, layer, x, state, rows)
 
-        return run
-
-    out, state = lax.switch(jnp.array(which)[number], [branch(layer) for layer in branches.values()], x, state)
+    out, state = lax.switch(
+        jnp.array(which)[number], [partial(run, layer=layer) for layer in branches.values()], x, state
+    )
     return state, {name: value[:count] for name, value in out.items()}
 
 
@@ -101,7 +93,7 @@ def quantized(x: Float32[Array, "B D"]) -> UInt8[Array, "B HS"]:
     """Rows of ``D`` int8 values and their fp32 scale, as bytes: the largest of a row becomes 127 or -127."""
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=1), 1e-30) / 127
     values = jnp.clip(jnp.round(x / scale[:, None]), -127, 127).astype(jnp.int8)
-    return jnp.concatenate([lax.bitcast_convert_type(each, jnp.uint8) for each in (values, scale)], axis=1)
+    return jnp.concatenate([lax.bitcast_convert_type(part, jnp.uint8) for part in (values, scale)], axis=1)
 
 
 def dispatch(model: Any, state: State, fields: Tree, batch: Tree) -> tuple[State, Tree]:
@@ -137,13 +129,11 @@ def dispatch(model: Any, state: State, fields: Tree, batch: Tree) -> tuple[State
 
 
 def experts(model: Ling3, state: State, fields: Tree, batch: Tree) -> tuple[State, Tree]:
-    """``results [Y, D]``: see :func:`expert_rows`."""
     assert model.moe is not None
     return state, {"results": expert_rows(model.moe, **batch)}
 
 
 def combine(model: Any, state: State, fields: Tree, batch: Tree) -> tuple[State, Tree]:
-    """``hidden [B, D]``: see :func:`combine_rows`."""
     return state, {"hidden": combine_rows(**batch)}
 
 
@@ -153,9 +143,7 @@ def expert_rows(
     group_list: Int32[Array, "N 2"],
     dynamic_scale: Float32[Array, "Y"] | None = None,
 ) -> Float[Array, "Y D"]:
-    """What each row's expert makes of it, unweighted; rows without an expert are zero.
-
-    Rows of int8 are multiplied by their ``dynamic_scale`` first.
+    """Each row through its expert, unweighted; zero for rows without an expert. ``dynamic_scale`` is that of int8 rows.
 
     Rows are ordered by expert number, ``layer * E + expert``, and may be of several layers. Each device multiplies the
     rows of its own experts, a tile of rows of one expert after the other; the devices' results are added up.
@@ -166,24 +154,23 @@ def expert_rows(
     stacks = moe.experts_gate_up_proj, moe.experts_down_proj
     first: Any = stacks[0][f"{0:03}"] if layered else stacks[0]
     outer = leading(value_of(first))
-    shards, each = outer[0], outer[1 if layered else 2]
+    shards, per_shard = outer[0], outer[1 if layered else 2]
     count, dim = y.shape
-    local, layers = shards * each, group_list.shape[0] // total
+    local, layers = shards * per_shard, group_list.shape[0] // total
     groups = group_list[:count]  # a group has a row at least, so there are no more
     ends, row = jnp.cumsum(groups[:, 1]), jnp.arange(count, dtype=jnp.int32)
     entry = jnp.searchsorted(ends, row, side="right", method="compare_all")
     number = groups[jnp.minimum(entry, len(groups) - 1), 0]
     mine = number % total - lax.axis_index(AXIS) * local
-    here = (row < ends[-1]) & (mine >= 0) & (mine < local)
+    is_local = (row < ends[-1]) & (mine >= 0) & (mine < local)
     rows = tile_rows(count, total)
-    place, tile_expert, _, tiles = tile_layout(
-        jnp.where(here, number // total * local + mine, layers * local), layers * local, rows
-    )
+    local_number = jnp.where(is_local, number // total * local + mine, layers * local)
+    place, tile_expert, _, tiles = tile_layout(local_number, layers * local, rows)
     capacity = tile_expert.shape[0] * rows
     source = jnp.zeros((capacity + 1,), jnp.int32).at[place].set(row)
 
     def multiply(layer: int | jax.Array, expert: jax.Array, inputs: jax.Array) -> Float32[Array, "rows D"]:
-        shard, number = expert // each, expert % each
+        shard, number = expert // per_shard, expert % per_shard
         if layered:
             gate_up, down = (at(of_layer(stack, layer, split=True), (shard, number)) for stack in stacks)
         else:
@@ -205,7 +192,7 @@ def expert_rows(
 
     with jax.named_scope("tiles"):
         done = lax.fori_loop(0, tiles, tile, jnp.zeros((capacity + 1, dim), jnp.float32))
-    return lax.psum(jnp.where(here[:, None], done[place], 0.0), AXIS).astype(y.dtype)
+    return lax.psum(jnp.where(is_local[:, None], done[place], 0.0), AXIS).astype(y.dtype)
 
 
 def combine_rows(
@@ -214,8 +201,8 @@ def combine_rows(
     expert_ids: Int32[Array, "B K"],
     weights: Float32[Array, "B K"],
 ) -> Float32[Array, "B D"]:
-    """The layer's output: the residual and each token's weighted results; pairs without an expert count nothing."""
+    """The layer's output: the residual plus each token's weighted results; pairs without an expert count nothing."""
     live = (expert_ids >= 0) & (expert_ids < MASK)
-    found = jnp.where(live[:, :, None], results.astype(jnp.float32), 0.0)
+    values = jnp.where(live[:, :, None], results.astype(jnp.float32), 0.0)
     share = jnp.where(live, weights, 0.0)
-    return residual + jnp.einsum("bkd,bk->bd", found, share, precision=lax.Precision.HIGHEST)
+    return residual + jnp.einsum("bkd,bk->bd", values, share, precision=lax.Precision.HIGHEST)

@@ -69,15 +69,15 @@ def picks_of(
     kept = np.repeat(np.arange(width), size)
     of = np.concatenate([np.tile(row // chunk, width), np.tile(np.arange(size), width)])
     fixed = np.concatenate([np.tile(row % chunk, width) - back, kept - width])
-    # What each picked row's chunk says: one product with ones, exact, in the place of dozens of small operations.
-    said = jnp.stack([each.astype(jnp.float32) for each in (first, fresh, length)]).reshape(3, -1, size)
-    said = jnp.matmul(said, (of == np.arange(size)[:, None]).astype(np.float32), precision=lax.Precision.HIGHEST)
-    said = said.astype(jnp.int32)
-    place = fixed + said[2] * (np.arange(of.size) >= width * rows).astype(np.int32)  # in its chunk, negative before it
+    # Facts about each picked row's chunk: one product with ones, exact, instead of dozens of small operations.
+    facts = jnp.stack([fact.astype(jnp.float32) for fact in (first, fresh, length)]).reshape(3, -1, size)
+    facts = jnp.matmul(facts, (of == np.arange(size)[:, None]).astype(np.float32), precision=lax.Precision.HIGHEST)
+    facts = facts.astype(jnp.int32)
+    place = fixed + facts[2] * (np.arange(of.size) >= width * rows).astype(np.int32)  # in its chunk, negative before it
     at = of * chunk + place
     inside = jnp.where(at >= 0, at, rows + width + at)
-    pooled = jnp.where(said[1] > 0, -1, rows + width + (width + place) * size + of)
-    index = jnp.where((place < 0) & (said[0] > 0), pooled, inside)
+    pooled = jnp.where(facts[1] > 0, -1, rows + width + (width + place) * size + of)
+    index = jnp.where((place < 0) & (facts[0] > 0), pooled, inside)
     return jax.nn.one_hot(index, rows + width + size * width, dtype=jnp.bfloat16)
 
 

@@ -136,21 +136,12 @@ class KimiDeltaAttention(nnx.Module):
     ) -> tuple[Float32[Array, "B D"], State]:
         """The same with native kernels: two products, and one call for all that lies between them."""
         y = column_parallel(x, self.qkvfg_proj, layer, self.geometry).reshape(x.shape[0], -1, 5 * self.config.head_dim)
-        weights = calls.KdaWeights(
-            *(each[...] for each in (self.b_proj, self.conv1d, self.A_log, self.dt_bias, self.o_norm))
+        params = (self.b_proj, self.conv1d, self.A_log, self.dt_bias, self.o_norm)
+        weights, pools = (
+            calls.KdaWeights(*(param[...] for param in params)),
+            (state["kda_recurrent"], state["kda_conv"]),
         )
-        pool, windows, out = calls.token(
-            state["kda_recurrent"],
-            state["kda_conv"],
-            y,
-            x,
-            weights,
-            layer,
-            rows.slot,
-            rows.used,
-            self.config,
-            self.geometry,
-        )
+        pool, windows, out = calls.token(*pools, y, x, weights, layer, rows.slot, rows.used, self.config, self.geometry)
         out = row_parallel(out.reshape(x.shape[0], -1), self.o_proj, layer, self.geometry)
         return out, state | {"kda_recurrent": pool, "kda_conv": windows}
 
@@ -204,16 +195,16 @@ class KimiDeltaAttention(nnx.Module):
         state: State,
         chunks: Chunks,
     ) -> tuple[Float32[Array, "T H V"], State]:
-        """The same as :meth:`_chunk_by_chunk` in the form ``tiles``."""
+        """:meth:`_chunk_by_chunk` in the form ``tiles``."""
         assert chunks.tiles is not None
         tiles, heads, key = chunks.tiles, raw.shape[1], self.config.head_dim
         count = chunks.slot.shape[0]
-        total = tiles.runs.here.size  # chunks, with those that fill up the last tile: their rows are zeros
+        total = tiles.runs.starts.size  # chunks, with those that fill up the last tile: their rows are zeros
 
-        def fill(y: jax.Array, each: int) -> jax.Array:
-            """``[N·each, ...]`` to ``[J, n·each, ...]``."""
-            y = jnp.pad(y, ((0, (total - count) * each),) + ((0, 0),) * (y.ndim - 1))
-            return y.reshape(-1, tiles.runs.here.shape[1] * each, *y.shape[1:])
+        def fill(y: jax.Array, length: int) -> jax.Array:
+            """``[N·length, ...]`` to ``[J, n·length, ...]``."""
+            y = jnp.pad(y, ((0, (total - count) * length),) + ((0, 0),) * (y.ndim - 1))
+            return y.reshape(-1, tiles.runs.starts.shape[1] * length, *y.shape[1:])
 
         def rows(y: jax.Array) -> jax.Array:
             """``[J, L, H, X]`` to ``[J, H, n, C, X]``."""

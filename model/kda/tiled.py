@@ -39,7 +39,7 @@ def island_precision(dtype: jnp.dtype) -> lax.Precision:
 class Runs(NamedTuple):
     """Which chunks of each tile belong together; the same in every layer. J tiles of n chunks of C rows."""
 
-    here: Bool[Array, "J n"]  # whether the chunk's run starts in its tile
+    starts: Bool[Array, "J n"]  # whether the chunk's run starts in its tile
     same: Bool[Array, "J n n"]  # whether two chunks are of one run
     sums: Float32[Array, "J 3*n n*C"]  # which rows' decays make ``enter``, ``leave`` and ``passed`` of each chunk
     closed: Float32[Array, "J n*n 1"]  # minus infinity for a ``pair`` that is zero, else zero
@@ -207,7 +207,7 @@ class Ended(NamedTuple):
         mine = jnp.any(ends[:, :, None] & self.runs.same, axis=1).astype(jnp.float32)  # chunks of its run
         end = ends.astype(jnp.float32)
         passed = jnp.sum(self.passed * end[:, None, :, None], axis=2)
-        begun = jnp.any(ends & self.runs.here, axis=1)[:, None, None, None]
+        begun = jnp.any(ends & self.runs.starts, axis=1)[:, None, None, None]
         tiles, heads, size, chunk, key = self.gained.shape
         gained = (self.gained * mine[:, None, :, None, None]).reshape(tiles, heads, size * chunk, key)
         r = self.r.reshape(tiles, heads, size * chunk, -1)
@@ -243,11 +243,11 @@ def tile_scan(
     mix = jnp.where(index[:, None] >= index, q_scores, 0.0)
     inverse = unit_lower_inverse_blocks(square(jnp.einsum("jhatk,jhaik->jhati", k_reads, seen, precision=exact)), exact)
 
-    here = runs.here[:, None, :, None, None]
+    starts = runs.starts[:, None, :, None, None]
     enter = f.enter[..., None, :]
 
     def from_start() -> tuple[jax.Array, jax.Array, jax.Array]:
-        start = jnp.where(here, read_start(), 0.0)
+        start = jnp.where(starts, read_start(), 0.0)
         known = [jnp.einsum("jhatk,jhakv->jhatv", y * enter, start, precision=exact) for y in (k_reads, q_reads)]
         return flat(known[0]), flat(known[1]), f.passed[:, :, -1, :, None] * start[:, :, -1]
 
@@ -264,11 +264,11 @@ def tile_scan(
         o = _product(mix, r, exact)
         carry = jnp.zeros_like(before)
     else:
-        k_in, q_in = (flat(jnp.where(here, 0.0, y * enter)) for y in (k_reads, q_reads))
+        k_in, q_in = (flat(jnp.where(starts, 0.0, y * enter)) for y in (k_reads, q_reads))
         both = _product(inverse, jnp.concatenate([k_in, own], axis=-1), exact)  # r = both[V] - both[K] S
         last = runs.same[:, -1, :][:, None, :, None, None]
         link = jnp.einsum("jhik,jhix->jhkx", flat(jnp.where(last, gained, 0.0)), both, precision=exact)
-        through = jnp.where(here[:, :, -1, :, 0], 0.0, f.passed[:, :, -1])
+        through = jnp.where(starts[:, :, -1, :, 0], 0.0, f.passed[:, :, -1])
         carry = _chain(link, through, before, exact)
         r = both[..., key:] - _product(both[..., :key], carry, exact)
         o = _product(q_in, carry, exact) + _product(mix, r, exact)

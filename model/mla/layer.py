@@ -224,8 +224,9 @@ class GatedMLA(nnx.Module):
         config, count = self.config, p.latent.shape[0]
         rank, values = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
         # Products of a cached token and head: for all tokens of the call, and absorbed for one.
-        cost, each = count * (config.qk_head_dim + config.v_head_dim) + rank * values, 2 * pool.shape[3]
-        if count * each < cost and not self.geometry.tiled:
+        expanding = count * (config.qk_head_dim + config.v_head_dim) + rank * values
+        absorbed = 2 * pool.shape[3]
+        if count * absorbed < expanding and not self.geometry.tiled:
             return self._absorbed_before(p, layer, pool, chunks)
         behind = (chunks.slot > 0) & (chunks.run_start > 0)
 
@@ -240,7 +241,7 @@ class GatedMLA(nnx.Module):
             return expanded(p, pool, chunks.page_table, length, jnp.where(behind, begins, -1))
         first = jnp.argmax(behind)
         own = behind & (chunks.slot == chunks.slot[first])
-        less = jnp.all(own == behind) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * each) >= cost)
+        less = jnp.all(own == behind) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * absorbed) >= expanding)
         alone = chunks.page_table[first][None], chunks.run_start[first][None], own.astype(jnp.int32) - 1
         return lax.cond(
             less,

@@ -68,8 +68,8 @@ def local_pages(
     if not geometry.striped:
         return number > 0, number
     device, place = (number - 1) % geometry.tp, (number - 1) // geometry.tp
-    here = (number > 0) & (device == lax.axis_index(AXIS))
-    return here, jnp.where(here, place + 1, 0)
+    is_local = (number > 0) & (device == lax.axis_index(AXIS))
+    return is_local, jnp.where(is_local, place + 1, 0)
 
 
 def tile_pages(sequences: int) -> int:
@@ -92,8 +92,8 @@ def list_pages(
     rows, columns = table.shape
     page = geometry.page_size
     seen = jnp.where(valid, position + 1, 0)[:, None] - jnp.arange(columns, dtype=jnp.int32) * page
-    here, local = local_pages(table, geometry)
-    mine = (here & (seen > 0)).reshape(-1)
+    is_local, local = local_pages(table, geometry)
+    mine = (is_local & (seen > 0)).reshape(-1)
     count = rows * columns
     order = jnp.sort(jnp.where(mine, jnp.arange(count, dtype=jnp.int32), count))
     order = jnp.pad(order, (0, -count % tile), constant_values=count)
@@ -151,11 +151,11 @@ def attend_pages(
 
     def step(j: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
         mask = j * page + jnp.arange(page, dtype=jnp.int32) < length
-        here, number = local_pages(table[j], geometry)
+        is_local, number = local_pages(table[j], geometry)
         # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
         cached = jnp.where(mask[:, None], pool[layer, number], jnp.zeros((), pool.dtype))
         if geometry.striped:
-            cached = lax.psum(jnp.where(here, cached, jnp.zeros((), pool.dtype)), AXIS)
+            cached = lax.psum(jnp.where(is_local, cached, jnp.zeros((), pool.dtype)), AXIS)
         scores = product(query, cached.T, 0)
         m, l, weights = masked_softmax(scores, mask[None])  # noqa: E741
         # Over the whole row, rope part and all: a slice of the page would be copied first on CPU.
@@ -187,14 +187,10 @@ def attend_expanded(
 
     Args:
         query: Scaled: nope, then rope.
-        pool: The latents of all MLA layers.
-        layer: The layer whose latents these are.
-        table: The sequences' pages.
-        length: Their cached tokens; the loop's trip count is the number of blocks that they fill, each its own.
+        length: Cached tokens; the loop's trip count is the number of blocks that they fill, for each sequence its own.
         owner: The row of ``table`` that each token attends; another number for none.
         to_key: ``w_uk`` of the layer.
         to_value: ``w_uv`` of the layer.
-        geometry: Whose pages these are.
 
     Returns:
         ``m [T, H]``, ``l [T, H]``, ``acc [T, H, V]``.
@@ -220,10 +216,10 @@ def attend_expanded(
         n = jnp.sum(ends <= i, dtype=jnp.int32)
         before, cached_tokens = places[:, n]
         j = i - before
-        here, number = local_pages(lax.dynamic_slice(table, (n, j * pages), (1, pages))[0], geometry)
+        is_local, number = local_pages(lax.dynamic_slice(table, (n, j * pages), (1, pages))[0], geometry)
         cached = pool.at[layer, number].get(mode=IN_BOUNDS)
         if geometry.striped:
-            cached = lax.psum(jnp.where(here[:, None, None], cached, jnp.zeros((), dtype)), AXIS)
+            cached = lax.psum(jnp.where(is_local[:, None, None], cached, jnp.zeros((), dtype)), AXIS)
         cached = cached.reshape(span, -1)
         counts = jnp.arange(span, dtype=jnp.int32) < cached_tokens - j * span
         roped = jnp.broadcast_to(cached[None, :, rank : rank + width - nope], (heads, span, width - nope))

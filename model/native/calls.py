@@ -58,7 +58,6 @@ def are_there(weights: Weight, few: bool, geometry: Geometry) -> bool:
 
 
 def are_few(rows: int, geometry: Geometry) -> bool:
-    """Whether so many rows are few for the kernels of a geometry."""
     return rows <= (FEW_PLAIN if geometry.kernels.startswith(NO_UNIT) else FEW)
 
 
@@ -142,16 +141,10 @@ def route(
     shape = (x.shape[0], config.num_experts_per_tok)
     out = tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     make = jax.ffi.ffi_call(f"ling3_route.{geometry.kernels}", out)
-    chosen, share = make(
-        x,
-        gate,
-        bias,
-        jnp.int32(layer),
-        devices=np.int32(geometry.tp),
-        groups=np.int32(config.n_group),
-        open=np.int32(config.topk_group),
-        scale=np.float32(config.routed_scaling_factor),
-    )
+    numbers = {"devices": geometry.tp, "groups": config.n_group, "open": config.topk_group}
+    attributes = {name: np.int32(value) for name, value in numbers.items()}
+    scale = np.float32(config.routed_scaling_factor)
+    chosen, share = make(x, gate, bias, jnp.int32(layer), **attributes, scale=scale)
     return chosen, share
 
 
@@ -167,41 +160,22 @@ def token(
     config: Config,
     geometry: Geometry,
 ) -> tuple[Float32[Array, "n slots H K K"], BFloat16[Array, "n slots H WX"], BFloat16[Array, "B H K"]]:
-    """What KDA does between its two large products with one token of each of the first ``used`` sequences.
+    """KDA between its two large products, for one token of each of the first ``used`` sequences.
 
     Their states and windows change where they lie in the pools; the outputs of other rows are zeros.
 
     Args:
-        pool: The states of all KDA layers and slots.
-        windows: The last inputs of all convolutions, as ``model/state.py`` lays them out.
         y: ``qkvfg_proj`` of the layer's input: q, k, v, the decay's and the output gate's input of each head.
         x: The layer's input, normed.
-        weights: The other parameters of all layers.
-        layer: The layer whose token this is.
-        slot: Where each sequence has its state.
-        used: How many rows have a sequence.
-        config: The model's.
-        geometry: Whose kernels are called.
     """
     row = jax.ShapeDtypeStruct((y.shape[0], y.shape[1], config.head_dim), jnp.bfloat16)
-    out = (*(jax.ShapeDtypeStruct(each.shape, each.dtype) for each in (pool, windows)), row)
+    out = (*(jax.ShapeDtypeStruct(array.shape, array.dtype) for array in (pool, windows)), row)
     make = jax.ffi.ffi_call(f"ling3_token.{geometry.kernels}", out, input_output_aliases={0: 0, 1: 1})
     bound = config.kda_lower_bound if config.kda_safe_gate else 0.0
-    found = make(
-        pool,
-        windows,
-        y,
-        x,
-        *weights,
-        jnp.int32(layer),
-        slot,
-        used,
-        devices=np.int32(geometry.tp),
-        lower_bound=np.float32(bound),
-        l2_eps=np.float32(NORM_L2_EPS),
-        eps=np.float32(config.rms_norm_eps),
-    )
-    return found[0], found[1], found[2]
+    numbers = {"lower_bound": bound, "l2_eps": NORM_L2_EPS, "eps": config.rms_norm_eps}
+    attributes = {"devices": np.int32(geometry.tp)} | {name: np.float32(value) for name, value in numbers.items()}
+    pool, windows, heads = make(pool, windows, y, x, *weights, jnp.int32(layer), slot, used, **attributes)
+    return pool, windows, heads
 
 
 def best(logits: Float32[Array, "R v"], offset: Int32[Array, ""], geometry: Geometry) -> Float32[Array, "3 R"]:
@@ -220,13 +194,7 @@ def attention(
 ) -> Float32[Array, "B H R"]:
     """Absorbed attention of each sequence over its first ``length`` cached tokens; zeros where that is 0.
 
-    Args:
-        query: Already scaled, zero beyond latent and rope.
-        pool: The latents of all MLA layers, every page on this device.
-        layer: The layer whose latents these are.
-        table: The pages of each sequence.
-        length: Tokens that are attended; no page beyond them is read.
-        rank: R, the width of the latent, the part that is also the value.
-        geometry: Whose kernels are called.
+    ``query`` is scaled, and zero beyond latent and rope; ``rank`` is R, the part of a row that is also the value. No
+    page beyond ``length`` is read.
     """
     return _call("attention", geometry, (*query.shape[:2], rank), query, pool, jnp.int32(layer), table, length)

@@ -44,7 +44,7 @@ def adjusted(
         counts = block * BLOCK + jnp.arange(BLOCK) < fields["edited"][:, None]
         place = jnp.where(counts & (token >= first) & (token < first + width), token - first, width)
         old = jnp.take_along_axis(logits, jnp.minimum(place, width - 1), axis=1)
-        scale, add = (lax.bitcast_convert_type(each, jnp.float32) for each in (scale, add))
+        scale, add = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (scale, add))
         return values.at[row, place].set(jnp.where(old > 0, old / scale, old * scale) + add, mode="drop")
 
     blocks = (jnp.max(fields["edited"]) + BLOCK - 1) // BLOCK
@@ -69,8 +69,8 @@ def ranked(
     ``unrolled`` all places are looked at, without a loop.
     """
 
-    def look(place: Index, found: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        best, ids, value, token = found
+    def look(place: Index, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        best, ids, value, token = carry
         behind = (values < value[:, None]) | ((values == value[:, None]) & (tokens > token[:, None]))
         value = jnp.max(jnp.where(behind, values, -jnp.inf), axis=1)
         token = jnp.min(jnp.where(behind & (values == value[:, None]), tokens, NONE), axis=1)
@@ -80,12 +80,12 @@ def ranked(
     empty = jnp.full((rows, TOP), -jnp.inf), jnp.full((rows, TOP), -1, jnp.int32)
     start = jnp.full((rows,), jnp.inf), jnp.full((rows,), -1, jnp.int32)
     if unrolled:
-        found: tuple[jax.Array, ...] = (*empty, *start)
+        carry: tuple[jax.Array, ...] = (*empty, *start)
         for place in range(TOP):
-            found = look(place, found)
-        best, ids = found[:2]
-        asked = jnp.arange(TOP) < count
-        return jnp.where(asked, best, -jnp.inf), jnp.where(asked, ids, -1)
+            carry = look(place, carry)
+        best, ids = carry[:2]
+        counts = jnp.arange(TOP) < count
+        return jnp.where(counts, best, -jnp.inf), jnp.where(counts, ids, -1)
     with jax.named_scope("ranked"):
         return lax.fori_loop(0, count, look, (*empty, *start))[:2]
 
@@ -102,11 +102,11 @@ def process_logits(
 
     Args:
         logits: This device's part of the vocabulary.
-        fields: ``edited, masked, top``, each ``[R]``: the first two as :func:`adjusted` says; how many of the most
-            likely tokens are asked for, 0 where also the log-probability of ``token`` is not.
+        fields: ``edited, masked, top``, each ``[R]``: the first two as :func:`adjusted` says; ``top`` is the number of
+            most likely tokens, 0 where the log-probability of ``token`` is not needed either.
         edits: See :func:`adjusted`.
         mask: See :func:`adjusted`.
-        token: What was sampled, where ``top`` is above 0.
+        token: The sampled token, where ``top`` is above 0.
         unrolled: For one device: see :func:`ranked`.
 
     Returns:
@@ -122,7 +122,7 @@ def process_logits(
         logit = lax.psum(jnp.sum(jnp.where(ids == token[:, None], logits, 0.0), axis=1), AXIS)
         values, best = ranked(logits, ids, count, unrolled)
         if not unrolled:
-            values, best = (lax.all_gather(each, AXIS, axis=1, tiled=True) for each in (values, best))
+            values, best = (lax.all_gather(part, AXIS, axis=1, tiled=True) for part in (values, best))
             values, best = ranked(values, jnp.where(best < 0, NONE, best), count)
         return logit - log_sum, best, values - log_sum[:, None]
 

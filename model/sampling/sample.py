@@ -50,12 +50,12 @@ def best_of_own(logits: Float32[Array, "R v"], geometry: Geometry | None = None)
     return jnp.stack([best, jnp.sum(jnp.exp(logits - finite[:, None]), axis=1), index.astype(jnp.float32)])
 
 
-def best_of_all(each: Float32[Array, "TP 3 R"]) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
+def best_of_all(parts: Float32[Array, "TP 3 R"]) -> tuple[Int32[Array, "R"], Float32[Array, "R"], Float32[Array, "R"]]:
     """(token, its logit, the logarithm of the sum of ``exp(logit - best)``) from :func:`best_of_own` of all devices.
 
     Ties go to the lowest id. The token is NO_TOKEN where a logit is NaN or inf, or none is above -inf.
     """
-    bests, totals, tokens = each[:, 0], each[:, 1], each[:, 2]
+    bests, totals, tokens = parts[:, 0], parts[:, 1], parts[:, 2]
     maximum = jnp.max(bests, axis=0)
     token = jnp.min(jnp.where(bests == maximum, tokens, jnp.inf), axis=0)
     log_total = jnp.log(jnp.sum(totals * jnp.exp(bests - maximum), axis=0))
@@ -82,7 +82,6 @@ def draw(
     Args:
         logits: This device's part of the vocabulary.
         fields: See :func:`sample`.
-        unrolled: See :func:`keep_mask`.
 
     Returns:
         (token, its logit), the same on every device.
@@ -93,8 +92,8 @@ def draw(
 
     def own(values: jax.Array) -> jax.Array:
         """This device's share of the rows."""
-        each = (rows + more) // devices
-        return lax.dynamic_slice_in_dim(jnp.pad(values, (0, more)), lax.axis_index(AXIS) * each, each)
+        share = (rows + more) // devices
+        return lax.dynamic_slice_in_dim(jnp.pad(values, (0, more)), lax.axis_index(AXIS) * share, share)
 
     cut = jnp.pad(logits, ((0, more), (0, 0)))
     # This device's rows, part by part. Alone it has them all, and a program without collectives can have no exchange.
@@ -167,9 +166,9 @@ def score_next(
         geometry: Whose form the program has.
 
     Returns:
-        The log-probability under the plain softmax, 0 where there is no next token; and the token with the largest
-        logit (of equals the lowest id), -1 where there is no next token; and that one's log-probability, 0 where there
-        is no next token. The same on every device. Where a row's logits are not usable the first is not finite.
+        The log-probability under the plain softmax, not finite where a row's logits are not usable; the token with the
+        largest logit (of equals the lowest id); and the log-probability of that one. They are 0, -1 and 0 where there
+        is no next token, and the same on every device.
     """
     slots = x.shape[0]
     size = max(size for size in range(CHUNK, min(slots, ROWS) + 1, CHUNK) if slots % size == 0)
@@ -182,8 +181,8 @@ def score_next(
         return jnp.concatenate([best_of_own(own, geometry), jnp.where(inside, scored, 0.0)[None]])
 
     parts = lax.map(rows, (x.reshape(-1, size, x.shape[1]), next_token.reshape(-1, size)))
-    each = jnp.moveaxis(lax.all_gather(parts, AXIS), 2, 1).reshape(-1, 4, slots)
-    best, maximum, log_total = best_of_all(each[:, :3])
-    given = next_token >= 0
-    logprob = jnp.sum(each[:, 3], axis=0) - maximum - log_total
-    return jnp.where(given, logprob, 0.0), jnp.where(given, best, -1), jnp.where(given, -log_total, 0.0)
+    parts = jnp.moveaxis(lax.all_gather(parts, AXIS), 2, 1).reshape(-1, 4, slots)
+    best, maximum, log_total = best_of_all(parts[:, :3])
+    scored = next_token >= 0
+    logprob = jnp.sum(parts[:, 3], axis=0) - maximum - log_total
+    return jnp.where(scored, logprob, 0.0), jnp.where(scored, best, -1), jnp.where(scored, -log_total, 0.0)

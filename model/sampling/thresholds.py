@@ -68,16 +68,16 @@ def radix_select(
     rows, zero = len(wanted), jnp.zeros((), weights.dtype)
     digits = [jnp.uint32(digit) for digit in range(1, 2**BITS)]
 
-    def look(i: jax.Array, found: jax.Array) -> jax.Array:
+    def look(i: jax.Array, prefix: jax.Array) -> jax.Array:
         shift = (32 - BITS * (i + 1)).astype(jnp.uint32)
-        above = [jnp.where(lines >= to_lines(found | (digit << shift), len(lines)), weights, zero) for digit in digits]
+        above = [jnp.where(lines >= to_lines(prefix | (digit << shift), len(lines)), weights, zero) for digit in digits]
         sums = sums_in_one_pass([part.reshape(-1, rows) for part in sums_in_one_pass(above, 1)], 0)
         held = [(value >= wanted).astype(jnp.uint32) for value in sums]
-        return found | (functools.reduce(jnp.add, held) << shift)
+        return prefix | (functools.reduce(jnp.add, held) << shift)
 
     start = jnp.zeros((rows,), jnp.uint32)
     if unrolled:
-        return functools.reduce(lambda found, i: look(jnp.int32(i), found), range(32 // BITS), start)
+        return functools.reduce(lambda prefix, i: look(jnp.int32(i), prefix), range(32 // BITS), start)
     return lax.fori_loop(0, 32 // BITS, look, start)
 
 
@@ -121,13 +121,13 @@ def keep_mask(
     cut = top_p < 1
     wanted = top_p * inside
     with jax.named_scope("top_p"):
-        found = either(jnp.any(cut), lambda: radix_select(order, weight, wanted, unrolled), lambda: last, unrolled)
-        threshold = jnp.where(cut, jnp.clip(found, last, highest), last)
+        lower = either(jnp.any(cut), lambda: radix_select(order, weight, wanted, unrolled), lambda: last, unrolled)
+        threshold = jnp.where(cut, jnp.clip(lower, last, highest), last)
     # How many values at the threshold begin below the wanted weight.
     weight_before, weight_alike = sums(threshold, weight)
     alike = by_row(jnp.sum, jnp.where(order == to_lines(threshold, count), 1, 0), rows)
-    each = weight_alike / alike.astype(jnp.float32)
-    fits = jnp.where(each > 0, jnp.ceil((wanted - weight_before) / jnp.where(each > 0, each, 1.0)), jnp.inf)
+    one = weight_alike / alike.astype(jnp.float32)
+    fits = jnp.where(one > 0, jnp.ceil((wanted - weight_before) / jnp.where(one > 0, one, 1.0)), jnp.inf)
     fits = jnp.clip(fits, 1, alike.astype(jnp.float32)).astype(jnp.int32)
     held = jnp.where(cut, fits, alike)
     held = jnp.where(threshold == last, jnp.minimum(held, share), held)

@@ -307,14 +307,14 @@ def test_a_broken_file_is_an_error_that_names_it(tmp_path: Path, raw: bytes, mes
     path = tmp_path / "config.json"
     path.write_bytes(raw)
     with pytest.raises(ConfigError) as error:
-        Config.from_file(path)
+        Config.from_path(path)
     assert str(error.value).startswith(message.format(path=path))
 
 
 def test_an_absent_file(tmp_path: Path):
     path = tmp_path / "config.json"
     with pytest.raises(ConfigError) as error:
-        Config.from_file(path)
+        Config.from_path(path)
     assert str(error.value) == (
         f"config `{path}`: expected a file, found none\nhint: a checkpoint is a folder that holds one"
     )
@@ -359,7 +359,7 @@ def test_a_config_may_be_a_link_into_the_blobs_of_its_hub_cache_and_nowhere_else
         (snapshot / "config.json").unlink(missing_ok=True)
         (snapshot / "config.json").symlink_to(place)
         if loads:
-            assert Config.from_file(snapshot / "config.json") == Config.from_dict(TINY)
+            assert Config.from_path(snapshot / "config.json") == Config.from_dict(TINY)
         else:
             with pytest.raises(ConfigError, match="found a symbolic link that leads out of the folder"):
-                Config.from_file(snapshot / "config.json")
+                Config.from_path(snapshot / "config.json")

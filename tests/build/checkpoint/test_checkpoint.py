@@ -54,7 +54,7 @@ def test_tensors_are_mapped_and_equal_to_what_safetensors_reads(pristine: Path):
 
 def test_what_a_checkpoint_tells_of_itself(pristine: Path):
     checkpoint = Checkpoint.open(pristine)
-    assert checkpoint.config == Config.from_file(pristine / "config.json")
+    assert checkpoint.config == Config.from_path(pristine / "config.json")
     names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]
     assert [*checkpoint.tokenizer_files()] == names
     names = [*expected_tensors(checkpoint.config)]
