@@ -51,7 +51,7 @@ def main(config: str, out: str, *targets: str) -> None:
         jax.config.update(name, value)
     found: dict[str, str] = {}
     for target in targets:
-        found |= digests(Config.from_path(config), target)
+        found |= digests(Config.from_path(Path(config)), target)
     Path(out).write_text(json.dumps(found, indent=1) + "\n")
 
 
