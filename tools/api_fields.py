@@ -16,14 +16,14 @@ BODIES = (CompletionsBody, ChatBody, ResponsesBody)
 
 def rows() -> list[tuple[str, ...]]:
     """(field, completions, chat, responses) of each: ``taken``, ``neutral: VALUES`` or ``refused``."""
-    names = {name for body in BODIES for name in (*body.model_fields, *body.neutral)} | LABELS | STORED
+    names = {name for body in BODIES for name in (*body.model_fields, *body.passed, *body.neutral)} | LABELS | STORED
     found = [(f"`{name}`", *(_said(name, body) for body in BODIES)) for name in names]
     options = (f"`stream_options.{name}`" for name in StreamOptions.model_fields)
     return sorted([*found, *((name, "taken", "taken", "refused") for name in options)])
 
 
-def _said(name: str, body: type[GenerationBody]) -> str:
-    if name in body.model_fields:
+def _said(name: str, body: type[GenerationBody | ResponsesBody]) -> str:
+    if name in body.model_fields or name in body.passed:
         return "taken"
     if name in LABELS:
         return "neutral: any"

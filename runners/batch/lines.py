@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 LONGEST = 8 << 20  # bytes of a line
-COMPLETIONS, CHAT, RESPONSES = GENERATING
+COMPLETIONS, CHAT, RESPONSES, *_ = GENERATING
 REQUEST = ("custom_id", "method", "url", "body")
 PLAIN = {"prompt": COMPLETIONS, "prompt_ids": COMPLETIONS, "messages": CHAT}
 MOST_PROMPTS = 256  # of one line

@@ -58,6 +58,11 @@ class Piece:
     completion: Completion | None = None
     likely: tuple[Logprobs, ...] = ()
 
+    @classmethod
+    def whole(cls, completion: Completion) -> "Piece":
+        """A whole answer as one piece."""
+        return cls(completion.text or "", completion.token_ids, completion, tuple(completion.likely or ()))
+
 
 class RequestHandle:
     """A submitted request. The engine's thread fills it; one reader takes from it, in any thread or coroutine.

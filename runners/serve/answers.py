@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -25,9 +25,10 @@ from ling3export.runners.engine.handle import (
     RequestHandle,
 )
 from ling3export.runners.engine.request import Completion, Logprobs
+from ling3export.runners.serve.chat import ChatBody
 from ling3export.runners.serve.completions import GenerationCall
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.schema import ApiError, ChoicesBody, ConversationBody, StreamOptions
+from ling3export.runners.serve.schema import ApiError, StreamOptions
 from ling3export.runners.text.answer import REASONING, TEXT, TOOL, AnswerParser
 
 LOG = logging.getLogger(__name__)
@@ -41,13 +42,43 @@ def stopped(error: RequestFailed, *, log: bool = True) -> ApiError:
     if log:
         LOG.error("%s", error)
     code = FAILURES.get(type(error), "request_failed")
-    if not isinstance(error, EngineStopped):
-        return ApiError(500, error.message, code=code)
+    if not isinstance(error, EngineStopped):  # a grammar that cannot be followed is the client's
+        return ApiError(400 if isinstance(error, GrammarFailed) else 500, error.message, code=code)
     if isinstance(error, EngineStalled):
         return ApiError(503, error.message, code=code)
     if isinstance(error, HostGone):
         return ApiError(503, "engine: expected every host to run, found one gone: the server ends", code="host_gone")
     return ApiError(503, "engine: expected it running, found it stopped", code="engine_stopped")
+
+
+class Answer(Protocol):
+    """The answer to one call in the JSON of a protocol, whole or as the events of a stream.
+
+    Attributes:
+        ending: The text that a stream ends with.
+    """
+
+    ending: str
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer, from the completions of the call's requests."""
+        ...
+
+    def begin(self) -> list[dict[str, Any]]:
+        """The events before anything of the answer is known."""
+        ...
+
+    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+        """The events that a piece of the answer to request ``index`` adds to a stream."""
+        ...
+
+    def end(self) -> list[dict[str, Any]]:
+        """The events behind the last piece."""
+        ...
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        """The event that ends a stream that cannot go on."""
+        ...
 
 
 class ChoicesAnswer:
@@ -67,7 +98,7 @@ class ChoicesAnswer:
 
     def __init__(self, call: GenerationCall, model: str) -> None:
         self._call, body = call, call.body
-        self._chat = isinstance(body, ConversationBody)
+        self._chat = isinstance(body, ChatBody)
         self._kind, name = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._head = {"id": f"{name}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
         choices = range(len(call.prompts) * call.n)
@@ -76,10 +107,8 @@ class ChoicesAnswer:
         self._cached = 0  # tokens of prompts that were not computed, of the choices that have ended
         self._times: dict[str, Any] = {}  # of the first choice, once it ended
         self._offsets = [len(self._echo(index)) for index in choices]
-        self._options, self._token_ids = StreamOptions(), False
-        if isinstance(body, ChoicesBody):
-            self._options = body.stream_options or self._options
-            self._token_ids = body.return_token_ids or call.tokenizer is None
+        self._options = body.stream_options or StreamOptions()
+        self._token_ids = body.return_token_ids or call.tokenizer is None
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The whole answer, which has ``n`` choices for each prompt.
@@ -96,7 +125,7 @@ class ChoicesAnswer:
             if self._chat:
                 choice["message"] = {"role": "assistant"} | choice.pop("delta")
         for index, done in enumerate(completions[:generated]):
-            for chunk in self.piece(index, Piece(done.text or "", done.token_ids, done, tuple(done.likely or ()))):
+            for chunk in self.piece(index, Piece.whole(done)):
                 _add(choices[index], chunk["choices"][0])
             message = choices[index].get("message", {})
             if TOOL in message:
@@ -109,7 +138,7 @@ class ChoicesAnswer:
                 choice["logprobs"] = {name: prompt[name] + choice["logprobs"][name] for name in prompt}
         moved = completions[0].kv_transfer_params if generated else None
         more = {} if moved is None else {"kv_transfer_params": moved}
-        return {**self._head, "object": self._kind, "choices": choices, "usage": self._usage(), **more}
+        return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage(), **more}
 
     def begin(self) -> list[dict[str, Any]]:
         """The chunks that begin the choices of a stream."""
@@ -146,7 +175,7 @@ class ChoicesAnswer:
         """The chunk with numbers of tokens and the first choice's times that ends a stream; none if nobody asked."""
         if not self._options.include_usage:
             return []
-        return [self._chunk([]) | {"usage": self._usage(), **self._times}]
+        return [self._chunk([]) | {"usage": self.usage(), **self._times}]
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """What ends a stream that cannot go on."""
@@ -162,14 +191,14 @@ class ChoicesAnswer:
         kind = "chat.completion.chunk" if self._chat else self._kind
         counts: dict[str, Any] = {"usage": None} if self._options.include_usage else {}
         if self._options.continuous_usage_stats:
-            counts = {"usage": self._usage()}
+            counts = {"usage": self.usage()}
         return {**self._head, "object": kind, "choices": choices, **counts}
 
     def _choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:
         content: dict[str, Any] = {"delta": delta} if self._chat else {"text": delta.get(TEXT, "")}
         return {"index": index, **content, "finish_reason": reason, "logprobs": None}
 
-    def _usage(self) -> dict[str, Any]:
+    def usage(self) -> dict[str, Any]:
         """The numbers of tokens in and out, and how many of those in did not have to be computed.
 
         A prompt counts once, however many choices it has.
@@ -297,7 +326,7 @@ class Stream(StreamingResponse):
         metrics: Counts how the requests end.
     """
 
-    def __init__(self, handles: Sequence[RequestHandle], answer: ChoicesAnswer, metrics: Metrics) -> None:
+    def __init__(self, handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> None:
         self._handles = handles
         self._metrics = metrics
         super().__init__(
@@ -320,9 +349,7 @@ def release(handles: Sequence[RequestHandle], metrics: Metrics) -> None:
             metrics.left()
 
 
-async def events(
-    handles: Sequence[RequestHandle], answer: ChoicesAnswer, metrics: Metrics
-) -> AsyncGenerator[str, None]:
+async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> AsyncGenerator[str, None]:
     """The events of a stream."""
     for said in answer.begin():
         yield event(said)

@@ -21,13 +21,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3export.foundation.threads import failures
 from ling3export.runners.engine.handle import QueueFull, RequestFailed
-from ling3export.runners.serve.answers import ChoicesAnswer, Stream, event, release, stopped, whole
+from ling3export.runners.serve.answers import Answer, ChoicesAnswer, Stream, event, release, stopped, whole
 from ling3export.runners.serve.chat import chat
 from ling3export.runners.serve.completions import GenerationCall, completions, may_have_grammar
+from ling3export.runners.serve.messages import MessagesAnswer, count_tokens, messages
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.page import PAGE, page_routes
 from ling3export.runners.serve.responses import ResponsesAnswer, responses
-from ling3export.runners.serve.schema import ELEMENTS, ApiError, parse, refused
+from ling3export.runners.serve.schema import ELEMENTS, MESSAGES, ApiError, json_response, parse, refused
 from ling3export.runners.serve.tokenize import detokenize, tokenize, tokenizer_info
 from ling3export.runners.text.trial import PROCESSES, GrammarBusy
 
@@ -70,10 +71,11 @@ class Policy:
 
 
 # What reads the bodies of an endpoint that generates, and what makes its answer.
-GENERATING = {
+GENERATING: dict[str, tuple[Callable[..., GenerationCall], Callable[[GenerationCall, str], Answer]]] = {
     "/v1/completions": (completions, ChoicesAnswer),
     "/v1/chat/completions": (chat, ChoicesAnswer),
     "/v1/responses": (responses, ResponsesAnswer),
+    MESSAGES: (messages, MessagesAnswer),
 }
 
 
@@ -82,6 +84,7 @@ def application(engine: "Engine", policy: Policy, events: "Publisher | None" = N
     server = _Endpoints(engine, policy, events)
     routes = [
         *(Route(path, server.generate, methods=["POST"]) for path in GENERATING),
+        Route(f"{MESSAGES}/count_tokens", server.reading(count_tokens), methods=["POST"]),
         Route("/tokenize", server.reading(tokenize), methods=["POST"]),
         Route("/detokenize", server.reading(detokenize), methods=["POST"]),
         Route("/tokenizer_info", server.tokenizer_info, methods=["GET"]),
@@ -146,11 +149,11 @@ class _Endpoints:
             release(handles, self.counters)
         for completion in completed:
             self.counters.ended(completion)
-        return JSONResponse(answer.whole(completed))
+        return json_response(answer.whole(completed))
 
     def reading(self, read: "Callable[[dict[str, Any], Engine, str], dict[str, Any]]") -> Endpoint:
         async def endpoint(request: Request) -> Response:
-            return JSONResponse(await self._read(request, lambda body: read(body, self._engine, self._policy.model)))
+            return json_response(await self._read(request, lambda body: read(body, self._engine, self._policy.model)))
 
         return endpoint
 
@@ -268,13 +271,14 @@ class RequestMiddleware:
         except asyncio.CancelledError:  # so uvicorn ends what runs when the grace is over
             over = ApiError(503, "server: expected the call to end before the server, found it running", code="ending")
             if begun is None:
-                await refused(over)(scope, receive, counted)
+                await refused(over, scope["path"])(scope, receive, counted)
             else:  # a stream: nothing else takes time between its start and its end
-                await send({"type": "http.response.body", "body": event(over.body()).encode()})
+                await send({"type": "http.response.body", "body": event(over.body(scope["path"])).encode()})
 
     def _refused(self, scope: Scope, error: ApiError) -> ASGIApp:
         """Refuses a call, so that a page that may call can read why; but what CORS asks beforehand gets no yes."""
-        return refused(error) if scope["method"] == "OPTIONS" else _crossing(refused(error), self._policy)
+        response = refused(error, scope["path"])
+        return response if scope["method"] == "OPTIONS" else _crossing(response, self._policy)
 
     def _misdirected(self, headers: Headers) -> ApiError | None:
         """The refusal of a name that is not this server's.
@@ -294,6 +298,8 @@ class RequestMiddleware:
         if key is None or asks or scope["path"] in (HEALTH, *((PAGE,) if self._policy.page else ())):
             return None
         header = headers.get("authorization", "")
+        if scope["path"].startswith(MESSAGES) and "x-api-key" in headers:  # as Anthropic's clients send it
+            header = f"bearer {headers['x-api-key']}"
         scheme, _, given = header.partition(" ")
         # In constant time: how long a comparison takes must not tell how much of a guess is right.
         if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
@@ -333,7 +339,7 @@ def _too_large(most: int, size: int) -> ApiError:
 
 def _handler(make: Callable[[Request, Any], ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
     async def handle(request: Request, error: Exception) -> Response:
-        return refused(make(request, error))
+        return refused(make(request, error), request.url.path)
 
     return handle
 
@@ -348,4 +354,4 @@ async def no_route(request: Request, error: Any) -> Response:
     message = f"path: expected one of {', '.join(route.path for route in request.app.routes)}, found {path}"
     if error.status_code == 405:
         message = f"{path}: expected {headers['Allow']}, found {request.method}"
-    return refused(ApiError(error.status_code, message, headers=headers))
+    return refused(ApiError(error.status_code, message, headers=headers), request.url.path)

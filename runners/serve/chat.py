@@ -1,18 +1,23 @@
 """/v1/chat/completions: what a body asks of the engine, and the messages of a conversation."""
 
 import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from ling3export.runners.serve.completions import GenerationCall, check_choices, generation, refusing
 from ling3export.runners.serve.schema import (
     CHOICES,
-    ChoicesBody,
-    ConversationBody,
+    TOOL_CHOICE,
+    ApiError,
     Flag,
+    GenerationBody,
     ListedObject,
+    ModelBody,
+    TemplateBody,
     TopLogprobs,
     refusal,
     shown,
@@ -62,8 +67,8 @@ Messages = Annotated[
 ]
 
 
-class ChatBody(ChoicesBody, ConversationBody):
-    """The body of /v1/chat/completions."""
+class ChatBody(GenerationBody, TemplateBody):
+    """The body of /v1/chat/completions, into which those of other protocols are translated."""
 
     prompt_name: ClassVar[str] = "messages"
 
@@ -73,38 +78,55 @@ class ChatBody(ChoicesBody, ConversationBody):
         list[dict[str, Any]],
         Field(default_factory=list, max_length=CHOICES, description=f"a list of at most {CHOICES} functions"),
     ]
+    tool_choice: Annotated[str | dict[str, Any], Field(description=TOOL_CHOICE)] = "auto"
+    parallel_tool_calls: Flag = True
     messages: Messages
 
     @property
     def top(self) -> int | None:
-        """How many of the most likely tokens are asked for with each token."""
+        """How many of the most likely tokens are returned with each token; None without log-probabilities."""
         return self.top_logprobs if self.logprobs else None
 
     @property
-    def offered(self) -> list[dict[str, Any]]:
-        """The functions that an answer may call."""
-        return self.tools
-
-    @property
     def conversation(self) -> list[dict[str, Any]]:
-        """The messages."""
-        return [message.model_dump(exclude_none=True) for message in self.messages]
+        """The messages as chat templates take them."""
+        return [spoken(message.model_dump(exclude_none=True), "messages") for message in self.messages]
 
 
 def chat(
     body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES, default: int | None = None
 ) -> GenerationCall:
-    """A call of /v1/chat/completions; the arguments are those of ``completions``.
+    """A call of /v1/chat/completions.
+
+    Args:
+        body: The object that was sent.
+        engine: The engine that is to answer.
+        model: The name that the model is served under.
+        most: Number of answers that one call may have.
+        default: Tokens that an answer may have where the body does not say; None for what the context leaves.
 
     Raises:
         ApiError: The call can never be served.
         QueueFull: The engine has no room for the call now.
     """
     check_messages(body, "messages", engine)
-    asked = validated(ChatBody, body, model)
+    asked, files = validated(ChatBody, body, model), engine.files
     if asked.top_logprobs and not asked.logprobs:
         raise refusal("top_logprobs", "it with `logprobs` only", str(asked.top_logprobs))
-    return conversation(asked, engine, most, asked.n, asked.limit, default, asked.kv_transfer_params)
+    if not files.there or not files.chats:
+        raise refusal("messages", "a model with a chat template", "none: use /v1/completions", "no_chat_template")
+    check_choices(asked, engine, asked.n, most)
+    offered = tools(asked, files.template_text)
+    with refusing("messages"):
+        text = files.render_chat(asked.conversation, tools=offered.offered, name="messages", **asked.how)
+    begun = asked.continue_final_message
+    format = AnswerFormat.of(files.template_text, text, offered.functions, offered.reader, begun=begun)
+    within = format is not None and format.within
+    call = generation(
+        asked, engine, [text], asked.limit, default=default, n=asked.n, params=asked.kv_transfer_params, tools=offered,
+        within=within, special=False, ends=() if asked.ignore_eos else files.spelled_ends,
+    )  # fmt: skip
+    return replace(call, format=format)
 
 
 def check_messages(body: dict[str, Any], name: str, engine: "Engine") -> None:
@@ -114,46 +136,29 @@ def check_messages(body: dict[str, Any], name: str, engine: "Engine") -> None:
         raise refusal(name, f"at most {context} messages", str(len(messages)))
 
 
-def conversation(
-    asked: ConversationBody,
-    engine: "Engine",
-    most: int,
-    n: int = 1,
-    limit: int | None = None,
-    default: int | None = None,
-    params: dict[str, Any] | None = None,
-) -> GenerationCall:
-    """What a checked body asks of the engine.
+class TranslatedBody(ModelBody):
+    """The body of a chat in another protocol. ``chat`` checks the fields of ``passed``, which keep their names."""
 
-    Args:
-        asked: The body.
-        engine: The engine that is to answer.
-        most: Number of answers that one call may have.
-        n: Answers that are asked for.
-        limit: Tokens that an answer may have; None where the body does not say.
-        default: Then so many; None for what the context leaves.
-        params: Its ``kv_transfer_params``.
+    model_config = ConfigDict(strict=True, extra="allow")
+    renamed: ClassVar[Mapping[str, str]]  # names of fields here, by those that a chat has for them
 
-    Raises:
-        ApiError, QueueFull: For the reasons that ``chat`` gives.
-    """
-    name, files = asked.prompt_name, engine.files
-    if not files.there or not files.chats:
-        raise refusal(name, "a model with a chat template", "none: use /v1/completions", "no_chat_template")
-    check_choices(asked, engine, n, most)
-    offered = tools(asked, files.template_text)
-    with refusing(name):
-        messages = [spoken(each, name) for each in asked.conversation]
-        text = files.render_chat(messages, tools=offered.offered, name=name, **asked.how)
-    begun = asked.continue_final_message
-    format = AnswerFormat.of(files.template_text, text, offered.functions, offered.reader, begun=begun)
-    within = format is not None and format.within
-    ends = () if asked.ignore_eos else files.spelled_ends
-    call = generation(
-        asked, engine, [text], limit, default=default, n=n, params=params, tools=offered, within=within,
-        special=False, ends=ends,
-    )  # fmt: skip
-    return replace(call, format=format)
+    @property
+    def same(self) -> dict[str, Any]:
+        """The fields of ``passed`` that the body has, and the model."""
+        return {"model": self.model, **(self.model_extra or {})}
+
+    @contextmanager
+    def named(self) -> Iterator[None]:
+        """Within the block, errors of a chat's fields have the names of this protocol."""
+        try:
+            yield
+        except ApiError as error:
+            name = error.param or ""
+            if own := self.renamed.get(name):
+                error.param, error.message = own, error.message.replace(f"`{name}`", f"`{own}`")
+                if error.message.startswith(f"{name}:"):
+                    error.message = own + error.message.removeprefix(name)
+            raise
 
 
 def spoken(message: dict[str, Any], name: str) -> dict[str, Any]:

@@ -12,18 +12,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.validation import SEEDS, TOP_LOGPROBS
-from ling3export.runners.serve.schema import (
-    COUNT,
-    MOST,
-    ApiError,
-    ChoicesBody,
-    Flag,
-    GenerationBody,
-    Ids,
-    refusal,
-    shown,
-    validated,
-)
+from ling3export.runners.serve.schema import COUNT, MOST, ApiError, Flag, GenerationBody, Ids, refusal, shown, validated
 from ling3export.runners.serve.structure import GUIDES, NO_TOOLS, Tools, asked_grammar
 from ling3export.runners.text.answer import THOUGHT, AnswerFormat
 from ling3export.runners.text.grammar import grammar_of
@@ -43,7 +32,7 @@ def _kind(value: Any) -> str:
     return "IDS" if type(first) is int else "IDS_LISTS" if isinstance(first, list) else "TEXTS"
 
 
-class CompletionsBody(ChoicesBody):
+class CompletionsBody(GenerationBody):
     """The body of /v1/completions."""
 
     prompt_name: ClassVar[str] = "prompt"
@@ -89,6 +78,7 @@ class GenerationCall:
         echo: The text of each prompt, to stand before its choices; None where it is not asked for.
         scores: How many of the requests score a prompt's tokens, where they are asked for.
         format: What of an answer's text is a thought or the call of a tool; None where all of it is content.
+        outer: The body in another protocol, where ``body`` is its translation.
     """
 
     body: GenerationBody
@@ -99,6 +89,7 @@ class GenerationCall:
     echo: tuple[str, ...] | None = None
     scores: int = 0
     format: AnswerFormat | None = None
+    outer: Any = None
 
 
 def completions(
@@ -229,7 +220,7 @@ def generation(
         called = name if len(prompts) == 1 else f"{name} {number}"
         with refusing(name):
             ids = engine.prompt_ids(prompt, called, special=special)
-            if (last := getattr(asked, "truncate_prompt_tokens", None)) is not None:
+            if (last := asked.truncate_prompt_tokens) is not None:
                 ids = ids[-(last if last > 0 else engine.limits.context - 1) :]
             left = max(1, engine.limits.room(len(ids)))
             room = limit or min(left, default or left)

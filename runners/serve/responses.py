@@ -2,7 +2,9 @@
 
 import itertools
 import secrets
+import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
@@ -12,18 +14,19 @@ from pydantic_core import PydanticCustomError
 from ling3export.runners.engine.handle import Piece
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import ChoicesAnswer
-from ling3export.runners.serve.chat import check_messages, conversation
+from ling3export.runners.serve.chat import ChatBody, TranslatedBody, chat, check_messages
 from ling3export.runners.serve.completions import GenerationCall
 from ling3export.runners.serve.schema import (
     CHOICES,
+    LABELS,
     NEUTRAL,
     ApiError,
-    ConversationBody,
     Count,
     Effort,
     ListedObject,
     TopLogprobs,
     refusal,
+    refuse_unless_neutral,
     shown,
     text_of_parts,
     validated,
@@ -39,6 +42,12 @@ FORMS = {TEXT: ("message", "msg", "output_text"), REASONING: ("reasoning", "rs",
 # Types of the items of a conversation, and what their models are called here.
 ITEMS = {"message": "MESSAGE", "function_call": "CALL", "function_call_output": "OUTPUT", "reasoning": "REASONING"}
 # Fields that would have a server keep answers.
+NOT_PASSED = frozenset(
+    "logprobs max_completion_tokens max_tokens messages n kv_transfer_params response_format return_token_ids "
+    "stream_options top_logprobs tools truncate_prompt_tokens".split()
+)  # fields of a chat that this API does not have, or has in another form
+REPEATED = ("instructions", "max_output_tokens", "metadata", "top_logprobs")  # fields that an answer has, too
+ONLY_A_THOUGHT = {"role", "content", "reasoning_content"}  # fields of a message
 STORED = frozenset({"store", "previous_response_id", "conversation"})
 LOGPROBS = "message.output_text.logprobs"
 # A copy of thoughts that a server which keeps none could read again: here thoughts go back as the text that they are.
@@ -123,11 +132,16 @@ _AnyItem = Annotated[
 ]
 
 
-class ResponsesBody(ConversationBody):
+class ResponsesBody(TranslatedBody):
     """The body of /v1/responses."""
 
-    prompt_name: ClassVar[str] = "input"
-    format_name: ClassVar[str] = "text"
+    passed = frozenset({*ChatBody.model_fields}) - NOT_PASSED
+    renamed: ClassVar[Mapping[str, str]] = {
+        "messages": "input",
+        "max_tokens": "max_output_tokens",
+        "response_format": "text",
+        "reasoning_effort": "reasoning",
+    }
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = {**NEUTRAL, "stream_options": ({}, {"include_obfuscation": False})}
 
     input: Annotated[
@@ -164,102 +178,65 @@ class ResponsesBody(ConversationBody):
         if name in STORED and value is not False:
             wanted = "it left out: this server keeps no answers, so `input` has the whole conversation"
             raise refusal(name, wanted, shown(value), "unsupported_parameter")
-        super()._refuse_unless_neutral(name, value)
+        if name not in LABELS and name not in cls.neutral:
+            super()._refuse_unless_neutral(name, value)
+        refuse_unless_neutral(name, value, cls.neutral)
 
     @property
-    def top(self) -> int | None:
-        """How many of the most likely tokens are asked for with each token."""
-        return self.top_logprobs if LOGPROBS in self.include or self.top_logprobs else None
-
-    @property
-    def effort(self) -> str | None:
-        """How much an answer is to think, where the body says."""
-        return self.reasoning_effort if self.reasoning is None else self.reasoning.effort
-
-    @property
-    def form(self) -> dict[str, Any] | None:
-        """The form of an answer's text."""
+    def chat(self) -> dict[str, Any]:
+        """The body of the same chat."""
+        functions = [tool.model_dump(exclude_none=True) for tool in self.tools]
         form = self.text.format if self.text else None
-        return {"type": "json_schema", "json_schema": form} if form and form.get("type") == "json_schema" else form
-
-    @property
-    def offered(self) -> list[dict[str, Any]]:
-        """The functions that an answer may call."""
-        tools = [tool.model_dump(exclude_none=True) for tool in self.tools]
-        return [{"type": tool.pop("type"), "function": tool} for tool in tools]
-
-    def repeated(self) -> dict[str, Any]:
-        """What the answer repeats."""
-        names = (
-            "instructions",
-            "max_output_tokens",
-            "metadata",
-            "parallel_tool_calls",
-            "temperature",
-            "tool_choice",
-            "top_logprobs",
-            "top_p",
-        )
-        same = {name: getattr(self, name) for name in names}
-        form = self.text.format if self.text and self.text.format else {"type": "text"}
-        return same | {
-            "text": {"format": form},
-            "tools": [tool.model_dump() for tool in self.tools],
-            "reasoning": {"effort": self.effort, "summary": None},
-            "truncation": "disabled",
-            "store": False,
-            "background": False,
-            "previous_response_id": None,
-            "service_tier": "default",
+        fields = self.same | {
+            "messages": self._messages(),
+            "max_tokens": self.max_output_tokens,
+            "tools": [{"type": function.pop("type"), "function": function} for function in functions],
+            "response_format": {"type": "json_schema", "json_schema": form}
+            if form and form.get("type") == "json_schema"
+            else form,
+            "logprobs": LOGPROBS in self.include or self.top_logprobs > 0,
+            "top_logprobs": self.top_logprobs,
         }
+        return fields if self.reasoning is None else fields | {"reasoning_effort": self.reasoning.effort}
 
-    @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages: what an answer had as items is one message of the assistant."""
-        told: list[dict[str, Any]] = []
+    def _messages(self) -> list[dict[str, Any]]:
+        """The messages: consecutive items of one answer are one message of the assistant."""
+        messages: list[dict[str, Any]] = []
         if self.instructions is not None:
-            told.append({"role": "system", "content": self.instructions})
+            messages.append({"role": "system", "content": self.instructions})
         if isinstance(self.input, str):
-            return [*told, {"role": "user", "content": self.input}]
+            return [*messages, {"role": "user", "content": self.input}]
         for item in self.input:
-            last = told[-1] if told else {}
+            last = messages[-1] if messages else {}
             if isinstance(item, _ReasoningItem):
-                told.append({"role": "assistant", "content": "", "reasoning_content": item.content})
+                messages.append({"role": "assistant", "content": "", "reasoning_content": item.content})
             elif isinstance(item, _CallItem):
                 if last.get("role") != "assistant":
-                    told.append({"role": "assistant", "content": ""})
-                called = {"name": item.name, "arguments": item.arguments}
-                call = {"id": item.call_id, "type": "function", "function": called}
-                told[-1].setdefault("tool_calls", []).append(call)
+                    messages.append({"role": "assistant", "content": ""})
+                function = {"name": item.name, "arguments": item.arguments}
+                call = {"id": item.call_id, "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
             elif isinstance(item, _OutputItem):
-                told.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
-            elif (
-                item.role == "assistant"
-                and "reasoning_content" in last
-                and not (last["content"] or "tool_calls" in last)
-            ):
+                messages.append({"role": "tool", "content": item.output, "tool_call_id": item.call_id})
+            elif item.role == "assistant" and last.get("content") == "" and last.keys() == ONLY_A_THOUGHT:
                 last["content"] = item.content  # the text of the reasoning
             else:
-                told.append({"role": "system" if item.role == "developer" else item.role, "content": item.content})
-        return told
+                messages.append({"role": item.role, "content": item.content})
+        return messages
 
 
 def responses(
     body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES, default: int | None = None
 ) -> GenerationCall:
-    """A call of /v1/responses; the arguments are those of ``completions``.
-
-    Raises:
-        ApiError: The call can never be served.
-        QueueFull: The engine has no room for the call now.
-    """
+    """A call of /v1/responses; the arguments and errors are those of ``chat``."""
     check_messages(body, "input", engine)
     asked = validated(ResponsesBody, body, model)
-    return conversation(asked, engine, most, limit=asked.max_output_tokens, default=default)
+    with asked.named():
+        return replace(chat(asked.chat, engine, model, most, default), outer=asked)
 
 
-class ResponsesAnswer(ChoicesAnswer):
-    """The answer to one call of /v1/responses, which has one choice.
+class ResponsesAnswer:
+    """The answer to one call of /v1/responses: the chunks of a chat's stream as events.
 
     A whole answer is what the last event of a stream has, so both are the same.
 
@@ -271,14 +248,30 @@ class ResponsesAnswer(ChoicesAnswer):
     ending = ""
 
     def __init__(self, call: GenerationCall, model: str) -> None:
-        super().__init__(call, model)
-        assert isinstance(call.body, ResponsesBody)
-        repeated = call.body.repeated()
-        head = {"id": f"resp_{secrets.token_hex(12)}", "object": "response", "created_at": self._head["created"]}
-        self._head = head | {"model": model} | repeated
+        self._chat, asked, body = ChoicesAnswer(call, model), call.outer, call.body
+        assert isinstance(asked, ResponsesBody) and isinstance(body, ChatBody)
+        form = asked.text.format if asked.text and asked.text.format else {"type": "text"}
+        self._head = {
+            "id": f"resp_{secrets.token_hex(12)}",
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            **{
+                name: getattr(asked, name) for name in ("instructions", "max_output_tokens", "metadata", "top_logprobs")
+            },
+            **{name: getattr(body, name) for name in ("parallel_tool_calls", "temperature", "tool_choice", "top_p")},
+            "text": {"format": form},
+            "tools": [tool.model_dump() for tool in asked.tools],
+            "reasoning": {"effort": body.reasoning_effort, "summary": None},
+            "truncation": "disabled",
+            "store": False,
+            "background": False,
+            "previous_response_id": None,
+            "service_tier": "default",
+        }
         self._events = itertools.count()
         self._items: list[dict[str, Any]] = []  # that are complete
-        self._grows: str | None = None  # which kind of item does: content or reasoning_content
+        self._grows: str | None = None  # the kind of the open item: content or reasoning_content
         self._id = self._text = ""
         self._entries: list[dict[str, Any]] = []  # log-probabilities of its tokens
         self._unsaid: list[dict[str, Any]] = []  # those of tokens whose text did not come yet
@@ -288,10 +281,9 @@ class ResponsesAnswer(ChoicesAnswer):
         """The whole answer.
 
         Args:
-            completions: What the call's request came to.
+            completions: The one of the call's request.
         """
-        (done,) = completions
-        *_, last = self.piece(0, Piece(done.text or "", done.token_ids, done, tuple(done.likely or ())))
+        *_, last = self.piece(0, Piece.whole(completions[0]))
         return dict(last["response"])
 
     def begin(self) -> list[Event]:
@@ -301,13 +293,14 @@ class ResponsesAnswer(ChoicesAnswer):
 
     def piece(self, index: int, piece: Piece) -> list[Event]:
         """The events that a piece of the answer adds to a stream; the last of an answer has the whole of it."""
-        self._counts[0] += len(piece.token_ids)
         thought = [False] * len(piece.token_ids) if self._thoughts is None else self._thoughts.push(piece.token_ids)
-        if piece.likely:
-            said = self._likely(0, piece.token_ids, piece.likely) or {}
-            self._unsaid += [entry for entry, own in zip(said["content"], thought, strict=True) if not own]
-        parts = self._parsed(0, piece)
-        events = [event for kind, said in parts for event in self._grown(kind, said)]
+        choices = [chunk["choices"][0] for chunk in self._chat.piece(index, piece)]
+        entries = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
+        self._unsaid += [entry for entry, own in zip(entries, thought, strict=bool(entries)) if not own]
+        events: list[Event] = []
+        for choice in choices:
+            for kind, delta in choice["delta"].items():
+                events += self._grown(kind, delta)
         return events if piece.completion is None else [*events, *self._ended(piece.completion)]
 
     def end(self) -> list[Event]:
@@ -320,10 +313,12 @@ class ResponsesAnswer(ChoicesAnswer):
         return self._event("failed", response=self._response("failed", error=found))
 
     def _grown(self, kind: str, said: Any) -> Iterator[Event]:
-        if kind != self._grows:
+        if kind != self._grows and said:
             yield from self._closed("completed")
         if kind == TOOL:
-            yield from self._called(said["id"], said["function"])
+            yield from self._called(said[0]["id"], said[0]["function"])
+            return
+        if not said:
             return
         if self._grows is None:
             yield from self._opened(kind)
@@ -365,7 +360,6 @@ class ResponsesAnswer(ChoicesAnswer):
         self._items.append(done)
 
     def _ended(self, completion: Completion) -> Iterator[Event]:
-        self._cached = completion.cached_tokens
         status = "incomplete" if completion.stop_reason == "length" else "completed"
         if not self._items and self._grows is None:  # not even a character
             yield from self._opened(TEXT)
@@ -394,7 +388,7 @@ class ResponsesAnswer(ChoicesAnswer):
         return {**self._head, "status": status, "output": list(self._items), **empty, **more}
 
     def _counted(self) -> dict[str, Any]:
-        counts = self._usage()
+        counts = self._chat.usage()
         return {
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},

@@ -31,6 +31,8 @@ SHOWN = 60  # characters of a wrong value that a message repeats
 LEVELS = 128  # of objects and lists within each other
 ELEMENTS = 1 << 16  # lists and objects of a body, and elements in a row; as many as the context has tokens if more
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+MESSAGES = "/v1/messages"  # of Anthropic's API, whose errors have another form and more kinds
+ANTHROPIC_KINDS = KINDS | {413: "request_too_large", 503: "overloaded_error"}
 
 # Fields of OpenAI's API that this server does not implement, and the values under which they ask for nothing.
 NEUTRAL: Mapping[str, Sequence[Any]] = {
@@ -93,16 +95,24 @@ class ApiError(Exception):
         self.status, self.message, self.param, self.code = status, message, param, code
         self.headers = headers or {}
 
-    def body(self) -> dict[str, Any]:
-        """The error object."""
-        kind = KINDS.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+    def body(self, path: str = "") -> dict[str, Any]:
+        """The error object, in the form of the API that ``path`` belongs to."""
+        other = "invalid_request_error" if self.status < 500 else "server_error"
+        if path.startswith(MESSAGES):
+            kind = ANTHROPIC_KINDS.get(self.status, other.replace("server", "api"))
+            return {"type": "error", "error": {"type": kind, "message": self.message}}
+        kind = KINDS.get(self.status, other)
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
-def refused(error: ApiError) -> Response:
-    """The response that refuses a request."""
-    # JSONResponse would fail here: a message may repeat half a character of the client's, which has no UTF-8 form.
-    return Response(json.dumps(error.body()), error.status, error.headers, "application/json")
+def refused(error: ApiError, path: str = "") -> Response:
+    """The response that refuses a request for ``path``."""
+    return json_response(error.body(path), error.status, error.headers)
+
+
+def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """A response in ASCII: what it repeats of the client may hold half a character, which has no UTF-8 form."""
+    return Response(json.dumps(body), status, headers, "application/json")
 
 
 def refusal(param: str, wanted: str, found: str, code: str = "invalid_value", status: int = 400) -> ApiError:
@@ -122,6 +132,7 @@ class JsonObject(BaseModel):
     """A JSON object whose fields are all known. A field that is null counts as one that is not there."""
 
     model_config = ConfigDict(strict=True)
+    passed: ClassVar[frozenset[str]] = frozenset()  # names of fields that are kept and checked elsewhere
 
     @model_validator(mode="before")
     @classmethod
@@ -129,7 +140,7 @@ class JsonObject(BaseModel):
         if not isinstance(value, dict):
             return value
         given = {name: each for name, each in value.items() if each is not None}
-        for name in [name for name in given if name not in cls.model_fields]:
+        for name in [name for name in given if name not in cls.model_fields and name not in cls.passed]:
             cls._refuse_unless_neutral(name, given.pop(name))
         return given
 
@@ -218,17 +229,23 @@ class ModelBody(JsonObject):
         return name
 
 
+def refuse_unless_neutral(name: str, value: Any, neutral: Mapping[str, Sequence[Any]]) -> None:
+    """Refuses a field that is not implemented, unless its value asks for nothing or it only labels the request."""
+    if name not in LABELS and repr(value) not in map(repr, neutral[name]):  # by repr, since 1 equals True
+        wanted = " or ".join(map(json.dumps, neutral[name]))
+        found = f"{shown(value)}: not supported here"
+        raise refusal(name, f"it left out or {wanted}", found, "unsupported_parameter")
+
+
 class GenerationBody(ModelBody):
-    """What all endpoints that generate take: how tokens are taken, and when they end.
+    """The fields of /v1/completions and of chats: how tokens are sampled, and when answers end.
 
     Temperature, top_k and top_p have the defaults of OpenAI's API. ``neutral`` has fields that are not implemented and
-    the values under which they ask for nothing; ``prompt_name`` and ``format_name`` are what messages call the fields
-    that have the prompt and the form of the answer.
+    the values under which they ask for nothing; ``prompt_name`` is the field that has the prompt.
     """
 
     neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
     prompt_name: ClassVar[str]
-    format_name: ClassVar[str] = "response_format"
 
     temperature: Annotated[float, _setting("temperature")] = 1.0
     top_p: Annotated[float, _setting("top_p")] = 1.0
@@ -259,27 +276,48 @@ class GenerationBody(ModelBody):
     stream: Flag = False
     ignore_eos: Flag = False
     cache_salt: Text = ""
+    max_tokens: Count = None
+    max_completion_tokens: Count = None
+    truncate_prompt_tokens: Annotated[
+        Literal[-1] | Annotated[int, Field(ge=1, le=MOST)] | None,
+        Field(description=f"-1 or a whole number from 1 to {MOST}"),
+    ] = None
+    n: Annotated[int, Field(ge=1, le=CHOICES, description=f"a whole number from 1 to {CHOICES}")] = 1
+    response_format: Annotated[
+        dict[str, Any] | None, Field(description="an object with a type: text, json_object or json_schema")
+    ] = None
+    stream_options: Annotated[StreamOptions | None, Field(description="an object")] = None
+    return_token_ids: Flag = False
+    kv_transfer_params: Annotated[dict[str, Any] | None, Field(description="an object, as vLLM's servers take it")] = (
+        None
+    )
 
     @classmethod
     def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
-        if name in LABELS:
-            return
-        if name not in cls.neutral:
+        if name not in LABELS and name not in cls.neutral:
             super()._refuse_unless_neutral(name, value)
-        if repr(value) not in map(repr, cls.neutral[name]):  # by repr, since 1 equals True
-            wanted = " or ".join(json.dumps(each) for each in cls.neutral[name])
-            found = f"{shown(value)}: not supported here"
-            raise refusal(name, f"it left out or {wanted}", found, "unsupported_parameter")
+        refuse_unless_neutral(name, value, cls.neutral)
 
     @property
     @abstractmethod
     def top(self) -> int | None:
-        """How many of the most likely tokens are asked for with each token; None without log-probabilities."""
+        """How many of the most likely tokens are returned with each token; None without log-probabilities."""
 
     @property
-    @abstractmethod
-    def form(self) -> dict[str, Any] | None:
-        """The form of an answer's text, as `response_format` says it."""
+    def limit(self) -> int | None:
+        """Tokens that an answer may have; None where the body does not say."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            raise refusal("stream_options", "it beside `stream: true` only", "it without")
+        if self.max_tokens == 0 and not getattr(self, "echo", False):
+            raise refusal("max_tokens", COUNT, "0")
+        one, other = self.max_tokens, self.max_completion_tokens
+        if one is not None and other is not None and one != other:
+            raise refusal("max_tokens", f"the same as `max_completion_tokens`, {other}", str(one))
+        return self
 
 
 class TemplateBody(ModelBody):
@@ -298,15 +336,10 @@ class TemplateBody(ModelBody):
         return variables
 
     @property
-    def effort(self) -> str | None:
-        """How much an answer is to think, where the body says."""
-        return self.reasoning_effort
-
-    @property
     def how(self) -> dict[str, Any]:
-        """How the chat template is to write the conversation: what the body says itself goes first."""
-        effort: dict[str, Any] = {} if self.effort is None else {"reasoning_effort": self.effort}
-        effort |= {"enable_thinking": False} if self.effort == "none" else {}
+        """The arguments of ``ChatTemplate.render``; variables of the body's own go first."""
+        effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        effort |= {"enable_thinking": False} if self.reasoning_effort == "none" else {}
         return {
             "variables": effort | self.chat_template_kwargs,
             "add_generation_prompt": self.add_generation_prompt,
@@ -318,64 +351,6 @@ class TemplateBody(ModelBody):
         both = self.continue_final_message and self.add_generation_prompt
         if both and "add_generation_prompt" in self.model_fields_set:
             raise refusal("add_generation_prompt", "false beside `continue_final_message`", "true")
-        return self
-
-
-class ConversationBody(GenerationBody, TemplateBody):
-    """What endpoints take that answer a conversation."""
-
-    tool_choice: Annotated[str | dict[str, Any], Field(description=TOOL_CHOICE)] = "auto"
-    parallel_tool_calls: Flag = True
-
-    @property
-    @abstractmethod
-    def offered(self) -> list[dict[str, Any]]:
-        """The functions that an answer may call, as /v1/chat/completions takes them."""
-
-    @property
-    @abstractmethod
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages, as /v1/chat/completions takes them."""
-
-
-class ChoicesBody(GenerationBody):
-    """The fields that both /v1/completions and /v1/chat/completions take."""
-
-    max_tokens: Count = None
-    max_completion_tokens: Count = None
-    truncate_prompt_tokens: Annotated[
-        Literal[-1] | Annotated[int, Field(ge=1, le=MOST)] | None,
-        Field(description=f"-1 or a whole number from 1 to {MOST}"),
-    ] = None
-    n: Annotated[int, Field(ge=1, le=CHOICES, description=f"a whole number from 1 to {CHOICES}")] = 1
-    response_format: Annotated[
-        dict[str, Any] | None, Field(description="an object with a type: text, json_object or json_schema")
-    ] = None
-    stream_options: Annotated[StreamOptions | None, Field(description="an object")] = None
-    return_token_ids: Flag = False
-    kv_transfer_params: Annotated[dict[str, Any] | None, Field(description="an object, as vLLM's servers take it")] = (
-        None
-    )
-
-    @property
-    def form(self) -> dict[str, Any] | None:
-        """The form of an answer's text."""
-        return self.response_format
-
-    @property
-    def limit(self) -> int | None:
-        """Tokens that an answer may have; None where the body does not say."""
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
-
-    @model_validator(mode="after")
-    def _fit_together(self) -> Self:
-        if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options", "it beside `stream: true` only", "it without")
-        if self.max_tokens == 0 and not getattr(self, "echo", False):
-            raise refusal("max_tokens", COUNT, "0")
-        one, other = self.max_tokens, self.max_completion_tokens
-        if one is not None and other is not None and one != other:
-            raise refusal("max_tokens", f"the same as `max_completion_tokens`, {other}", str(one))
         return self
 
 

@@ -3,13 +3,16 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ling3export.runners.serve.call_grammar import AT_MOST_ONE, one_json_call, one_keyed_call, schema_text
-from ling3export.runners.serve.schema import TOOL_CHOICE, ConversationBody, GenerationBody, refusal, shown
+from ling3export.runners.serve.schema import TOOL_CHOICE, GenerationBody, refusal, shown
 from ling3export.runners.text.answer import THOUGHT
 from ling3export.runners.text.calls import CALL, CALLED, NAME, JsonCall, KeyedCall, Reader, reader_of
 from ling3export.runners.text.grammar import Grammar
+
+if TYPE_CHECKING:
+    from ling3export.runners.serve.chat import ChatBody
 
 # What vLLM's `structured_outputs` may hold, and its older fields for the same.
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
@@ -22,14 +25,14 @@ def asked_grammar(asked: GenerationBody) -> tuple[str, Grammar] | None:
     Raises:
         ApiError: It says so twice, or in a form that is unknown; or its schema is too large or nested too deeply.
     """
-    name = asked.format_name
+    name = "response_format"
     found = {each: (kind, value) for each, kind in GUIDES.items() if (value := getattr(asked, each)) is not None}
     if (outputs := asked.structured_outputs) is not None:
         given = {kind: value for kind, value in outputs.items() if value} if isinstance(outputs, dict) else {}
         if len(given) != 1 or not given.keys() <= set(KINDS):
             raise refusal("structured_outputs", f"an object with one of {', '.join(KINDS)}", shown(outputs))
         found["structured_outputs"] = next(iter(given.items()))
-    form = asked.form or {"type": "text"}
+    form = asked.response_format or {"type": "text"}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise refusal(name, "a type of text, json_object or json_schema", shown(kind))
@@ -115,7 +118,7 @@ class Tools:
 NO_TOOLS = Tools()
 
 
-def tools(asked: ConversationBody, template: str) -> Tools:
+def tools(asked: "ChatBody", template: str) -> Tools:
     """What a body says of tools.
 
     Args:
@@ -125,7 +128,7 @@ def tools(asked: ConversationBody, template: str) -> Tools:
     Raises:
         ApiError: They are malformed, or the template does not write tools in a form that is known here.
     """
-    offered = asked.offered
+    offered = asked.tools
     functions: dict[str, Any] = {}
     for place, tool in enumerate(offered):
         function = tool.get("function")
@@ -137,6 +140,7 @@ def tools(asked: ConversationBody, template: str) -> Tools:
     choice = asked.tool_choice
     inner = choice.get("function", choice) if isinstance(choice, dict) else {}
     named = inner.get("name") if isinstance(inner, dict) else None
+    named = named if isinstance(named, str) else None
     if named not in functions if isinstance(choice, dict) else choice not in ("auto", "none", "required"):
         raise refusal("tool_choice", TOOL_CHOICE, shown(choice))
     if choice == "required" and not functions:

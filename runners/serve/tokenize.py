@@ -40,7 +40,7 @@ def tokenize(body: dict[str, Any], engine: "Engine", model: str) -> dict[str, An
     with refusing(name):
         text, special = asked.prompt or "", asked.add_special_tokens
         if asked.messages is not None:
-            conversation = [spoken(message.model_dump(exclude_none=True), name) for message in asked.messages]
+            conversation = [spoken(message.model_dump(exclude_none=True), "messages") for message in asked.messages]
             text = engine.files.render_chat(conversation, tools=asked.tools, name=name, **asked.how)
             special = False
         ids = engine.prompt_ids(text, name, special=special) if text else ()

@@ -85,7 +85,9 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
 def test_what_the_api_takes_generate_takes_by_the_same_names():
     """And `chat`, but for the form of an answer and log-probabilities."""
     taken, talked = ({param.name for param in command.params} for command in (generate, chat))
-    http = {"model", "stream", "priority", "cache_salt", "structured_outputs"}  # of one caller among several
+    # Of one caller among several, of the form of its answer, and names that the commands have for the same.
+    http = {"model", "stream", "stream_options", "priority", "cache_salt", "structured_outputs", "response_format", "n"}
+    http |= {"max_completion_tokens", "kv_transfer_params", "return_token_ids", "truncate_prompt_tokens"}
     fields = GenerationBody.model_fields.keys() - http
     assert {name for name in fields if name not in taken} == {f"guided_{kind}" for kind in KINDS[:-1]}
     assert taken >= {"json_schema", "regex", "grammar"}  # which say the same

@@ -12,10 +12,10 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy
-from ling3export.runners.serve.chat import ChatBody, chat, spoken
+from ling3export.runners.serve.chat import ChatBody, chat
 from ling3export.runners.serve.completions import GenerationCall
 from ling3export.runners.serve.responses import ResponsesBody, responses
-from ling3export.runners.serve.schema import ApiError, ConversationBody, validated
+from ling3export.runners.serve.schema import ApiError, validated
 from ling3export.runners.text.chat import ChatTemplate
 from ling3export.runners.text.grammar import LARGEST
 from tests.support.matching import drawn, followed
@@ -67,9 +67,10 @@ def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
     return dict(choice["message"])
 
 
-def rendered(kind: type[ConversationBody], body: dict[str, Any]) -> str:
+def rendered(kind: type[ChatBody | ResponsesBody], body: dict[str, Any]) -> str:
     asked = validated(kind, body, "toy")
-    return TEMPLATE.render([spoken(each, "messages") for each in asked.conversation], **asked.how)
+    chat = asked if isinstance(asked, ChatBody) else validated(ChatBody, asked.chat, "toy")
+    return TEMPLATE.render(chat.conversation, **chat.how)
 
 
 @pytest.mark.parametrize(
@@ -94,10 +95,7 @@ def test_an_effort_reaches_the_template_by_its_name():
     asked = validated(ChatBody, SAID | {"reasoning_effort": "low", "chat_template_kwargs": {"a": [1]}}, "toy")
     assert ChatTemplate("{{ reasoning_effort }} {{ a[0] }}", {}, "t").render(asked.conversation, **asked.how) == "low 1"
     assert rendered(ResponsesBody, ASKED | {"reasoning": {"effort": "none"}}).endswith("<think></think>")
-    assert validated(ResponsesBody, ASKED | {"reasoning": {"effort": "high"}}, "toy").repeated()["reasoning"] == {
-        "effort": "high",
-        "summary": None,
-    }
+    assert validated(ResponsesBody, ASKED | {"reasoning": {"effort": "high"}}, "toy").chat["reasoning_effort"] == "high"
 
 
 @pytest.mark.parametrize("thought", ["reasoning_content", "reasoning"])

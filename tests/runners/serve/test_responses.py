@@ -13,6 +13,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import Piece
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.app import Policy
+from ling3export.runners.serve.chat import ChatBody
 from ling3export.runners.serve.completions import GenerationCall
 from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ApiError, validated
@@ -20,6 +21,7 @@ from ling3export.runners.text.answer import AnswerFormat
 from tests.support.serving import asked
 
 ASKED: dict[str, Any] = {"model": "toy", "input": "A", "temperature": 0, "max_output_tokens": 8}
+CHAT: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A"}], "max_tokens": 1}
 EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 OPTIONS_OF_ENGINE = {"max_requests": 8}
 
@@ -145,6 +147,20 @@ def test_what_cannot_be_done_is_refused_by_name(engine, change, found):
     assert found in error["message"]
 
 
+def test_half_a_character_in_metadata_comes_back(engine):
+    """The whole answer was a 500: it has no UTF-8 form."""
+    found = call(engine, json.loads('{"metadata": {"k": "\\ud83d"}}') | ASKED)
+    assert (found.status_code, found.json()["metadata"]) == (200, {"k": "\ud83d"})
+
+
+@pytest.mark.parametrize("choice", [{"name": []}, {"function": {"name": {}}}, {"type": "function", "name": 5}])
+def test_a_tool_choice_whose_name_is_no_text_is_refused(engine, choice):
+    """A list or an object as the name was a 500."""
+    for path, body in (("/v1/responses", ASKED), ("/v1/chat/completions", CHAT)):
+        answer = call(engine, body | {"tool_choice": choice}, path)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
+
+
 def test_fields_that_ask_for_nothing_are_taken(engine):
     more = {
         "store": False,
@@ -192,9 +208,9 @@ def test_items_of_an_answer_go_back_as_a_history():
     ]
     body = validated(ResponsesBody, ASKED | {"input": items, "instructions": "i"}, "toy")
     function = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-    assert body.conversation == [
+    assert body.chat["messages"] == [
         {"role": "system", "content": "i"},
-        {"role": "system", "content": "brief"},
+        {"role": "developer", "content": "brief"},
         {"role": "user", "content": "A"},
         {
             "role": "assistant",
@@ -213,13 +229,14 @@ def test_tools_are_a_chats_tools():
     tool = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
     body = validated(ResponsesBody, ASKED | {"tools": [tool], "tool_choice": {"type": "function", "name": "f"}}, "toy")
     function = {"name": "f", "parameters": {"type": "object"}, "strict": True}
-    assert body.offered == [{"type": "function", "function": function}]
-    assert body.repeated()["tools"] == [tool | {"description": None}]
+    assert body.chat["tools"] == [{"type": "function", "function": function}]
 
 
 def answer_of(engine: Engine, form: AnswerFormat | None) -> ResponsesAnswer:
     tokenizer = engine.files.tokenizer("test")
-    call = GenerationCall(validated(ResponsesBody, ASKED, "toy"), [], ((1, 2),), tokenizer, format=form)
+    body = validated(ResponsesBody, ASKED, "toy")
+    chat = validated(ChatBody, body.chat, "toy")
+    call = GenerationCall(chat, [], ((1, 2),), tokenizer, format=form, outer=body)
     return ResponsesAnswer(call, "toy")
 
 

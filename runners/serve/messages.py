@@ -1,0 +1,300 @@
+"""/v1/messages: Anthropic's protocol as a translation to a chat, and of a chat's answer into content blocks."""
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from ling3export.runners.engine.handle import Piece
+from ling3export.runners.engine.request import Completion
+from ling3export.runners.serve.answers import ChoicesAnswer
+from ling3export.runners.serve.chat import TranslatedBody, chat, check_messages
+from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.schema import CHOICES, COUNT, MESSAGES, ApiError, refusal, shown, validated
+from ling3export.runners.serve.tokenize import tokenize
+from ling3export.runners.text.answer import REASONING, TEXT, TOOL
+
+if TYPE_CHECKING:
+    from ling3export.runners.engine.engine import Engine
+
+Event = dict[str, Any]
+BILLING = (
+    "x-anthropic-billing-header"  # a line of the system text that differs in each request: no prefix would be equal
+)
+IGNORED = frozenset({"metadata", "service_tier", "context_management", "cache_control", "inference_geo"})
+REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+CHOICE_KINDS = {"auto": "auto", "any": "required", "none": "none"}
+# Of a content block, by the kind of a chat's part: its type and the name of its text, and the type of its deltas.
+BLOCKS = {TEXT: ("text", "text_delta"), REASONING: ("thinking", "thinking_delta")}
+ROLES = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "redacted_thinking", "tool_use")}
+ROLES |= {"system": ("text",)}  # the types of the blocks that its messages may have
+Settings = dict[str, Any]
+Objects = list[Settings]
+
+
+class MessagesBody(TranslatedBody):
+    """The body of /v1/messages and of /v1/messages/count_tokens."""
+
+    passed = frozenset({"max_tokens", "stream", "temperature", "top_p", "top_k"})
+    renamed: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
+        "parallel_tool_calls": "tool_choice",
+    }  # fmt: skip
+
+    messages: Annotated[Objects, Field(min_length=1, description='a list of messages, [{"role": TEXT, …}, …]')]
+    system: Annotated[str | Objects, Field(description="a text or a list of text blocks")] = ""
+    tools: Annotated[Objects, Field(default_factory=list, max_length=CHOICES, description="a list of tools")]
+    tool_choice: Annotated[Settings, Field(default_factory=dict, description="an object with a type")]
+    stop_sequences: Annotated[list[str], Field(default_factory=list, description="a list of texts")]
+    thinking: Annotated[Settings, Field(default_factory=dict, description="an object with a type")]
+    output_config: Annotated[Settings, Field(default_factory=dict, description="an object with an effort or a format")]
+
+    @classmethod
+    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
+        if name not in IGNORED:
+            super()._refuse_unless_neutral(name, value)
+
+    @property
+    def conversation(self) -> dict[str, Any]:
+        """The fields of the same chat that its prompt depends on."""
+        fields: dict[str, Any] = {"model": self.model, "messages": list(self._messages()), "tools": self._tools()}
+        kind = self.thinking.get("type")
+        if self.thinking and kind not in ("enabled", "adaptive", "disabled"):
+            raise refusal("thinking", "a type of enabled, adaptive or disabled", shown(kind))
+        if kind:
+            fields["chat_template_kwargs"] = {"enable_thinking": kind != "disabled"}
+        return fields | {"reasoning_effort": self.output_config.get("effort")}
+
+    @property
+    def chat(self) -> dict[str, Any]:
+        """The body of the same chat."""
+        form = self.output_config.get("format")
+        if form is not None and not (isinstance(form, dict) and form.get("type") == "json_schema"):
+            raise refusal("output_config", "a format of type json_schema", shown(form))
+        more: dict[str, Any] = {"stop": self.stop_sequences}
+        if form is not None:
+            more["response_format"] = {"type": "json_schema", "json_schema": form}
+        return self.same | self.conversation | self._tool_choice() | more
+
+    def _messages(self) -> Iterator[dict[str, Any]]:
+        system = _text(self.system, "system", "system")
+        system = "\n".join(line for line in system.split("\n") if not line.startswith(BILLING))
+        if system:
+            yield {"role": "system", "content": system}
+        for place, message in enumerate(self.messages):
+            role, content, where = message.get("role"), message.get("content"), f" at place {place}"
+            if not isinstance(role, str) or role not in ROLES:
+                raise refusal("messages", "a role of user or assistant", f"{shown(role)}{where}")
+            blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
+                raise refusal("messages", "content that is a text or a list of blocks", f"{shown(content)}{where}")
+            kinds = {
+                "user": ("text", "tool_result"),
+                "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+            }
+            for block in blocks:
+                if block.get("type") not in kinds.get(role, ("text",)):
+                    wanted = f"blocks of type {', '.join(kinds.get(role, ('text',)))} in a message of the {role}"
+                    raise refusal("messages", wanted, f"{shown(block.get('type'))}{where}")
+            yield from _assistant(blocks, where) if role == "assistant" else _user(role, blocks, where)
+
+    def _tools(self) -> Objects:
+        tools: Objects = []
+        for place, tool in enumerate(self.tools):
+            if tool.get("type", "custom") != "custom":
+                raise refusal("tools", "tools with an input_schema", f"{shown(tool['type'])} at place {place}")
+            function = {"name": tool.get("name"), "description": tool.get("description")}
+            function = {name: value for name, value in function.items() if value is not None}
+            parameters = tool.get("input_schema") or {"type": "object"}
+            tools.append({"type": "function", "function": function | {"parameters": parameters}})
+        return tools
+
+    def _tool_choice(self) -> dict[str, Any]:
+        kind = self.tool_choice.get("type", "auto")
+        if kind == "tool":
+            choice: Any = {"type": "function", "function": {"name": self.tool_choice.get("name")}}
+        elif isinstance(kind, str) and kind in CHOICE_KINDS:
+            choice = CHOICE_KINDS[kind]
+        else:
+            raise refusal("tool_choice", "a type of auto, any, tool or none", shown(kind))
+        parallel = self.tool_choice.get("disable_parallel_tool_use", False)
+        if not isinstance(parallel, bool):
+            raise refusal("tool_choice", "true or false as `disable_parallel_tool_use`", shown(parallel))
+        return {"tool_choice": choice, "parallel_tool_calls": not parallel}
+
+
+def _assistant(blocks: Objects, where: str) -> Iterator[dict[str, Any]]:
+    """The message of the assistant with these blocks; thoughts that only Anthropic's servers can read are left out."""
+    message: dict[str, Any] = {"role": "assistant", "content": _text(_of(blocks, "text"), "messages", where)}
+    thoughts = [block.get("thinking") for block in _of(blocks, "thinking")]
+    if not all(isinstance(thought, str) for thought in thoughts):
+        raise refusal("messages", "a text as `thinking`", f"another{where}")
+    if thoughts:
+        message["reasoning_content"] = "".join(map(str, thoughts))
+    for block in _of(blocks, "tool_use"):
+        function = {"name": block.get("name"), "arguments": block.get("input")}
+        message.setdefault("tool_calls", []).append({"id": block.get("id"), "type": "function", "function": function})
+    yield message
+
+
+def _user(role: str, blocks: Objects, where: str) -> Iterator[dict[str, Any]]:
+    for block in _of(blocks, "tool_result"):
+        text, id = _text(block.get("content") or "", "messages", where), block.get("tool_use_id")
+        if not isinstance(id, str):
+            raise refusal("messages", "a `tool_use_id` in each tool_result", f"{shown(id)}{where}")
+        yield {"role": "tool", "content": text, "tool_call_id": id}
+    texts = _of(blocks, "text")
+    if texts or not blocks:
+        yield {"role": role, "content": _text(texts, "messages", where)}
+
+
+def _of(blocks: Objects, kind: str) -> Objects:
+    return [block for block in blocks if block["type"] == kind]
+
+
+def _text(content: Any, name: str, where: str) -> str:
+    """The text of a text or of text blocks.
+
+    Raises:
+        ApiError: A block is none of text.
+    """
+    if isinstance(content, str):
+        return content
+    texts = []
+    for block in content if isinstance(content, list) else [content]:
+        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+        if not isinstance(text, str):
+            raise refusal(name, "content of text alone", f"{shown(block)}{where if name != where else ''}")
+        if not text.startswith(BILLING) or name != "system":
+            texts.append(text)
+    return ("\n" if name == "system" else "").join(texts)
+
+
+def messages(
+    body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES, default: int | None = None
+) -> GenerationCall:
+    """A call of /v1/messages; the arguments and errors are those of ``chat``."""
+    check_messages(body, "messages", engine)
+    asked = validated(MessagesBody, body, model)
+    if "max_tokens" not in asked.same:
+        raise refusal("max_tokens", COUNT, "none")
+    with asked.named():
+        return replace(chat(asked.chat, engine, model, most, default), outer=asked)
+
+
+def count_tokens(body: dict[str, Any], engine: "Engine", model: str) -> dict[str, Any]:
+    """The answer of /v1/messages/count_tokens.
+
+    Raises:
+        ApiError: The body is malformed, or the model has no chat template.
+    """
+    check_messages(body, "messages", engine)
+    asked = validated(MessagesBody, body, model)
+    with asked.named():
+        fields = asked.conversation
+        return {"input_tokens": tokenize({**fields, "tools": fields["tools"] or None}, engine, model)["count"]}
+
+
+class MessagesAnswer:
+    """The answer to one call of /v1/messages: the chunks of a chat's stream as content blocks.
+
+    A whole answer is put together from the blocks of a stream.
+
+    Args:
+        call: The call.
+        model: The name that the model is served under.
+    """
+
+    ending = ""
+
+    def __init__(self, call: GenerationCall, model: str) -> None:
+        assert isinstance(call.outer, MessagesBody)
+        self._call, self._chat = call, ChoicesAnswer(call, model)
+        self._stops = tuple(call.outer.stop_sequences)
+        self._message = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
+        self._blocks: list[dict[str, Any]] = []
+        self._open: str | None = None  # the kind of the last block, while it grows
+
+    def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        """The whole answer, from the completion of the call's request."""
+        last = next(event for event in self.piece(0, Piece.whole(completions[0])) if event["type"] == "message_delta")
+        return {**self._message, "content": self._blocks, **last["delta"], "usage": last["usage"]}
+
+    def begin(self) -> list[Event]:
+        """The event that begins a stream."""
+        empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
+        return [{"type": "message_start", "message": {**self._message, **empty}}]
+
+    def piece(self, index: int, piece: Piece) -> list[Event]:
+        """The events that a piece of the answer adds to a stream."""
+        events, reason = list[Event](), ""
+        for chunk in self._chat.piece(index, piece):
+            (choice,) = chunk["choices"]
+            for kind, delta in choice["delta"].items():
+                events += self._grown(kind, delta) if delta else ()
+            reason = choice["finish_reason"] or reason
+        if piece.completion is not None:
+            stop = self._stop_sequence(piece.completion) if reason == "stop" else None
+            reason = REASONS.get(reason, "end_turn" if stop is None else "stop_sequence")
+            delta = {"stop_reason": reason, "stop_sequence": stop}
+            events += [*self._closed(), {"type": "message_delta", "delta": delta, "usage": self._usage()}]
+        return events
+
+    def end(self) -> list[Event]:
+        """The event that ends a stream."""
+        return [{"type": "message_stop"}]
+
+    def failed(self, error: ApiError) -> Event:
+        """The event that ends a stream that cannot go on."""
+        return error.body(MESSAGES)
+
+    def _grown(self, kind: str, delta: Any) -> Iterator[Event]:
+        if kind != self._open:
+            yield from self._closed()
+        if kind == TOOL:
+            (call,) = delta
+            arguments = call["function"]["arguments"]
+            block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
+            yield from self._opened(kind, block)
+            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+            block["input"] = json.loads(arguments)
+            yield from self._closed()
+            return
+        name, delta_type = BLOCKS[kind]
+        if self._open is None:
+            yield from self._opened(kind, {"type": name, name: ""} | ({"signature": ""} if kind == REASONING else {}))
+        self._blocks[-1][name] += delta
+        yield self._delta({"type": delta_type, name: delta})
+
+    def _opened(self, kind: str, block: dict[str, Any]) -> Iterator[Event]:
+        self._open = kind
+        self._blocks.append(block)
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+
+    def _delta(self, delta: dict[str, Any]) -> Event:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
+
+    def _closed(self) -> Iterator[Event]:
+        if self._open is not None:
+            self._open = None
+            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _stop_sequence(self, completion: Completion) -> str | None:
+        """The stop sequence that ended the answer, which its text does not have."""
+        if not self._stops or self._call.tokenizer is None:
+            return None
+        ending = self._call.tokenizer.decode(completion.token_ids)[len(completion.text or "") :]
+        return next((stop for stop in self._stops if ending.startswith(stop)), None)
+
+    def _usage(self) -> dict[str, int]:
+        usage = self._chat.usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {
+            "input_tokens": usage["prompt_tokens"] - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": usage["completion_tokens"],
+        }
