@@ -8,13 +8,7 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Dtype:
-    """A dtype.
-
-    Attributes:
-        name: What numpy, jax and a manifest call it.
-        code: What safetensors calls it; empty where nothing that is stored has it.
-        numpy: The dtype, little-endian.
-    """
+    """A dtype: its name in numpy, jax and a manifest, its code in safetensors, and numpy's, little-endian."""
 
     name: str
     code: str
@@ -34,6 +28,6 @@ TABLE = (
     Dtype("uint8", "U8", np.dtype("u1")),
 )
 BY_NAME = {dtype.name: dtype for dtype in TABLE}
-BY_CODE = {dtype.code: dtype for dtype in TABLE if dtype.code}
-# In the int32 expert ids of a call, of programs and of those who feed them: this and more means "no expert".
+BY_CODE = {dtype.code: dtype for dtype in TABLE}
+# In the int32 expert ids of a call this value, and every larger one, means "no expert".
 MASK = 1_000_000

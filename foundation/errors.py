@@ -2,24 +2,21 @@
 
 
 def printable(text: str) -> str:
-    """``text`` as a terminal may print it: characters that it could take for commands are escaped, line ends apart."""
+    """``text`` with all unprintable characters escaped but line ends: a terminal could obey them."""
     if text.isprintable():
         return text
-    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
+    return "".join(char if char.isprintable() or char == "\n" else ascii(char)[1:-1] for char in text)
 
 
 class Ling3Error(Exception):
-    """A clear failure: ``what `name`: expected …, found …, where``, and an optional hint.
-
-    What a terminal would obey instead of showing it, such as an escape sequence in a name that was read, is written as
-    Python writes it in a literal.
+    """A failure that the user can act on; unprintable characters of its texts are escaped.
 
     Args:
-        message: What was expected, what was found, and where.
-        hint: What the user can do about it, printed on a line of its own.
+        message: What is wrong, and where: ``what `name`: expected …, found …, where``.
+        hint: An action for the user, printed on a line of its own.
 
     Attributes:
-        exit_code: How a command ends that raises it.
+        exit_code: Of a command that raises it.
     """
 
     exit_code = 1
@@ -42,7 +39,7 @@ class CheckpointError(Ling3Error):
 
 
 class PlanError(Ling3Error):
-    """What was asked to be built cannot be: paddings, TP, pools, targets."""
+    """A build is impossible: its paddings, TP, pools or targets."""
 
 
 class ArtifactError(Ling3Error):
@@ -58,15 +55,15 @@ class TrustError(ArtifactError):
 
 
 class CatalogError(Ling3Error):
-    """A catalogue has no such version, or what it says of one is damaged."""
+    """A store has no such version, or it is damaged."""
 
 
 class VersionExists(CatalogError):
-    """A version is there already, with other content: what was published never changes."""
+    """This version exists already, with other content: a published version never changes."""
 
 
 class UnsafePath(CatalogError):
-    """A path would leave the folder that it belongs to, or two would meet there."""
+    """A path would leave its folder, or two paths would meet."""
 
 
 class RequestError(Ling3Error):
@@ -74,12 +71,7 @@ class RequestError(Ling3Error):
 
 
 class RankDivergence(Ling3Error):
-    """Hosts that take the same steps sampled different tokens.
-
-    Args:
-        message: Which hosts read other tokens than host 0.
-        hint: What must be the same on all hosts, unless told otherwise.
-    """
+    """Hosts that take the same steps sampled different tokens."""
 
     exit_code = 5
 

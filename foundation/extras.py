@@ -7,20 +7,20 @@ from ling3export.foundation.errors import Ling3Error, listed
 
 
 def install(extra: str | None = None) -> str:
-    """What to type where an extra, or without one what all need, is not installed.
+    """The command that installs an extra, by default the base.
 
-    It names the checkout, never a project on an index: nobody has registered ours there, so anyone may.
+    It names the checkout, never a project on an index: nobody has registered ours, so anyone may.
     """
     return "in the checkout: pip install ." if extra is None else f"in the checkout: pip install '.[{extra}]'"
 
 
 def lacking(*packages: str) -> list[str]:
-    """Those of ``packages``, by their names in an import, that are not installed."""
+    """The ``packages``, by import name, that are not installed."""
     return [name for name in packages if find_spec(name) is None]
 
 
 def installed(package: str) -> str | None:
-    """The version of a package, by its name on an index; None where it is not installed."""
+    """The version of a package, by its name on an index; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -28,10 +28,6 @@ def installed(package: str) -> str | None:
 
 
 def require(what: str, extra: str, *packages: str, kind: type[Ling3Error] = Ling3Error) -> None:
-    """Refuses ``what`` where packages of its extra are not installed.
-
-    Raises:
-        Ling3Error: Of ``kind``; it names the packages that are missing, and the command that installs the extra.
-    """
+    """Raises an error of ``kind`` that names the missing packages of an extra, and the command that installs it."""
     if missing := lacking(*packages):
         raise kind(f"{what}: expected the packages of the extra `{extra}`, found no {listed(missing)}", install(extra))

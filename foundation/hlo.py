@@ -185,20 +185,20 @@ def constant(frame: Frame, name: str, index: int | None = None) -> int | None:
     It is traced back through copies, tuples, parameters and calls. An element that a loop carries from trip to trip
     counts as what it is before the first one.
     """
-    found, call = frame.computation.instructions[name], frame.call
-    if found.opcode == "parameter" and frame.caller is not None and call is not None:
+    instruction, call = frame.computation.instructions[name], frame.call
+    if instruction.opcode == "parameter" and frame.caller is not None and call is not None:
         loop = call.opcode == "while"
         if loop and index is None:
             return None
         operand = call.operands[0 if loop else frame.computation.parameters[name]]
         return constant(frame.caller, operand, index)
     if index is not None:
-        return constant(frame, found.operands[index]) if found.opcode == "tuple" else None
-    if found.opcode == "constant":
-        return int(found.literal) if re.fullmatch(r"-?\d+", found.literal) else None
-    if found.opcode == "get-tuple-element":
-        return constant(frame, found.operands[0], found.index)
-    return constant(frame, found.operands[0]) if found.opcode in SAME else None
+        return constant(frame, instruction.operands[index]) if instruction.opcode == "tuple" else None
+    if instruction.opcode == "constant":
+        return int(instruction.literal) if re.fullmatch(r"-?\d+", instruction.literal) else None
+    if instruction.opcode == "get-tuple-element":
+        return constant(frame, instruction.operands[0], instruction.index)
+    return constant(frame, instruction.operands[0]) if instruction.opcode in SAME else None
 
 
 def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
@@ -225,8 +225,8 @@ def kind(module: Module, instruction: Instruction) -> str:
 
 def kinds_of(module: Module) -> dict[str, str]:
     """The kind of every instruction of a module, by its name: one of KINDS, or COLLECTIVES."""
-    each = [instruction for inner in module.computations.values() for instruction in inner.instructions.values()]
-    return {one.name: COLLECTIVES if one.opcode.startswith(BETWEEN) else kind(module, one) for one in each}
+    instructions = [one for inner in module.computations.values() for one in inner.instructions.values()]
+    return {one.name: COLLECTIVES if one.opcode.startswith(BETWEEN) else kind(module, one) for one in instructions}
 
 
 def _opcodes(module: Module, instruction: Instruction) -> set[str]:
@@ -235,7 +235,7 @@ def _opcodes(module: Module, instruction: Instruction) -> set[str]:
         return {instruction.opcode}
     inner = _called(module, instruction).instructions.values()
     return set().union(
-        *(_opcodes(module, each) for each in inner if each.opcode == "fusion"), {each.opcode for each in inner} - SILENT
+        *(_opcodes(module, one) for one in inner if one.opcode == "fusion"), {one.opcode for one in inner} - SILENT
     )
 
 
@@ -263,7 +263,7 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
         return _fused(module, instruction, operands)
     if instruction.opcode in UPDATING:
         index = UPDATING[instruction.opcode]
-        return sum(large_bytes(each.shape) for each in operands[1:]) + _written(instruction, operands[index])
+        return sum(large_bytes(one.shape) for one in operands[1:]) + _written(instruction, operands[index])
     written = large_bytes(instruction.shape)
     if instruction.opcode in SLICING:
         return written + (0 if FAST in operands[0].shape else instruction.bytes)
@@ -309,8 +309,8 @@ def _used(module: Module, inner: Computation, name: str) -> int:
             if _result(nested).opcode == "parameter":
                 used += _used(module, inner, user.name)
             used += sum(
-                _used(module, nested, each)
-                for each, number in nested.parameters.items()
+                _used(module, nested, parameter)
+                for parameter, number in nested.parameters.items()
                 if user.operands[number] == name
             )
         elif user.opcode in SLICING and user.operands[0] == name:

@@ -22,22 +22,21 @@ from ling3export.foundation.errors import Ling3Error
 # Settings of jax that a process of ours may inherit. All others could change what is built without a trace in the
 # fingerprint: JAX_ENABLE_X64, JAX_DEFAULT_MATMUL_PRECISION, JAX_DEBUG_NANS, …
 INHERITED = frozenset({"JAX_NUMPY_DTYPE_PROMOTION", "JAX_TRACEBACK_FILTERING"})
-SAID = 1000  # characters: as much of a dead child's stderr goes into a message
+SHOWN = 1000  # characters of a dead child's stderr in a message
 LOOPBACK = "127.0.0.1"
 START_TIMEOUT = 120.0  # seconds for all processes of a target of several hosts to start, on a busy machine
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a piece of work failed, in a form that goes through a pipe and into a file."""
+    """The reason why a piece of work failed, in a form that goes through a pipe and into a file."""
 
-    error: str  # the message
-    hint: str | None = None  # what the user can do about it
-    kind: str | None = None  # the name of the error's class; None where a process died
+    error: str
+    hint: str | None = None
+    kind: str | None = None  # the name of the error's class; None if a process died
 
     @classmethod
     def of(cls, error: Exception) -> "Failure":
-        """What a caught exception says."""
         if isinstance(error, Ling3Error):
             return cls(error.message, error.hint, type(error).__name__)
         return cls(f"{type(error).__name__}: {error}")
@@ -49,8 +48,8 @@ class Child:
     The child ends when its stdin does, so it never outlives this process; leaving the ``with`` block kills it.
 
     Args:
-        module: Its ``main`` is run; it talks through :class:`Parent`.
-        variables: Environment variables beside ours.
+        module: Runs as ``python -m``, and talks through :class:`Parent`.
+        variables: Additional environment variables.
         shown: Its stderr is ours; otherwise the end of it is kept for :meth:`ended`.
 
     Raises:
@@ -85,11 +84,9 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Whether the process still runs."""
         return self._process.poll() is None
 
     def kill(self) -> None:
-        """Ends the process at once."""
         self._process.kill()
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -109,15 +106,15 @@ class Child:
         """Waits for the end: the return code, and ``was killed by SIGKILL: `` with the end of the child's stderr."""
         code = self._process.wait()
         self._errors.seek(0)
-        said = self._errors.read()[-SAID:].strip() or "nothing was printed"
-        return code, f"{ending(code)}: {said}"
+        stderr = self._errors.read()[-SHOWN:].strip() or "nothing was printed"
+        return code, f"{ending(code)}: {stderr}"
 
 
 class Parent:
     """The other end of :class:`Child`, in the process that it started: messages from stdin, replies to stdout.
 
-    Whatever else writes to stdout writes to stderr from now on. When stdin ends this process does, at once and in the
-    middle of its work: whoever started it has all replies, or is gone.
+    From now on all other writes to stdout go to stderr. This process ends with stdin, at once and in the middle of its
+    work: the process that started it has all replies, or is gone.
     """
 
     def __init__(self) -> None:
@@ -132,17 +129,15 @@ class Parent:
         os._exit(0)
 
     def receive(self) -> dict[str, Any]:
-        """Waits for the next message."""
         return dict(json.loads(self._messages.get()))
 
     def send(self, message: Mapping[str, Any]) -> None:
-        """Sends one message."""
         self._replies.write(json.dumps(message) + "\n")
         self._replies.flush()
 
 
 def command(module: str, *arguments: str) -> list[str]:
-    """Runs ``module`` with this Python; what lies in the working directory (a user's json.py) is not importable."""
+    """Runs ``module`` with this Python; files of the working directory (a user's json.py) are not importable."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -160,7 +155,7 @@ def free_port() -> int:
 
 
 def ending(code: int) -> str:
-    """How a process ended, from its return code: ``ended with code 1`` or ``was killed by SIGKILL``."""
+    """A return code in words: ``ended with code 1`` or ``was killed by SIGKILL``."""
     if code >= 0:
         return f"ended with code {code}"
     try:

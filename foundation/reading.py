@@ -1,4 +1,4 @@
-"""The one way to open a file that others may have written: of a checkpoint, an artifact, a cache."""
+"""Opens files that others may have written: of a checkpoint, an artifact, a cache."""
 
 import errno
 import os
@@ -16,14 +16,12 @@ KINDS = {
     stat.S_IFBLK: "a device",
 }
 WORDS = {errno.ELOOP: "a symbolic link", errno.ENXIO: "a socket", errno.ENOTDIR: "no folder on the way to it"}
-
-
 FLAGS = os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 
 
 @contextmanager
 def folder_of(folder: Path, relative: str) -> Iterator[tuple[int, str]]:
-    """A descriptor of the folder that a file below ``folder`` is in, and the file's name there.
+    """A descriptor of the parent folder of a file below ``folder``, and the file's name.
 
     ``folder`` may be reached through links; below it none is followed.
 
@@ -44,7 +42,7 @@ def folder_of(folder: Path, relative: str) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def opened(folder: Path, relative: str, *, links: bool = False) -> Iterator[BufferedReader]:
-    """A regular file below ``folder``, open for reading; nothing is waited for.
+    """A regular file below ``folder``, open for reading; opening a pipe does not wait.
 
     Args:
         folder: May be reached through links.
@@ -67,8 +65,8 @@ def opened(folder: Path, relative: str, *, links: bool = False) -> Iterator[Buff
             raise OSError(errno.EINVAL, KINDS.get(stat.S_IFMT(mode), "no regular file"))
         file, place = os.fdopen(place, "rb"), -1
     except OSError as error:
-        found = WORDS.get(error.errno or 0, error.strerror)
-        raise OSError(error.errno, found, whole) from error
+        reason = WORDS.get(error.errno or 0, error.strerror)
+        raise OSError(error.errno, reason, whole) from error
     finally:
         if place >= 0:
             os.close(place)
@@ -77,10 +75,10 @@ def opened(folder: Path, relative: str, *, links: bool = False) -> Iterator[Buff
 
 
 def read_bytes(folder: Path, relative: str, largest: int, *, links: bool = False) -> bytes:
-    """All bytes of a file that is opened as :func:`opened` does it.
+    """All bytes of a file; opened by :func:`opened`.
 
     Raises:
-        OSError: It cannot be opened so, or has more than ``largest`` bytes.
+        OSError: It cannot be opened, or has more than ``largest`` bytes.
     """
     with opened(folder, relative, links=links) as file:
         data = file.read(largest + 1)
@@ -90,7 +88,7 @@ def read_bytes(folder: Path, relative: str, largest: int, *, links: bool = False
 
 
 def shared_with(folder: Path) -> str:
-    """Why another user could put files into a folder; empty where this user alone can.
+    """The reason why another user could put files into a folder; empty if only this user can.
 
     Raises:
         OSError: There is nothing of this name.
@@ -109,7 +107,7 @@ def _replaced(old: int, new: int) -> int:
 
 
 def _followed(folder: Path, relative: str) -> tuple[Path, str]:
-    """Where a file is in truth: a folder that it may be in, without links, and its path below that."""
+    """The real place of a file: an allowed folder, without links, and the path below it."""
     root, file = (Path(os.path.realpath(path)) for path in (folder, folder / relative))
     blobs = [root.parent.parent / "blobs"] if root.parent.name == "snapshots" else []
     for allowed in (root, *blobs):

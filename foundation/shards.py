@@ -1,4 +1,4 @@
-"""One share of a work that several processes do without talking to each other."""
+"""Shares of a work that several processes do without talking to each other."""
 
 import os
 import re
@@ -15,12 +15,7 @@ HINT = "write I/N with I from 0 to N - 1, or auto in a Slurm array, or auto/N in
 
 @dataclass(frozen=True)
 class Shard:
-    """Every ``count``-th item, from number ``index`` on.
-
-    Attributes:
-        index: Which share, from 0.
-        count: How many there are.
-    """
+    """Every ``count``-th item, from number ``index`` on."""
 
     index: int = 0
     count: int = 1
@@ -38,52 +33,52 @@ class Shard:
         takes the index from JOB_COMPLETION_INDEX or from Slurm.
 
         Raises:
-            RequestError: It is something else, or the environment does not say it.
+            RequestError: It has another form, or the environment does not have the numbers.
         """
         index, _, count = text.partition("/")
         if index == "auto":
-            index, found = _from_environment(environment)
-            count = count or found
+            index, total = _from_environment(environment)
+            count = count or total
         match = FORM.fullmatch(f"{index}/{count}")
         if match is None or not int(match[1]) < int(match[2]):
-            said = (
+            meaning = (
                 f", which stands for {index or 'nothing'}/{count or 'nothing'} here" if text.startswith("auto") else ""
             )
-            raise RequestError(f"--shard: expected a share I/N, found `{text[:40]}`{said}", HINT)
+            raise RequestError(f"--shard: expected a share I/N, found `{text[:40]}`{meaning}", HINT)
         return cls(int(match[1]), int(match[2]))
 
 
 WHOLE = Shard()
 
 
-def in_order(found: Sequence[tuple[Shard, Path]], what: str, error: type[Ling3Error]) -> list[Path]:
-    """Where the shards of one work are, from the first to the last.
+def in_order(shards: Sequence[tuple[Shard, Path]], what: str, error: type[Ling3Error]) -> list[Path]:
+    """The paths of the shards of one work, from the first to the last.
 
     Args:
-        found: Each shard, and where it is.
-        what: What messages begin with.
-        error: What is raised.
+        shards: Each shard and its path.
+        what: The beginning of messages.
+        error: The class of errors.
 
     Raises:
-        Ling3Error: There is none, one is missing or there twice, or they are shards of different counts.
+        Ling3Error: There is none, one is missing or exists twice, or their counts differ.
     """
     places: dict[int, Path] = {}
-    for shard, path in found:
-        if shard.count != found[0][0].count:
-            raise error(f"{what}: expected shards of {found[0][0]}, found {shard}, in {path}")
+    for shard, path in shards:
+        if shard.count != shards[0][0].count:
+            raise error(f"{what}: expected shards of {shards[0][0]}, found {shard}, in {path}")
         if shard.index in places:
             raise error(f"{what}: expected shard {shard} once, found it in {places[shard.index]} and {path}")
         places[shard.index] = path
-    count = found[0][0].count if found else 0
+    count = shards[0][0].count if shards else 0
     if missing := sorted(set(range(count)) - places.keys()):
         raise error(f"{what}: expected {count} shards, found none with the index {missing[0]}")
-    if not found:
+    if not shards:
         raise error(f"{what}: expected outputs of shards, found none")
     return [places[index] for index in range(count)]
 
 
 def _from_environment(environment: Mapping[str, str]) -> tuple[str, str]:
-    """Index and count as text, empty where nothing says them."""
+    """Index and count as text, empty if unset."""
     if "SLURM_ARRAY_TASK_ID" not in environment:
         return environment.get("JOB_COMPLETION_INDEX", ""), environment.get("JOB_COMPLETIONS", "")
     numbers = [

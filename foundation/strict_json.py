@@ -26,7 +26,7 @@ class DoubledKeyError(ValueError):
 
 
 class _Patient(json.JSONDecoder):
-    """The decoder in Python, which takes longer than that in C, and lets other threads run meanwhile."""
+    """The decoder in Python: slower than that in C, but other threads run meanwhile."""
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
@@ -42,14 +42,14 @@ def parse_json(
         data: The text.
         largest: Most bytes.
         depth: Most levels of objects and lists.
-        most: Most of them in all, and most elements of a list or an object that follow each other without one between.
-            Where it is given, other threads run meanwhile: none waits longer than some milliseconds.
-        halves: Take strings with half a character, too.
+        most: Most objects and lists in all, and most elements in a row that are neither. With it, other threads run
+            meanwhile: none waits longer than some milliseconds.
+        halves: Allow lone surrogates in strings.
 
     Raises:
         DoubledKeyError: A key stands twice in one object.
-        ValueError: The text is longer or deeper than that, has more elements, is no UTF-8 or no JSON, or it has NaN, an
-            infinity or half a character. The error's text follows "found".
+        ValueError: The text is too long or too deep, has too many elements, is no UTF-8 or no JSON, or has NaN, an
+            infinity or a lone surrogate. The error's text follows "found".
     """
     if len(data) > largest:
         raise ValueError(f"more than {largest:,} bytes")
@@ -75,11 +75,11 @@ def parse_json(
 
 
 def read_json(path: Path, largest: int = LARGEST, *, links: bool = False) -> Any:
-    """The value of a JSON file, opened as ``reading.opened`` does it.
+    """The value of a JSON file; opened by ``reading.opened``.
 
     Raises:
-        OSError: The file cannot be opened so, or has more than ``largest`` bytes; ``strerror`` follows "found".
-        DoubledKeyError, ValueError: The file's text is none that :func:`parse_json` takes.
+        OSError: The file cannot be opened, or has more than ``largest`` bytes; ``strerror`` follows "found".
+        DoubledKeyError, ValueError: :func:`parse_json` refuses the text.
     """
     return parse_json(read_bytes(path.parent, path.name, largest, links=links), largest)
 

@@ -7,7 +7,7 @@ from ling3export.foundation.errors import printable
 
 
 def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Columns of equal width, two spaces in: the first to the left, the others to the right."""
+    """Columns of equal width, indented by two spaces: the first flush left, the others flush right."""
     if not rows:
         return []
     rows = [tuple(map(printable, row)) for row in rows]
@@ -20,12 +20,12 @@ def aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def selected(rows: Sequence[Mapping[str, str]], columns: Sequence[str]) -> list[str]:
-    """Those columns of the rows, aligned, under their names."""
+    """The ``columns`` of the rows, aligned, under their names."""
     return aligned([tuple(columns), *(tuple(row[name] for name in columns) for row in rows)])
 
 
 def footnotes(texts: Iterable[str]) -> list[str]:
-    """Lines below a table, two spaces in, of at most 80 characters; no word is broken."""
+    """Lines below a table, indented, of at most 80 characters; no word is broken."""
     wrapper = textwrap.TextWrapper(
         80, initial_indent="  ", subsequent_indent="    ", break_long_words=False, break_on_hyphens=False
     )
@@ -33,7 +33,7 @@ def footnotes(texts: Iterable[str]) -> list[str]:
 
 
 def readable(count: float) -> str:
-    """Bytes as a person reads them."""
+    """Bytes with a unit: ``1.50 GiB``."""
     for unit, scale in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"

@@ -103,9 +103,9 @@ class OciLayout:
         known = {published.record.version: published for published in self.versions(id)}
         wanted = version or latest(known)
         if wanted not in known:
-            found = f"version {listed([*reversed(known)])}" if known else "none"
+            versions = f"version {listed([*reversed(known)])}" if known else "none"
             raise CatalogError(
-                f"version `{id}@{version or 'latest'}`: expected it in the store, found {found}, in {self}"
+                f"version `{id}@{version or 'latest'}`: expected it in the store, found {versions}, in {self}"
             )
         return known[wanted]
 

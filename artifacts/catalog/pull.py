@@ -74,8 +74,8 @@ def _check(folder: Path, path: str, file: File, store: OciLayout) -> None:
     if (record.bytes, record.sha256) != (file.size, file.sha256):
         different = record.bytes != file.size
         expected = f"{file.size:,} bytes" if different else f"sha256 {file.sha256}"
-        found = f"{record.bytes:,} bytes" if different else f"sha256 {record.sha256}"
+        actual = f"{record.bytes:,} bytes" if different else f"sha256 {record.sha256}"
         raise CatalogError(
-            f"file `{file.path}`: expected {expected}, found {found}, in {store}",
+            f"file `{file.path}`: expected {expected}, found {actual}, in {store}",
             f"the store is damaged: remove its blob {file.sha256}, and copy or publish the version again",
         )

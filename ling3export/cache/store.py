@@ -116,11 +116,12 @@ class Cache:
             self._report(f"not cached: {error.message}")
 
     def _discard(self, path: Path, error: Exception) -> None:
-        found = error.strerror if isinstance(error, OSError) else error
+        reason = error.strerror if isinstance(error, OSError) else error
         if isinstance(error, WrongRecordError):
-            found = f"another record ({error})"
-        what = f"cache entry {path.parent.name}/{path.name[:12]}: expected a whole one, found {found}, in {self.folder}"
-        self._report(f"{what}; {'discarded, it is made again' if self._writes else 'not used'}")
+            reason = f"another record ({error})"
+        name = f"{path.parent.name}/{path.name[:12]}"
+        outcome = "discarded, it is made again" if self._writes else "not used"
+        self._report(f"cache entry {name}: expected a whole one, found {reason}, in {self.folder}; {outcome}")
         if self._writes:
             with contextlib.suppress(OSError):  # it is replaced, or reported again
                 remove(path)
@@ -158,12 +159,12 @@ def cache_folder(use: CacheUse) -> Path:
         refuse_links(folder, names)
         if {*names} <= {*KINDS, RECOMPILED}:
             return folder
-        found = "other files"
+        reason = "other files"
     except OSError as error:
         if isinstance(error, FileNotFoundError) and use.folder is None:
             return folder
-        found = str(error.strerror)
+        reason = str(error.strerror)
     raise ArtifactError(
-        f"cache `{folder.name}`: expected a folder that builds have written to, found {found}, in {folder.parent}",
+        f"cache `{folder.name}`: expected a folder that builds have written to, found {reason}, in {folder.parent}",
         "name another with --cache-dir, or with LING3_CACHE",
     )

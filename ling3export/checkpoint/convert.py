@@ -1,7 +1,7 @@
 """Checkpoint to store: cuts every tensor of the published layout into TP shards, as the parameter table says.
 
-Nothing is held: a piece is a view of the mapped checkpoint, written to its place in the store. Only pieces that change
-order or dtype, or are quantized, pass through memory, one at a time.
+A piece is a view of the mapped checkpoint, written to its place in the store. Only pieces that change order or dtype,
+or are quantized, pass through memory, one at a time.
 """
 
 import math
@@ -32,23 +32,17 @@ WeightSource = Checkpoint | DummyWeights
 
 
 class Progress(Protocol):
-    """Where work that takes long tells how far it is."""
+    """Receives lines for the user, and the progress of long work: stages of ``total`` units."""
 
-    def note(self, text: str) -> None:
-        """A line for the user."""
-        ...
+    def note(self, text: str) -> None: ...
 
-    def start(self, stage: str, total: int) -> None:
-        """A stage of ``total`` units begins."""
-        ...
+    def start(self, stage: str, total: int) -> None: ...
 
-    def advance(self, stage: str, amount: int) -> None:
-        """``amount`` more units are done."""
-        ...
+    def advance(self, stage: str, amount: int) -> None: ...
 
 
 def no_pair(_: str) -> Pair | None:
-    """What ``stored`` gives of a checkpoint that has nothing in int4."""
+    """The ``stored`` of a checkpoint without int4."""
     return None
 
 
@@ -62,30 +56,30 @@ def _parts(row: Parameter, at: str, read: Read, stored: Stored) -> Iterator[tupl
                 yield group, (read(tensor),) if row.form == PLAIN else _cut(row, pair_of(row, tensor, read, stored))
         return
     values = [read(at + name) for name in source.names]
-    each = values[0].shape[1 if source.columns else 0] // source.groups
-    start, stop = source.rows or (0, each)
+    width = values[0].shape[1 if source.columns else 0] // source.groups
+    start, stop = source.rows or (0, width)
     if source.columns and row.form != PLAIN:  # whole, since a TP shard may end within a group of inputs
         pair = quantize(values[0], row.form, row.group)
         for group in range(source.groups):
-            yield group, _cut(row, pair, group * each, (group + 1) * each)
+            yield group, _cut(row, pair, group * width, (group + 1) * width)
         return
     for group in range(source.groups):
         for value in values:
             if source.columns:
-                yield group, (value[:, group * each : (group + 1) * each].T,)
+                yield group, (value[:, group * width : (group + 1) * width].T,)
             else:
-                part = value[group * each + start : group * each + stop]
+                part = value[group * width + start : group * width + stop]
                 yield group, (part,) if row.form == PLAIN else _cut(row, quantize(part, row.form, row.group))
 
 
 def pair_of(row: Parameter, tensor: str, read: Read, stored: Stored) -> Pair:
-    """A checkpoint tensor of a quantized parameter: as the checkpoint has it where that is int4, too, else rounded."""
-    found = stored(tensor) if row.form == "int4" else None
-    return quantize(read(tensor), row.form, row.group) if found is None else found
+    """A checkpoint tensor of a quantized parameter: taken as it is if both are int4, else rounded."""
+    pair = stored(tensor) if row.form == "int4" else None
+    return quantize(read(tensor), row.form, row.group) if pair is None else pair
 
 
 def _cut(row: Parameter, pair: Pair, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, ...]:
-    """What the store holds of the inputs from ``start`` to ``stop``: q and scale."""
+    """The q and scale that the store holds of the inputs from ``start`` to ``stop``."""
     q, scale = pair[0][:, start:stop], pair[1]
     if row.form == "int8-channel":
         return q, scale
@@ -103,10 +97,10 @@ def pieces(
 
     Args:
         parameter: A row of the parameter table.
-        layer: The layer, None for a parameter that is not stacked.
+        layer: None for a parameter that is not stacked.
         config: The checkpoint's configuration.
-        read: Gives a checkpoint tensor by name.
-        stored: Gives q and scale of one that the checkpoint has in int4.
+        read: Returns a checkpoint tensor by name.
+        stored: Returns q and scale of a tensor that is int4 in the checkpoint; None of any other.
 
     Yields:
         (TP shard, or None for an unsplit parameter; a part of each of its tensors, views where they can be).
@@ -162,11 +156,11 @@ def convert(
         source: An opened checkpoint.
         folder: An artifact that is not whole yet; the index's paths are relative to it.
         dtype: ``bfloat16`` or ``float32``, for every weight that is not an fp32 island.
-        progress: Called with the bytes of each piece written.
-        weights: In which forms, a key of ``model/parameters.py``'s WEIGHTS.
+        progress: Called with the bytes of each piece.
+        weights: The forms, a key of ``model/parameters.py``'s WEIGHTS.
 
     Raises:
-        CheckpointError: A tensor is not finite where its dtype changes, or could not be read.
+        CheckpointError: A tensor is not finite although its dtype changes, or could not be read.
         ArtifactError: The disk is full.
     """
     rows = sorted(parameters(source.config, weights), key=lambda row: -int(np.prod(row.shape)))
@@ -182,7 +176,7 @@ def convert(
 def write_weights(
     folder: Path, source: WeightSource, dtype: str, report: Progress, weights: str = PLAIN
 ) -> schema.WeightsRecord:
-    """Writes the store ``weights/`` below ``folder``; returns what the manifest says of it."""
+    """Writes the store ``weights/`` below ``folder``; returns its record for the manifest."""
     report.start("weights", store_bytes(source.config, dtype, weights))
     index = convert(source, folder, dtype, lambda amount: report.advance("weights", amount), weights)
     files = sorted({tensor.file for tensor in index.values()})

@@ -1,9 +1,8 @@
-"""How a checkpoint may store a matrix: as bf16, as FP8 in blocks, as packed INT4; and which numbers the last two are.
+"""The forms of a matrix in a checkpoint: bf16, FP8 in blocks, packed INT4; and the numbers of the last two.
 
-A quantized matrix is a few tensors under names of their own, and it is these names that tell how it is stored. Each of
-its numbers is a code times the scale of its block. Both forms have few codes and few scales, so their products are a
-table; it is made with integers and float64, where none of them is subnormal, and does not depend on what the processor
-does with subnormal numbers.
+A quantized matrix is a few tensors, whose names tell its form. Each of its numbers is a code times the scale of its
+block. Both forms have few codes and few scales, so their products are a table. It is made with integers and float64,
+where none of them is subnormal: it does not depend on how the processor treats subnormal numbers.
 
 Source of the layouts: the public FP8 and INT4 checkpoints of Ling-3.0-tiny; OCP's E4M3 and E8M0; compressed-tensors'
 ``pack-quantized``.
@@ -29,11 +28,10 @@ class Form:
     """A form of quantized matrices.
 
     Attributes:
-        name: What messages and records call it.
-        codes: What follows a weight's name in the name of the tensor of its codes.
-        scales: The same for the scales.
+        codes: Suffix of a weight's name in the name of the tensor of its codes.
+        scales: Suffix for the scales.
         block: Rows and columns that share a scale; cut at the right and the bottom edge.
-        fraction: Bits of the fraction of the numbers that it becomes: 7 for bf16, 23 for fp32.
+        fraction: Bits of the fraction of the decoded numbers: 7 for bf16, 23 for fp32.
     """
 
     name: str
@@ -43,10 +41,10 @@ class Form:
     fraction: int
 
     def parts(self, name: str, info: TensorInfo) -> dict[str, TensorInfo]:
-        """The tensors that a weight ``[out, in]`` is stored as, by name.
+        """The tensors, by name, in which a weight ``[out, in]`` is stored.
 
         Raises:
-            CheckpointError: Its shape cannot be stored so.
+            CheckpointError: The form does not allow its shape.
         """
         out, width = info.shape
         scales = (-(-out // self.block[0]), -(-width // self.block[1]))
@@ -63,7 +61,7 @@ class Form:
 
     @functools.cached_property
     def table(self) -> NDArray[np.unsignedinteger]:
-        """The bits of every number, ``[scales, codes]``; those of a NaN where the dtype does not hold the number."""
+        """The bits of every number, ``[scales, codes]``; those of a NaN if the dtype does not hold the number."""
         if self is FP8:
             bytes_ = np.arange(256)
             scales = np.where(bytes_ == 255, np.nan, np.ldexp(1.0, bytes_ - 127))
@@ -87,7 +85,7 @@ class Form:
         return out
 
     def is_none(self, bits: NDArray[np.unsignedinteger]) -> NDArray[np.bool_]:
-        """Where the table had no number."""
+        """Whether the table has no number."""
         return bits == _nan(self.fraction)
 
 
@@ -97,7 +95,7 @@ INT4 = Form("int4", "_packed", "_scale", (1, 32), 23)
 
 
 def float_values(codes: NDArray[np.integer], exponent: int, fraction: int) -> NDArray[np.float64]:
-    """The numbers of floating-point codes: a sign, ``exponent`` bits, ``fraction`` bits; NaN where they are not finite.
+    """The numbers of floating-point codes: a sign, ``exponent`` bits, ``fraction`` bits; NaN if not finite.
 
     Four exponent bits are E4M3 as FP8 has it: no infinities, and one NaN of each sign.
     """
@@ -111,7 +109,7 @@ def float_values(codes: NDArray[np.integer], exponent: int, fraction: int) -> ND
 
 
 def encoded(numbers: NDArray[np.float64], fraction: int) -> NDArray[np.unsignedinteger]:
-    """The bits of bf16 (``fraction`` 7) or fp32 (23) that are exactly these numbers; of a NaN where none are."""
+    """The bits of bf16 (``fraction`` 7) or fp32 (23) that are exactly these numbers; of a NaN if none are."""
     size = np.abs(np.nan_to_num(numbers))
     power = np.where(size > 0, np.maximum(np.frexp(size)[1] + 126, 1), 1)  # as the bits have it, if not subnormal
     whole = np.ldexp(size, fraction + 127 - power)  # in units of the last digit
@@ -134,21 +132,21 @@ def unpacked(words: NDArray[np.int32]) -> NDArray[np.uint8]:
 
 
 def may_be_quantized(name: str, info: TensorInfo) -> bool:
-    """Whether a weight may have another form: every linear module's but the router's."""
+    """Whether a weight may have another form: those of all linear modules but the router."""
     return len(info.shape) == 2 and info.dtypes == BF16 and name != EMBEDDINGS
 
 
 def forms_of(expected: Mapping[str, TensorInfo], present: Collection[str]) -> dict[str, Form]:
-    """The form of each quantized weight, as the names of the checkpoint's tensors tell it."""
+    """The form of each quantized weight, by the names of the checkpoint's tensors."""
     able = [name for name, info in expected.items() if may_be_quantized(name, info)]
-    found = {name: FP8 for name in able if name + FP8.scales in present}
-    return {name: INT4 for name in able if name + INT4.codes in present} | found
+    in_fp8 = {name: FP8 for name in able if name + FP8.scales in present}
+    return {name: INT4 for name in able if name + INT4.codes in present} | in_fp8
 
 
 def check_quantization(
-    said: Quantization | None, forms: Mapping[str, Form], expected: Mapping[str, TensorInfo], where: str
+    quantization: Quantization | None, forms: Mapping[str, Form], expected: Mapping[str, TensorInfo], where: str
 ) -> None:
-    """Passes where the tensors are quantized as ``quantization_config`` says.
+    """Passes if the tensors are quantized as ``quantization_config`` says.
 
     Raises:
         CheckpointError: A weight has another form.
@@ -156,8 +154,9 @@ def check_quantization(
     for name, info in expected.items():
         if not may_be_quantized(name, info):
             continue
-        wanted = said.form if said is not None and said.covers(name.removesuffix(".weight")) else "bf16"
-        found = forms[name].name if name in forms else "bf16"
-        if found != wanted and not (found == "bf16" and name == HEAD):  # which is left out of "linear" by custom
-            says = "there is no quantization_config" if said is None else "quantization_config says"
-            raise CheckpointError(f"tensor `{name}`: expected {wanted}, as {says}, found {found}, in {where}")
+        covered = quantization is not None and quantization.covers(name.removesuffix(".weight"))
+        wanted = quantization.form if quantization is not None and covered else "bf16"
+        form = forms[name].name if name in forms else "bf16"
+        if form != wanted and not (form == "bf16" and name == HEAD):  # which is left out of "linear" by custom
+            says = "there is no quantization_config" if quantization is None else "quantization_config says"
+            raise CheckpointError(f"tensor `{name}`: expected {wanted}, as {says}, found {form}, in {where}")

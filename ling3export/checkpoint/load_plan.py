@@ -1,4 +1,4 @@
-"""The load plan: from which checkpoint tensors each stored tensor is made, and how."""
+"""The load plan: the checkpoint tensors of each stored tensor, and the steps from one to the other."""
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -8,7 +8,7 @@ from ling3export.foundation.dtypes import BY_CODE
 from ling3export.model.config import Config
 from ling3export.model.parameters import PLAIN, Parameter, Tensor, mtp_tensors, parameters
 
-# By how a checkpoint may have a weight KEY: in which tensors, and what they are first made into.
+# The first step for a weight KEY, by its form in the checkpoint.
 WIDENED = {
     "fp8": "widen float8_e4m3fn by KEY_scale_inv, a scale for each block of 128 by 128, to bfloat16",
     "int4": "widen int4, KEY_packed by KEY_scale, a scale for each group of 32 inputs, to float32",
@@ -24,19 +24,19 @@ def load_plan(
     form: str | None = None,
     quantized: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, Any]:
-    """What becomes of every tensor of a checkpoint, as JSON.
+    """The use of every tensor of a checkpoint, as JSON.
 
     Args:
         config: The checkpoint's configuration.
         dtype: ``bfloat16`` or ``float32``, of the artifact.
-        weights: In which forms it has them, a key of ``model/parameters.py``'s WEIGHTS.
-        form: In which form the checkpoint has its quantized weights, ``fp8`` or ``int4``; None where it has none.
-        quantized: By parameter how many of its tensors are in that form, where any are.
+        weights: The artifact's forms, a key of ``model/parameters.py``'s WEIGHTS.
+        form: The checkpoint's quantized form, ``fp8`` or ``int4``; None if it has none.
+        quantized: The number of tensors in that form, by parameter.
 
     Returns:
-        ``stored``, for each tensor of the weight store its file, shape, dtype, shards (0: not split) and the axis that
-        is split, and where it comes ``from``: keys in the order in which they are read, their shape and dtypes, and
-        the steps of the conversion. ``skipped``, keys that may be there and are not read, and why.
+        ``stored``: for each tensor of the weight store its file, shape, dtype, shards (0: not split), the axis that is
+        split, and ``from``: keys in the order in which they are read, their shape and dtypes, and the steps of the
+        conversion. ``skipped``: keys that may exist and are not read, and why.
     """
     skipped = {"keys": list(mtp_tensors(config)), "why": "layers of multi-token prediction: no program uses them"}
     return {
@@ -52,7 +52,7 @@ def load_plan(
 def _row(row: Parameter, tensor: Tensor, config: Config, form: str | None, quantized: int) -> dict[str, Any]:
     source, keys = row.source, row.keys
     forms = [form] if form and quantized else []
-    forms += [BY_CODE[each].name for each in source.dtypes if quantized < len(keys)]
+    forms += [BY_CODE[code].name for code in source.dtypes if quantized < len(keys)]
     return {
         "tensor": tensor.name,
         "file": f"weights/{row.stack}.safetensors",
@@ -75,8 +75,8 @@ def _steps(row: Parameter, tensor: Tensor, config: Config, forms: Sequence[str])
         where = "" if len(forms) == 1 else f", where it is {form}"
         steps.append((TAKEN if form == row.form else WIDENED[form]) + where)
     if tensor.part and [row.form] != [*forms]:
-        each = "output" if row.form == "int8-channel" else f"group of {row.group} inputs"
-        steps.append(f"round to {row.form}, a scale for each {each}: take {tensor.part}")
+        block = "output" if row.form == "int8-channel" else f"group of {row.group} inputs"
+        steps.append(f"round to {row.form}, a scale for each {block}: take {tensor.part}")
     if source.by_expert:
         steps.append(f"{source.groups} experts one after the other")
     elif source.groups > 1:
@@ -91,6 +91,6 @@ def _steps(row: Parameter, tensor: Tensor, config: Config, forms: Sequence[str])
         steps.append(f"put {source.groups // config.tp_shards} of {source.groups} parts into each shard")
     if row.layers:
         steps.append(f"stack {len(row.layers)} layers along axis {row.stack_axis}")
-    if not tensor.part and any(DECODED.get(each, each) != tensor.dtype for each in forms):
+    if not tensor.part and any(DECODED.get(form, form) != tensor.dtype for form in forms):
         steps.append(f"convert to {tensor.dtype}")
     return steps

@@ -1,8 +1,9 @@
-"""Rounds matrices to a few bits: ``q`` and ``scale``, with the weight that they stand for being ``q * scale``.
+"""Rounds matrices to a few bits: a weight becomes ``q * scale``.
 
-A matrix is ``[out, in]``, as checkpoints have it. In the forms ``int8`` and ``int4`` a group of neighbouring inputs of
-one output shares a scale, in ``int8-channel`` all of them. A scale is rounded to how it is stored before anything is
-divided by it, and values to the nearest even. What is zero, or so small that its scale underflows, has scale 0 and q 0.
+A matrix is ``[out, in]``, as in checkpoints. In the forms ``int8`` and ``int4`` a group of neighbouring inputs of one
+output shares a scale, in ``int8-channel`` all inputs of an output. A scale is rounded to its stored dtype before
+anything is divided by it, and values to the nearest even. A group of zeros, or one whose scale underflows, has scale 0
+and q 0.
 """
 
 import ml_dtypes
@@ -13,10 +14,10 @@ from ling3export.foundation.errors import CheckpointError
 
 Pair = tuple[NDArray[np.int8], NDArray[np.generic]]  # q [out, in], and scale: bf16 [out, in / group] or fp32 [out]
 
-BLOCK = 1 << 19  # values at a time: what they need in between stays in the caches
-SMALLEST = 2.0**-126  # processors may take smaller scales, which are not normal, for 0
-# By what the value of the largest magnitude is divided for the scales that int4 tries; the one with the least sum of
-# squared errors is taken, the first of equal ones. The largest value becomes 7, or -8 by a negative scale, or a little
+BLOCK = 1 << 19  # values at a time: intermediate values stay in the caches
+SMALLEST = 2.0**-126  # processors may treat smaller scales, which are subnormal, as 0
+# int4 tries three scales, the value of the largest magnitude divided by each of these, and takes the one with the least
+# sum of squared errors, the first of equal ones. The largest value becomes 7, or -8 by a negative scale, or a little
 # beyond either, which is clipped: the other 31 are then rounded finer.
 CANDIDATES = (7.0, -8.0, -8.7)  # 0.73 of the squared error of 7 alone, on normal values; a fourth gains nothing
 
@@ -27,7 +28,7 @@ def quantize(values: NDArray[np.generic], form: str, group: int) -> Pair:
     Args:
         values: ``[out, in]``, of any float dtype.
         form: ``int8``, ``int4`` (q from -8 to 7) or ``int8-channel``.
-        group: How many values share a scale, a divisor of ``in``.
+        group: Values that share a scale, a divisor of ``in``.
 
     Raises:
         CheckpointError: A value is not finite.
@@ -40,8 +41,8 @@ def quantize(values: NDArray[np.generic], form: str, group: int) -> Pair:
     for start in range(0, rows, step):
         block = values[start : start + step].astype(np.float32)
         groups = block.reshape(len(block), -1, width if by_channel else group)
-        found, scales = (_rounded_to_4 if form == "int4" else _rounded_to_8)(groups, scale.dtype)
-        q[start : start + step] = found.reshape(block.shape)
+        rounded, scales = (_rounded_to_4 if form == "int4" else _rounded_to_8)(groups, scale.dtype)
+        q[start : start + step] = rounded.reshape(block.shape)
         scale[start : start + step] = scales
     return q, scale[:, 0] if by_channel else scale
 
@@ -60,7 +61,7 @@ def packed(q: NDArray[np.int8], group: int) -> NDArray[np.uint8]:
 
 
 def _scales(numbers: NDArray[np.float32], dtype: np.dtype) -> NDArray[np.float32]:
-    """Scales as they are stored, in fp32; 0 for what is too small."""
+    """Scales as they are stored, in fp32; 0 if too small."""
     if not np.isfinite(numbers).all():
         raise CheckpointError("weights: expected finite values in all that is quantized, found NaN or infinity")
     stored = numbers.astype(dtype).astype(np.float32)

@@ -1,6 +1,6 @@
-"""A published checkpoint, opened strictly: exactly the tensors that its config asks for, each where the index says.
+"""A published checkpoint, opened strictly: exactly the tensors that its config implies, each in the shard of the index.
 
-Opening reads config, index and the headers of the shards; the weights stay on disk and are mapped when asked for.
+Opening reads config, index and the headers of the shards; weights stay on disk and are mapped on use.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ __all__ = ["Checkpoint", "TensorInfo", "expected_tensors", "is_mtp"]
 INDEX = "model.safetensors.index.json"
 LARGEST_INDEX = 32 << 20  # bytes, at about 100 a tensor
 SINGLE = "model.safetensors"
-# What a runner reads, and the most bytes of each.
+# The files that a runner reads, and the most bytes of each.
 TOKENIZER_FILES = {
     "tokenizer.json": 64 << 20,
     "tokenizer_config.json": LARGEST,
@@ -65,7 +65,7 @@ class Checkpoint:
         """Opens a folder and checks everything that can be checked without reading weights.
 
         Args:
-            path: The folder: config.json, model*.safetensors with their index (or model.safetensors alone).
+            path: The folder: config.json, model*.safetensors with their index, or one model.safetensors.
             ignore: Unknown config fields to accept.
 
         Raises:
@@ -96,29 +96,29 @@ class Checkpoint:
             _check_tensor(name, info, homes[name])
         for name, form in forms.items():
             if form is INT4:
-                _check_said(name + SHAPE, weights[name].shape, homes[name + SHAPE])
+                _check_shape_tensor(name + SHAPE, weights[name].shape, homes[name + SHAPE])
         check_quantization(quantization(fields, where), forms, weights, where)
         return cls(folder, config, whole, shards, {name: homes[name] for name in expected}, forms)
 
     @property
     def forms(self) -> Mapping[str, str]:
-        """The form of each weight that is quantized, ``fp8`` or ``int4``, by its published name."""
+        """The form of each quantized weight, ``fp8`` or ``int4``, by its published name."""
         return {name: form.name for name, form in self._forms.items()}
 
     @property
     def form(self) -> str | None:
-        """The one form of all quantized weights; None where there are none."""
+        """The one form of all quantized weights; None if there are none."""
         return next(iter(self.forms.values()), None)
 
     def tensor(self, name: str) -> NDArray[Any]:
         """A tensor in torch's order and shape, exactly.
 
         Returns:
-            A read-only view of its mapped shard, bfloat16 or float32; of a quantized weight the numbers in memory:
-            bfloat16 of FP8, which holds them; float32 of INT4.
+            A read-only view of its mapped shard, bfloat16 or float32. Of a quantized weight the decoded numbers:
+            bfloat16 of FP8, float32 of INT4.
 
         Raises:
-            CheckpointError: the model has no tensor of that name; a number of a quantized weight is none, or is beyond
+            CheckpointError: the model has no tensor of that name; a quantized weight has NaN, or a number beyond
                 bfloat16.
         """
         form = self._forms.get(name)
@@ -130,7 +130,7 @@ class Checkpoint:
             codes, scales = self._read(name), self._read(name + form.scales)
         bits = form.decoded(codes, scales)
         if (none := form.is_none(bits)).any():
-            row, column = (int(each) for each in np.unravel_index(none.argmax(), none.shape))
+            row, column = (int(index) for index in np.unravel_index(none.argmax(), none.shape))
             scale = scales[row // form.block[0], column // form.block[1]]
             raise CheckpointError(
                 f"tensor `{name}`: expected numbers that {'bfloat16' if form is FP8 else 'float32'} holds, found the "
@@ -152,18 +152,17 @@ class Checkpoint:
             raise CheckpointError(f"tensor `{name}`: expected int4, found {self.forms.get(name, 'bf16')}")
         codes, scales = self._packed(name)
         if (none := (scales & 0x7F80) == 0x7F80).any():
-            at = [int(each) for each in np.unravel_index(none.argmax(), none.shape)]
+            at = [int(index) for index in np.unravel_index(none.argmax(), none.shape)]
             tensor = name + INT4.scales
-            found = f"the bits {scales[*at]:#x}, at {at}, in {self._file(tensor)}"
-            raise CheckpointError(f"tensor `{tensor}`: expected finite scales, found {found}")
+            bits = f"the bits {scales[*at]:#x}, at {at}, in {self._file(tensor)}"
+            raise CheckpointError(f"tensor `{tensor}`: expected finite scales, found {bits}")
         return codes.view(np.int8) - np.int8(8), scales.view(BY_NAME["bfloat16"].numpy)
 
     def stored(self, name: str) -> tuple[NDArray[np.int8], NDArray[Any]] | None:
         """:meth:`quantized` of a weight in INT4; None of any other."""
         return self.quantized(name) if self._forms.get(name) is INT4 else None
 
-    def _packed(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:
-        """An INT4 weight's codes, and the bits of its scales."""
+    def _packed(self, name: str) -> tuple[NDArray[np.uint8], NDArray[np.uint16]]:  # codes, the bits of the scales
         return unpacked(self._read(name + INT4.codes)), self._read(name + INT4.scales).view(np.uint16)
 
     def _file(self, name: str) -> Path:
@@ -175,16 +174,16 @@ class Checkpoint:
         return self._homes[name].tensor(name)
 
     def check_rounding(self, dtype: str, allow: bool, weights: str = PLAIN) -> None:
-        """Passes where what is stored in ``dtype`` are the checkpoint's own numbers, or rounding them is allowed.
+        """Passes if an artifact of ``dtype`` keeps the checkpoint's numbers, or ``allow`` permits rounding them.
 
         Args:
             dtype: Of an artifact.
             allow: Whether any numbers may be rounded.
-            weights: The forms of its weights, a key of WEIGHTS: what is quantized there is rounded as that says.
+            weights: The artifact's forms, a key of WEIGHTS; weights that are quantized there may be rounded.
 
         Raises:
-            CheckpointError: INT4 weights would be rounded: their numbers have up to 11 significant bits. Or weights
-                beside those would be rounded to INT4, where all is to be as it is stored.
+            CheckpointError: INT4 weights would be rounded: their numbers have up to 11 significant bits. Or the experts
+                are to stay as stored, and only some of them are INT4.
         """
         experts = [name for name in expected_tensors(self.config) if ".mlp.experts." in name]
         plain = [name for name in experts if name not in self._forms]
@@ -220,19 +219,19 @@ class Checkpoint:
         return sum(entry.stop - entry.start for entry in entries)
 
     def tokenizer_files(self) -> dict[str, bytes]:
-        """The files that exist of those that a runner reads for text and for the end of a text, by name.
+        """The files of TOKENIZER_FILES that exist, by name.
 
         Raises:
             CheckpointError: One is too long, no regular file, or a link that leads out of the checkpoint.
         """
-        found = {
+        files = {
             name: _read(self.path, name, largest, f"tokenizer file `{name}`")
             for name, largest in TOKENIZER_FILES.items()
         }
-        return {name: data for name, data in found.items() if data is not None}
+        return {name: data for name, data in files.items() if data is not None}
 
     def digests(self) -> dict[str, SourceFile]:
-        """What identifies the source, by file name: sha256 of config and index, size and header's sha256 of shards."""
+        """The identity of the source, by file name: sha256 of config and index, size and header's sha256 of shards."""
         digests = {name: SourceFile(sha256=digest) for name, digest in self._whole.items()}
         for name, shard in self._shards.items():
             digests[name] = SourceFile(shard.nbytes, header_sha256=shard.header_sha256)
@@ -244,7 +243,6 @@ def _what_is(path: Path) -> str:
 
 
 def _read(folder: Path, name: str, largest: int, what: str) -> bytes | None:
-    """The bytes of a file; None where there is none of that name."""
     if not os.path.lexists(folder / name):
         return None
     try:
@@ -256,10 +254,8 @@ def _read(folder: Path, name: str, largest: int, what: str) -> bytes | None:
 
 
 def _weight_map(data: bytes, folder: Path) -> dict[str, str]:
-    """The index's map from tensor to shard."""
-
-    def broken(expected: str, found: str) -> CheckpointError:
-        return CheckpointError(f"index `{INDEX}`: expected {expected}, found {found}, in {folder}")
+    def broken(expected: str, actual: str) -> CheckpointError:
+        return CheckpointError(f"index `{INDEX}`: expected {expected}, found {actual}, in {folder}")
 
     try:
         index = parse_json(data, LARGEST_INDEX)
@@ -280,7 +276,7 @@ def _weight_map(data: bytes, folder: Path) -> dict[str, str]:
 
 
 def _shard_names(folder: Path, weight_map: dict[str, str] | None) -> list[str]:
-    """The shards to open: those that the index names, and no other model*.safetensors may lie beside them."""
+    """The shards that the index names; there may be no other model*.safetensors."""
     present = sorted(path.name for path in folder.glob("model*.safetensors"))
     if weight_map is None:
         if present == [SINGLE]:
@@ -297,12 +293,12 @@ def _shard_names(folder: Path, weight_map: dict[str, str] | None) -> list[str]:
                 "download the checkpoint again, all files",
             )
     if unknown := [name for name in present if name not in named]:
-        raise CheckpointError(f"shard `{unknown[0]}`: expected in {INDEX}, found beside it, in {folder}")
+        raise CheckpointError(f"shard `{unknown[0]}`: expected in {INDEX}, found no entry for it, in {folder}")
     return named
 
 
 def _locate(shards: dict[str, SafetensorsFile], weight_map: dict[str, str] | None) -> dict[str, SafetensorsFile]:
-    """Where each tensor is, having checked that it is there once and that the index says the same."""
+    """The shard of each tensor, compared with the index; each tensor must exist once."""
     homes: dict[str, SafetensorsFile] = {}
     for file, shard in shards.items():
         for name in shard.entries:
@@ -315,8 +311,8 @@ def _locate(shards: dict[str, SafetensorsFile], weight_map: dict[str, str] | Non
         if name not in homes:
             raise CheckpointError(f"tensor `{name}`: expected in {file}, as {INDEX} says, found in no shard")
         if homes[name].path.name != file:
-            found = homes[name].path.name
-            raise CheckpointError(f"tensor `{name}`: expected in {file}, as {INDEX} says, found in {found}")
+            actual = homes[name].path.name
+            raise CheckpointError(f"tensor `{name}`: expected in {file}, as {INDEX} says, found in {actual}")
     if weight_map is not None and (unknown := [name for name in homes if name not in weight_map]):
         file = homes[unknown[0]].path.name
         raise CheckpointError(f"{_tensors(unknown)}: expected in {INDEX}, found only in {file}")
@@ -332,7 +328,7 @@ def _check_names(
 ) -> None:
     missing = [name for name in expected if name not in homes]
     extra = [name for name in homes if name not in expected and not is_mtp(name, config)]
-    # A renamed tensor is both; the missing name says what was wanted, the extra one what came instead.
+    # A renamed tensor is both missing and extra: the hint names the extra one.
     if missing:
         hint = f"not in the model: {listed(extra)}" if extra else None
         info = expected[missing[0]]
@@ -357,7 +353,6 @@ def _check_tensor(name: str, info: TensorInfo, home: SafetensorsFile) -> None:
         )
 
 
-def _check_said(name: str, shape: tuple[int, ...], home: SafetensorsFile) -> None:
-    """Passes where the tensor ``name`` has the numbers of ``shape``."""
-    if (found := home.scattered(name).tolist()) != list(shape):
-        raise CheckpointError(f"tensor `{name}`: expected {list(shape)}, found {found}, in {home.path}")
+def _check_shape_tensor(name: str, shape: tuple[int, ...], home: SafetensorsFile) -> None:
+    if (stored := home.scattered(name).tolist()) != list(shape):
+        raise CheckpointError(f"tensor `{name}`: expected {list(shape)}, found {stored}, in {home.path}")

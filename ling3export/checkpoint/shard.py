@@ -29,7 +29,7 @@ ITEM_BYTES = {
     **dict.fromkeys(("BF16", "F16", "I16", "U16"), 2),
     **dict.fromkeys(("BOOL", "I8", "U8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
 }
-# As which dtype tensors are given; those of 8 bits as their codes.
+# The numpy dtype of a view on a tensor; FP8 as its codes.
 READABLE = {code: dtype.numpy for code, dtype in BY_CODE.items()} | {
     "I64": np.dtype("<i8"),
     "F8_E4M3": np.dtype("u1"),
@@ -38,7 +38,7 @@ READABLE = {code: dtype.numpy for code, dtype in BY_CODE.items()} | {
 
 
 class TensorEntry(NamedTuple):
-    """Where a tensor lies: ``start`` and ``stop`` are bytes from the start of the file."""
+    """The place of a tensor: ``start`` and ``stop`` are bytes from the start of the file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -47,13 +47,10 @@ class TensorEntry(NamedTuple):
 
 
 class SafetensorsFile:
-    """A safetensors file whose header was read and found to fit the file.
-
-    Args:
-        path: The file.
+    """A safetensors file whose header was read and compared with the file.
 
     Attributes:
-        entries: Every tensor in it, by name.
+        entries: Every tensor, by name.
         header_sha256: Digest of the length and header bytes.
 
     Raises:
@@ -80,15 +77,15 @@ class SafetensorsFile:
         return np.frombuffer(self._map, READABLE[entry.dtype], count, entry.start).reshape(entry.shape)
 
     def scattered(self, name: str) -> NDArray[Any]:
-        """A copy of a small tensor among large ones: nothing beside its page is read with it."""
+        """A copy of a small tensor among large ones: only its own pages are read."""
         self._map.madvise(mmap.MADV_RANDOM)
         try:
             return self.tensor(name).copy()
         finally:
             self._map.madvise(mmap.MADV_NORMAL)
 
-    def _broken(self, expected: str, found: str) -> CheckpointError:
-        return CheckpointError(f"shard `{self.path.name}`: expected {expected}, found {found}, in {self.path.parent}")
+    def _broken(self, expected: str, actual: str) -> CheckpointError:
+        return CheckpointError(f"shard `{self.path.name}`: expected {expected}, found {actual}, in {self.path.parent}")
 
     def _header(self, prefix: bytes, file: Any) -> bytes:
         if len(prefix) < 8:
@@ -122,8 +119,8 @@ class SafetensorsFile:
             return isinstance(item, int) and not isinstance(item, bool) and 0 <= item < 1 << 62
 
         def sizes(field: str) -> list[int] | None:
-            found = value.get(field) if isinstance(value, dict) else None
-            return found if isinstance(found, list) and all(is_size(item) for item in found) else None
+            numbers = value.get(field) if isinstance(value, dict) else None
+            return numbers if isinstance(numbers, list) and all(is_size(item) for item in numbers) else None
 
         shape, offsets = sizes("shape"), sizes("data_offsets")
         dtype = value.get("dtype") if isinstance(value, dict) else None

@@ -8,8 +8,7 @@ import functools
 import json
 import math
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +39,7 @@ _COLUMNS = (
     "moe_intermediate_size intermediate_size vocab_size eos_token_id"
 ).split()
 
-# What presets differ in, by config field; all else is as in Ling3-Tiny, whose sizes are "full".
+# Config fields in which presets differ; all others are those of Ling3-Tiny, whose sizes are "full".
 PRESETS: dict[str, dict[str, Any]] = {
     name: dict(zip(_COLUMNS, sizes, strict=True))
     for name, sizes in {
@@ -51,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "flash": (42, 2560, 32, 128, None, 512, 128, 64, 128, 512, 8, 8, 4, 768, 6144, 157184, 156895),
     }.items()
 }
-# Ling-3.0-flash, in its long setting: its last layers limit what SwiGLU gives.
+# Ling-3.0-flash, in its long setting: its last layers limit the output of SwiGLU.
 PRESETS["flash"] |= {
     "layer_group_size": 6,
     "first_k_dense_replace": 2,
@@ -111,21 +110,16 @@ def synthesize(
     gate_dtype: str = "F32",
     form: str = "bf16",
     force: bool = False,
-    progress: Callable[[int, int], None] | None = None,
 ) -> int:
     """Writes a checkpoint to ``directory``, whole or not at all.
 
     Args:
-        directory: The folder to create.
         preset: A key of ``PRESETS``.
         seed: With the same seed a tensor of the same name and shape always has the same bytes.
-        layers: Instead of the preset's number of layers.
         shard_bytes: Tensor bytes at which a shard ends; by default 4 GiB, or a third of a smaller checkpoint.
         overrides: Fields of config.json to set over the preset's, such as ``{"q_lora_rank": None}``.
         gate_dtype: "F32", or "BF16" as the public release stores the router's weight.
         form: A key of ``FORMS``: ``fp8`` and ``int4`` quantize the weights that the published checkpoints quantize.
-        force: Replace an existing folder.
-        progress: Called with the bytes written so far and in total.
 
     Returns:
         The bytes of all tensors.
@@ -148,9 +142,8 @@ def synthesize(
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
         metadata = {"total_size": total, "producer": {"ling3export": version("ling3export")}}
         write_json(folder / INDEX, {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))})
-        report = _Progress(progress, total)
         with ThreadPoolExecutor(max_workers=2) as pool:
-            list(pool.map(lambda name, shard: _write_shard(folder / name, shard, config, seed, report), names, shards))
+            list(pool.map(lambda name, shard: _write_shard(folder / name, shard, config, seed), names, shards))
     return total
 
 
@@ -179,7 +172,7 @@ class _Stored(NamedTuple):
     name: str
     info: TensorInfo
     dtype: str
-    of: tuple[Form, str, TensorInfo] | None = None  # the weight that it is a part of, where that is quantized
+    of: tuple[Form, str, TensorInfo] | None = None  # the quantized weight that it is a part of
 
     @property
     def nbytes(self) -> int:
@@ -199,12 +192,11 @@ def _stored(config: Config, gate_dtype: str, form: Form | None) -> list[_Stored]
             stored.append(_Stored(name, info, gates.get(name, info.dtypes[0])))
         else:
             parts = its.parts(name, info).items()
-            stored += [_Stored(part, each, each.dtypes[0], (its, name, info)) for part, each in parts]
+            stored += [_Stored(part, shape, shape.dtypes[0], (its, name, info)) for part, shape in parts]
     return stored
 
 
 def _shards(tensors: list[_Stored], shard_bytes: int) -> list[list[_Stored]]:
-    """Fills shards in order."""
     shards: list[list[_Stored]] = [[]]
     filled = 0
     for tensor in tensors:
@@ -216,21 +208,7 @@ def _shards(tensors: list[_Stored], shard_bytes: int) -> list[list[_Stored]]:
     return shards
 
 
-class _Progress:
-    """Adds up the bytes that several threads have written, and reports them one call at a time."""
-
-    def __init__(self, report: Callable[[int, int], None] | None, total: int) -> None:
-        self.report, self.total, self.done = report, total, 0
-        self.lock = threading.Lock()
-
-    def add(self, count: int) -> None:
-        with self.lock:
-            self.done += count
-            if self.report is not None:
-                self.report(self.done, self.total)
-
-
-def _write_shard(path: Path, tensors: list[_Stored], config: Config, seed: int, progress: _Progress) -> None:
+def _write_shard(path: Path, tensors: list[_Stored], config: Config, seed: int) -> None:
     """Writes one safetensors file, header first; wider dtypes have lower places, so that every tensor is aligned."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -258,7 +236,6 @@ def _write_shard(path: Path, tensors: list[_Stored], config: Config, seed: int, 
                 file.seek(8 + len(raw) + header[tensor.name]["data_offsets"][0])
                 for block in data(tensor):
                     _write_all(file.fileno(), block)
-                progress.add(tensor.nbytes)
     except OSError as error:
         raise write_error(error, path, end) from error
 

@@ -1,4 +1,4 @@
-"""Quantized forms of synthetic checkpoints: which weights they have in which form, quantized as the public ones are."""
+"""Quantized forms of synthetic checkpoints: the same weights in the same forms as in the public ones."""
 
 from typing import Any
 
@@ -10,15 +10,15 @@ from ling3export.checkpoint.forms import FP8, INT4, SHAPE, Form
 from ling3export.model.config import Config
 
 FORMS = {"bf16": None, "fp8": FP8, "int4": INT4}
-LARGEST_E4M3, STEPS = 448.0, 7.5  # what the largest number of a block becomes; INT4's step is a fifteenth of its range
+LARGEST_E4M3, STEPS = 448.0, 7.5  # the code of a block's largest number; INT4's step is a fifteenth of its range
 
-# Modules of the FP8 checkpoint that stay as they are, beside those of MLA layers.
+# Modules of the FP8 checkpoint that are not quantized, besides those of MLA layers.
 _KEPT = "q_a_proj q_b_proj kv_a_proj_with_mqa kv_b_proj b_proj mlp.gate eh_proj lm_head".split()
 _EXPERTS = r"re:.*\.mlp\.experts\.[0-9]+\..*"
 
 
 def form_of(name: str, form: Form | None, config: Config) -> Form | None:
-    """The form that a weight has in a checkpoint of ``form``; None where it stays as it is."""
+    """The form of a weight in a checkpoint of ``form``; None if the weight is not quantized."""
     routed = ".mlp.experts." in name
     if form is not FP8 or routed:
         return form if routed else None
@@ -33,7 +33,7 @@ def quantization_config(form: Form, config: Config) -> dict[str, Any]:
     if form is FP8:
         last = config.num_hidden_layers + config.num_nextn_predict_layers
         others = [i for i in range(last) if i not in config.layers("kda")]
-        kept = _KEPT + [f"{i}.attention.{each}" for i in others for each in ("g_proj", "q_proj")]
+        kept = _KEPT + [f"{i}.attention.{module}" for i in others for module in ("g_proj", "q_proj")]
         return {
             "quant_method": "fp8",
             "fmt": "e4m3",

@@ -25,21 +25,17 @@ WORDS = (
     "minutes week month cost dollars per cent"
 ).split()
 
-# Of all checkpoints that this project makes: its own writing, of the conversation that the published models have.
+# Written for this project, in the conversation format of the published models.
 CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja")
 
-# Where the published tokenizer has them, counted from the end-of-text token.
+# Ids relative to that of the end-of-text token, as in the published tokenizer.
 SPECIALS = {"<|startoftext|>": -1, "<|endoftext|>": 0, "<|role_end|>": 1, "<role>": 2, "</role>": 3}
 
 
 def write_tokenizer(folder: Path, eos_token_id: int) -> None:
     """Writes tokenizer.json, tokenizer_config.json and the chat template.
 
-    Ids 0 to 255 are bytes, merged words follow below the specials.
-
-    Args:
-        folder: The checkpoint.
-        eos_token_id: Id of ``<|endoftext|>``: at least 257.
+    Ids 0 to 255 are bytes; merged words follow, then the specials. ``eos_token_id`` is at least 257.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

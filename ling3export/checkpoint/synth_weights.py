@@ -1,10 +1,10 @@
-"""Seeded random weights under which a wrong model shows: each tensor's distribution, and a fast generator of it.
+"""Seeded random weights that expose a wrong model: each tensor's distribution, and a fast generator of it.
 
 Plain small random weights hide mistakes: norms of one, an output norm whose eps never matters, a router that a bias
 never moves, conv taps that read the same backwards. The distributions below are chosen so that every such mistake
 moves the logits, while activations stay of order one through any number of layers.
 
-A tensor's bytes depend on its name, its shape and the seed alone, never on the order of generation.
+A tensor's bytes depend only on its name, its shape and the seed, never on the order of generation.
 """
 
 import functools
@@ -21,7 +21,7 @@ from ling3export.foundation.dtypes import BY_CODE
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors
 
-_LEVELS = 1 << 16  # a value is one of so many quantiles, picked by 16 random bits
+_LEVELS = 1 << 16  # quantiles; 16 random bits pick one for each value
 _BLOCK = 1 << 16  # elements a step: indices and values stay in the processor's cache
 _BLOCKS_A_YIELD = 16
 
@@ -43,7 +43,7 @@ def _linear(fan_in: int, gain: float = 1.0) -> Recipe:
 
 
 _NORM = Recipe("uniform", 1.0, 0.5)  # unlike 1
-_TINY_V = 0.03  # in these layers the mean square that the output norm sees is of the order of its eps, 1e-6
+_TINY_V = 0.03  # gain of v_proj in some layers: the mean square before the output norm is of the order of its eps, 1e-6
 
 
 def recipe(name: str, info: TensorInfo, config: Config) -> Recipe:
@@ -103,21 +103,21 @@ def _taps(count: int) -> tuple[float, ...]:
 
 
 def blocks(
-    name: str, info: TensorInfo, config: Config, seed: int, dtype: str, how: Recipe | None = None
+    name: str, info: TensorInfo, config: Config, seed: int, dtype: str, distribution: Recipe | None = None
 ) -> Iterator[memoryview]:
-    """The tensor's bytes in ascending order; a block is valid until the next one is asked for.
+    """The tensor's bytes in ascending order; a block is valid until the next one is read.
 
-    ``how`` is its distribution, by default the one that its name has here.
+    The default distribution is :func:`recipe`'s.
     """
-    how = how or recipe(name, info, config)
+    distribution = distribution or recipe(name, info, config)
     bits = np.random.SFC64(int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:16]))
-    if isinstance(how.shift, tuple):
-        table = _table(how.quantiles, how.scale, 0.0, "F32")
+    if isinstance(distribution.shift, tuple):
+        table = _table(distribution.quantiles, distribution.scale, 0.0, "F32")
         levels = bits.random_raw(-(-_size(info) // 4)).view(np.uint16)[: _size(info)]
-        values = table[levels].reshape(info.shape) + np.array(how.shift, np.float32)
+        values = table[levels].reshape(info.shape) + np.array(distribution.shift, np.float32)
         yield memoryview(values.astype(BY_CODE[dtype].numpy).view(np.uint8).reshape(-1))
         return
-    table = _table(how.quantiles, how.scale, how.shift, dtype)
+    table = _table(distribution.quantiles, distribution.scale, distribution.shift, dtype)
     buffer = np.empty(_BLOCKS_A_YIELD * _BLOCK, table.dtype)
     for start in range(0, _size(info), len(buffer)):
         count = min(len(buffer), _size(info) - start)
@@ -129,12 +129,12 @@ def blocks(
 
 
 def whole(
-    name: str, info: TensorInfo, config: Config, seed: int, dtype: str, how: Recipe | None = None
+    name: str, info: TensorInfo, config: Config, seed: int, dtype: str, distribution: Recipe | None = None
 ) -> NDArray[np.generic]:
     """The tensor of :func:`blocks`, in memory."""
     values = np.empty(_size(info), BY_CODE[dtype].numpy)
     data, start = values.view(np.uint8), 0
-    for block in blocks(name, info, config, seed, dtype, how):
+    for block in blocks(name, info, config, seed, dtype, distribution):
         data[start : start + len(block)] = block
         start += len(block)
     return values.reshape(info.shape)
@@ -158,10 +158,10 @@ def _quantiles(kind: str) -> NDArray[np.float64]:
 
 
 class DummyWeights:
-    """A checkpoint that is nowhere: an element follows from the seed, its tensor's published name and its index.
+    """Random weights without a checkpoint: an element follows from the seed, its tensor's published name and its index.
 
     So every TP and every dtype of an artifact gets the same values. Norms are 1, the experts' biases 0, A_log lies
-    between 0 and log 16, all else is normal with a deviation of 0.02. One tensor is in memory at a time.
+    between 0 and log 16, all others are normal with a deviation of 0.02. One tensor is in memory at a time.
     """
 
     def __init__(self, config: Config, seed: int) -> None:

@@ -157,13 +157,13 @@ def build(
     )
     ending = "ling3" if kind == "artifact" else kind
     destination = artifact or Path(f"{source.resolve().name.removesuffix('.json')}.{ending}")
-    how: dict[str, Any] = {"ignore": ignore, "cache": use}
-    whole: dict[str, Any] = how | {"force": force, "prove": prove, "allow_rounding": allow_rounding}
+    common: dict[str, Any] = {"ignore": ignore, "cache": use}
+    whole: dict[str, Any] = common | {"force": force, "prove": prove, "allow_rounding": allow_rounding}
     with _unwinding(), Console() as console:
         if fits:
-            what, said = _fitted(Config.from_path(source, ignore), as_stored(what, source), chosen)
-            if said is not None:
-                console.note(": ".join(said))
+            what, sizes = _fitted(Config.from_path(source, ignore), as_stored(what, source), chosen)
+            if sizes is not None:
+                console.note(": ".join(sizes))
         if kind == "savedmodel":
             from ling3export.savedmodel.export import build_savedmodel
 
@@ -181,7 +181,7 @@ def build(
             if not passed:
                 sys.exit(1)
         elif shard != WHOLE:
-            building.build_share(source, what, console, shard, **how)
+            building.build_share(source, what, console, shard, **common)
         elif into is not None:
             from ling3export.compile.into import add_targets
 
@@ -211,7 +211,7 @@ def _check_alone(chosen: set[str]) -> None:
     for name, others in APART.items():
         for other in others if name in chosen else ():
             if other in chosen:
-                first, second = (flags.get(each) or f"--{each.replace('_', '-')}" for each in (name, other))
+                first, second = (flags.get(option) or f"--{option.replace('_', '-')}" for option in (name, other))
                 raise click.UsageError(f"{first}: expected no {second} beside it, found one.")
     if "dummy_weights" in chosen and "no_weights" not in chosen:
         raise click.UsageError("--dummy-weights: expected --no-weights beside it, found none.")
@@ -257,12 +257,12 @@ def plan(
     what = as_stored(Options(**options), checkpoint or DEMO)
     if checkpoint is not None:
         chosen = given(click.get_current_context())
-        what, said = _fitted(config, what, chosen)
-        if said is not None and not as_json:
-            click.echo(said[0])  # the sum is shown with the target
+        what, sizes = _fitted(config, what, chosen)
+        if sizes is not None and not as_json:
+            click.echo(sizes[0])  # the sum is shown with the target
     requests = [] if lengths is None else read_lengths(lengths)
-    found = priced(config, what, requests, artifact, ignore)
-    click.echo(json.dumps(to_json(found)) if as_json else described(found, wide=wide))
+    prices = priced(config, what, requests, artifact, ignore)
+    click.echo(json.dumps(to_json(prices)) if as_json else described(prices, wide=wide))
 
 
 main.add_command(cache)
@@ -298,8 +298,8 @@ def attach(
     from ling3export.compile.attach import attach as attaching
 
     with _unwinding(), Console() as console:
-        how: dict[str, Any] = {"force": force, "ignore": ignore, "allow_rounding": allow_rounding}
-        manifest = attaching(artifact, checkpoint, out, console, run=not no_run, **how)
+        choices: dict[str, Any] = {"force": force, "ignore": ignore, "allow_rounding": allow_rounding}
+        manifest = attaching(artifact, checkpoint, out, console, run=not no_run, **choices)
         if no_run:
             console.note(f"wrote {out or artifact} ({manifest.weights.nbytes / 1e6:.1f} MB of weights), not run")
         else:
@@ -348,8 +348,8 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
         from ling3export.plan.recorded import config_of
 
         plan, source = manifest.plan, manifest.source
-        found = planned(config_of(manifest), plan.dtype, plan.forms, source.form, source.quantized or {})
-        click.echo(json.dumps(found, indent=2))
+        sources = planned(config_of(manifest), plan.dtype, plan.forms, source.form, source.quantized or {})
+        click.echo(json.dumps(sources, indent=2))
         return
     if as_json:
         click.echo(json.dumps(to_json(manifest), indent=2, ensure_ascii=False))

@@ -103,10 +103,10 @@ class Console:
         rows: list[tuple[str, ...]] = [(*COLUMNS, *ERROR_COLUMNS)]
         rows += [(cell.name, *_built(cell), *error_columns(cell.name, receipts)) for cell in target.cells.values()]
         self._table(name, rows)
-        said = "no machine here runs these programs: ling3export verify does where one does"
+        note = "no machine here runs these programs: ling3export verify does where one does"
         if not manifest.has_weights:
-            said = f"not run: {NO_WEIGHTS}"
-        for line in footnotes([said] if receipts is None else told(receipts)):
+            note = f"not run: {NO_WEIGHTS}"
+        for line in footnotes([note] if receipts is None else told(receipts)):
             self.note(line)
 
     def _table(self, target: str, rows: Sequence[tuple[str, ...]]) -> None:

@@ -199,7 +199,7 @@ def test_absent_shard(folder: Path):
 def test_shard_that_the_index_does_not_know(folder: Path):
     write_shard(folder / "model-00009-of-00009.safetensors", {})
     assert refusal(folder) == (
-        f"shard `model-00009-of-00009.safetensors`: expected in {INDEX}, found beside it, in {folder}"
+        f"shard `model-00009-of-00009.safetensors`: expected in {INDEX}, found no entry for it, in {folder}"
     )
 
 
