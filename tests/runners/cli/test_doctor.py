@@ -83,7 +83,7 @@ def test_a_machine_that_fits_has_no_problem(on_cpu, problems):
 def test_a_host_of_a_slice_is_told_to_start_with_the_others(on_tpu, problems):
     (note,) = problems(on_tpu)
     assert note[:2] == ("note", "hosts: this is one of the 2 that run together")
-    assert "--num-hosts 2" in note.mend
+    assert "NNODES=2" in note.mend
 
 
 ON_CPU = {
@@ -108,7 +108,7 @@ ON_TPU = {
     "another chip": ({"device_kind": "TPU v5"}, "compile", "device kind: built for TPU v6 lite", "build --into"),
     "a missing chip": ({"devices": [0]}, "fault", "built for 2 on each host, found 1", "build --into"),
     "another number of hosts": ({"processes": 4}, "fault", "hosts: built for 2 (a process on each), found 4",
-        "--num-hosts 2"),
+        "NNODES=2"),
 }  # fmt: skip
 
 
