@@ -8,6 +8,7 @@ they do not know when a special token came, or a part of a character, or an id t
 
 import json
 import os
+import random
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -19,15 +20,15 @@ from bench.inputs import CACHE, artifact, last_line, run
 from bench.peers import gguf, read_once
 from bench.report import machine, medians, say, show, table
 from bench.servers import foreign, served
-from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import INDEX, synthesize
 from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.bench_serving.measure import open_tokenizer
 from ling3export.runners.bench_serving.metrics import RequestResult, figures
-from ling3export.runners.bench_serving.workloads import PromptLimits, SampleRequest, WorkloadSpec, shared_prefix
+from ling3export.runners.bench_serving.workloads import SampleRequest
 
 LAYERS, AT_ONCE, COUNT = 24, 4, 40
 PROMPT, ANSWER = 48, 64  # tokens
+WORDS = "amber bridge castle dragon ember forest garden harbor island jasmine kettle lantern meadow oasis".split()
 HEAD = "lm_head.weight"
 # What says so of our server: our client of its tokens by their ids, and of its pieces with text, as others see them.
 BY_ID, BY_TEXT, AIPERF = CLIENTS = ("bench serve", "bench serve, text", "aiperf")
@@ -90,14 +91,15 @@ def renamed(source: Path, folder: Path) -> Path:
     return folder
 
 
-def requests(folder: Path, tokens: Path, context: int, count: int) -> tuple[Path, list[SampleRequest]]:
-    """The workload as a file for ``bench serve``, and itself."""
-    tokenizer = open_tokenizer(tokens)
-    half = PROMPT // 2
-    spec = WorkloadSpec(
-        num_prompts=count, groups=count, prefix_len=half, suffix_len=half, output_len=ANSWER, readable=True
-    )
-    asks = shared_prefix(spec, PromptLimits(context, tokenizer.size, tokenizer))
+def requests(folder: Path, tokens: Path, count: int) -> tuple[Path, list[SampleRequest]]:
+    """The workload as a file for ``bench serve``, and itself: words in random order, at most PROMPT tokens."""
+    tokenizer, rng = open_tokenizer(tokens), random.Random(0)
+    asks = []
+    for _ in range(count):
+        words = rng.choices(WORDS, k=PROMPT)
+        while len(tokenizer.encode(" ".join(words))) > PROMPT:
+            words.pop()
+        asks.append(SampleRequest(" ".join(words), ANSWER))
     file = folder / "requests.jsonl"
     lines = (json.dumps({"prompt": ask.prompt, "output_len": ask.output}) + "\n" for ask in asks)
     file.write_text("".join(lines))
@@ -187,7 +189,7 @@ def measure(
         say(f"{arm}: {json.dumps(found)}")
 
     with tempfile.TemporaryDirectory(prefix="ling3-witness-") as scratch:
-        data, asks = requests(Path(scratch), tokens, read_manifest(folder).plan.context, count)
+        data, asks = requests(Path(scratch), tokens, count)
         for number in range(rounds):
             read_once(folder)
             if program is not None:

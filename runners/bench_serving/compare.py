@@ -13,28 +13,24 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.errors import RequestError, listed
 from ling3export.machine.targets import platforms_here
-from ling3export.runners.bench_serving.measure import Measurement, Settings, Told, measure
+from ling3export.runners.bench_serving.measure import Measurement, Progress, Settings, measure
 from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
 from ling3export.runners.state.layout import description_of
 
 FORMS = re.compile(r"(?P<count>\d{1,3})x(?P<tp>\d{1,4})|(?P<prefill>\d{1,4})P(?P<decode>\d{1,4})D", re.ASCII)
 MODEL = "bench"  # what started servers call their model: one name on all
-SPARE = 64  # connections of a server beside those of requests
-
-
-Progress = Callable[[str], AbstractContextManager[Told | None]]  # of the configuration with a name
+SPARE = 64  # connections of a server in addition to those of requests
 
 
 @dataclass(frozen=True)
 class ServingConfig:
-    """What ``--configs`` names once.
+    """One configuration of ``--configs``.
 
     Attributes:
-        name: What it is called in tables.
         url: A server that is there already.
-        prefill: Devices of the server that prefills for the other one; 0 where each does both.
+        prefill: Devices of the server that prefills for the other one; 0 if each does both.
         decode: Devices of each server that answers.
-        count: How many servers answer.
+        count: Number of servers that answer.
     """
 
     name: str
@@ -45,7 +41,7 @@ class ServingConfig:
 
 
 class Placement(NamedTuple):
-    """What a server runs."""
+    """The artifact and target that a server runs."""
 
     role: str
     artifact: Path
@@ -58,9 +54,9 @@ class Placement(NamedTuple):
         return self.manifest.targets[self.target]
 
     def record(self) -> dict[str, Any]:
-        """What a record of a measurement says of the server."""
-        named = {"role": self.role, "tp": self.described.tp, "target": self.target}
-        return named | {"artifact": self.artifact.name, "sha256": self.manifest.sha256}
+        """The server in the record of a measurement."""
+        placed = {"role": self.role, "tp": self.described.tp, "target": self.target}
+        return placed | {"artifact": self.artifact.name, "sha256": self.manifest.sha256}
 
 
 def parse_config(text: str) -> ServingConfig:
@@ -72,14 +68,14 @@ def parse_config(text: str) -> ServingConfig:
     name, equal, url = text.partition("=")
     if equal and name and url:
         return ServingConfig(name, url)
-    found = FORMS.fullmatch(text)
-    if found is None:
+    match = FORMS.fullmatch(text)
+    if match is None:
         raise RequestError(
             f"config `{text[:100]}`: expected NxT (N engines of T devices each), nPmD (n devices that prefill, m that "
             "decode) or NAME=URL (a server), found another",
             "write 1x16, 2x8, 4P4D or mine=http://127.0.0.1:8000",
         )
-    numbers = {each: int(number) for each, number in found.groupdict().items() if number is not None}
+    numbers = {name: int(number) for name, number in match.groupdict().items() if number is not None}
     if 0 in numbers.values():
         raise RequestError(f"config `{text}`: expected 1 or more of each, found 0", "write 1x16, 2x8 or 4P4D")
     if "tp" in numbers:
@@ -88,45 +84,50 @@ def parse_config(text: str) -> ServingConfig:
 
 
 def compared(
-    how: Settings, configs: Sequence[str], artifacts: Sequence[Path], carrier: str, progress: Progress
+    settings: Settings,
+    configs: Sequence[str],
+    artifacts: Sequence[Path],
+    carrier: str,
+    progress: Callable[[str], AbstractContextManager[Progress | None]],
 ) -> Iterator[Measurement]:
-    """Measures configurations with one workload, each once the one before is asked for no more.
+    """Measures configurations with one workload, one after the other.
 
     Args:
-        how: The settings that they share. The artifact with the smallest context gives tokenizer and bounds.
-        configs: As :func:`parse_config` has them.
-        artifacts: For each server the one with a target of as many devices is taken.
-        carrier: What states go through from one server to another.
-        progress: Shows how far each is.
+        settings: Shared by all. The artifact with the smallest context gives tokenizer and bounds.
+        configs: In the form of :func:`parse_config`.
+        artifacts: Each server runs the one with a target of as many devices.
+        carrier: How states go from one server to another.
+        progress: Shows the progress of the configuration with a name.
 
     Raises:
-        RequestError: A configuration is none, or no artifact fits it, or two do. Before anything is started.
-        Ling3Error: A server does not start, or one cannot be measured. What was started has ended.
+        RequestError: A configuration is wrong, or not exactly one artifact fits it. Nothing was started.
+        Ling3Error: A server does not start, or cannot be measured. The servers that were started have ended.
     """
     parsed = [parse_config(config) for config in configs]
     if len(parsed) < 2:
         raise RequestError(f"compare: expected two configurations or more, found {len(parsed)}", "--configs 1x2,1P1D")
     manifests = {path: read_manifest(path) for path in dict.fromkeys(artifacts)}
     places = [placements_of(config, manifests) for config in parsed]
-    how = replace(how, artifact=min(manifests, key=lambda path: manifests[path].plan.context))
-    for config, those in zip(parsed, places, strict=True):
+    settings = replace(settings, artifact=min(manifests, key=lambda path: manifests[path].plan.context))
+    for config, placed in zip(parsed, places, strict=True):
         with ExitStack() as stack:
-            told, here, urls = stack.enter_context(progress(config.name)), replace(how, url=config.url), list[str]()
+            shown, urls = stack.enter_context(progress(config.name)), list[str]()
+            called = replace(settings, url=config.url)
             if config.url is None:
-                url, urls = stack.enter_context(running(config.name, those, how, carrier))
-                here = replace(how, url=url, model=MODEL)
+                url, urls = stack.enter_context(running(config.name, placed, settings, carrier))
+                called = replace(settings, url=url, model=MODEL)
                 if config.count > 1:  # the request before the run reaches one of them
-                    for each in urls:
-                        measure(replace(here, url=each, num_prompts=1, request_rate=math.inf))
-            done = measure(here, told, behind=urls)
-        yield replace(done, servers=tuple(place.record() for place in those))
+                    for server in urls:
+                        measure(replace(called, url=server, num_prompts=1, request_rate=math.inf))
+            done = measure(called, shown, behind=urls)
+        yield replace(done, servers=tuple(place.record() for place in placed))
 
 
 def placements_of(config: ServingConfig, manifests: Mapping[Path, Manifest]) -> list[Placement]:
-    """What each server of a configuration runs: the one that prefills first; none of a server that is there.
+    """The placement of each server of a configuration, the one that prefills first; none for a server by its URL.
 
     Raises:
-        RequestError: No artifact fits, or two do.
+        RequestError: Not exactly one artifact fits.
     """
     if config.url is not None:
         return []
@@ -144,45 +145,46 @@ def placements_of(config: ServingConfig, manifests: Mapping[Path, Manifest]) -> 
 
 
 def _place(config: ServingConfig, role: str, tp: int, manifests: Mapping[Path, Manifest]) -> Placement:
-    here, apart = platforms_here(), role != "both"
-    there = [Placement(role, path, name, each) for path, each in manifests.items() for name in sorted(each.targets)]
+    platforms, apart = platforms_here(), role != "both"
+    places = [
+        Placement(role, path, name, manifest)
+        for path, manifest in manifests.items()
+        for name in sorted(manifest.targets)
+    ]
     fits = [
         place
-        for place in there
-        if place.described.tp == tp and place.described.processes == 1 and place.described.platform in here
+        for place in places
+        if place.described.tp == tp and place.described.processes == 1 and place.described.platform in platforms
     ]
     able = [place for place in fits if not apart or place.described.paddings("offload")]
     if len(able) == 1:
         return able[0]
-    expected = f"config `{config.name}`: expected one target of TP={tp} for this machine"
-    named = listed([f"{place.target} of {place.artifact.name}" for place in able or fits or there])
-    if fits and not able:
-        raise RequestError(
-            f"{expected} with programs that move states, found {named} without",
-            f"build it again with snapshots: ling3export build CHECKPOINT tp{tp}.ling3 --tp {tp} --snapshots 8",
-        )
-    if able:
-        raise RequestError(f"{expected}, found {named}", "give those artifacts alone that are to be compared")
-    more = " --snapshots 8" if apart else ""
+    moving = " with programs that move states" if apart else ""
+    named = listed([f"{place.target} of {place.artifact.name}" for place in able or places])
     raise RequestError(
-        f"{expected}, found none among {named}",
-        f"build it, and give it, too: ling3export build CHECKPOINT tp{tp}.ling3 --tp {tp}{more}",
+        f"config `{config.name}`: expected one target of TP={tp} for this machine{moving}, found "
+        f"{named if able else f'none among {named}'}",
+        f"name only one artifact with such a target; ling3export build CHECKPOINT tp{tp}.ling3 --tp {tp}"
+        f"{' --snapshots 8' * apart} builds it",
     )
 
 
 @contextmanager
-def running(name: str, places: Sequence[Placement], how: Settings, carrier: str) -> Iterator[tuple[str, list[str]]]:
-    """Servers, and a router before them where there are several: what clients call, and where the servers are.
+def running(
+    name: str, places: Sequence[Placement], settings: Settings, carrier: str
+) -> Iterator[tuple[str, list[str]]]:
+    """Servers, with a router before several: the address that clients call, and those of the servers.
 
     Raises:
         Ling3Error: One of them does not start; the others have ended.
     """
-    connections = how.num_prompts + SPARE
+    connections = settings.num_prompts + SPARE
     options: list[object] = ["--max-connections", connections, "--port", 0]
     served = ["--model", MODEL, "--max-requests", connections, *options]
-    served += ["--programs", how.engine.programs, "--check", how.engine.check]
-    served += [] if how.engine.step_timeout is None else ["--step-timeout", how.engine.step_timeout]
-    key = {} if how.key is None else {"LING3_API_KEY": how.key}
+    served += ["--programs", settings.engine.programs, "--check", settings.engine.check]
+    if settings.engine.step_timeout is not None:
+        served += ["--step-timeout", settings.engine.step_timeout]
+    key = {} if settings.key is None else {"LING3_API_KEY": settings.key}
     with ExitStack() as stack:
         moving: list[object] = ["--transfer", carrier]
         if carrier == "file" and len(places) > 1:

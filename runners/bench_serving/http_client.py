@@ -25,13 +25,13 @@ class HttpClient:
     Args:
         url: Its address, with or without ``/v1``.
         model: The model's name; None takes the first that it lists.
-        key: Sent as bearer token; None for none.
-        ignore_eos: SampleRequest it to go on behind an end-of-text token.
+        key: Sent as bearer token.
+        ignore_eos: Ask it to go on after an end-of-text token.
         timeout: Seconds without a byte after which a request counts as failed.
-        behind: Addresses of the servers behind a router; none where it answers itself.
+        behind: Addresses of the servers of a router; none if it answers itself.
 
     Raises:
-        RequestError: The address is none.
+        RequestError: The address is not one of HTTP.
     """
 
     backend = "openai"
@@ -39,29 +39,29 @@ class HttpClient:
     def __init__(
         self,
         url: str,
-        *,
         model: str | None,
         key: str | None,
+        *,
         ignore_eos: bool,
         timeout: float = 600.0,
         behind: Sequence[str] = (),
     ) -> None:
         self._server = Endpoint(url.rstrip("/").removesuffix("/v1"), key=key, timeout=timeout)
-        self._behind = [Endpoint(each, key=key, timeout=timeout) for each in behind] or [self._server]
+        self._behind = [Endpoint(address, key=key, timeout=timeout) for address in behind] or [self._server]
         self._model, self._ignore_eos = model, ignore_eos
         self._ours = False
 
     async def open(self) -> None:
-        """Asks which models there are: for the model's name, and whether the server is ours, which tells token ids.
+        """Reads the list of models: for the model's name, and whether the server is ours, which sends token ids.
 
         Raises:
-            Ling3Error: There is no server, or it says nothing of models and no name was given.
+            Ling3Error: There is no server, or it lists no models and no name was given.
         """
         if self._model is not None and (await self._server.whole("GET", "/v1/models"))[0] != 200:
             return  # it need not list what it has
         try:
             listed = parse_json(await _whole(self._server, "/v1/models"), LARGEST)
-            models = {each["id"]: each.get("owned_by") for each in listed["data"]}
+            models = {model["id"]: model.get("owned_by") for model in listed["data"]}
             first = next(iter(models))
         except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
             if self._model is None:
@@ -72,12 +72,12 @@ class HttpClient:
         self._model = self._model or str(first)
         self._ours = models.get(self._model) == OURS
 
-    def prepare(self, ask: SampleRequest) -> Any:
+    def prepare(self, sample: SampleRequest) -> Any:
         """The body of the request."""
         body = {
             "model": self._model,
-            "prompt": ask.prompt,
-            "max_tokens": ask.output,
+            "prompt": sample.prompt,
+            "max_tokens": sample.output,
             "temperature": 0.0,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -90,14 +90,14 @@ class HttpClient:
 
     async def send(self, prepared: Any) -> RequestResult:
         """Streams the answer to a request."""
-        result, over, last = RequestResult(now()), False, 0.0
+        result, finished, last = RequestResult(now()), False, 0.0
         try:
             async for data, last in self._events(prepared):
                 if data == b"[DONE]":
-                    over = True
+                    finished = True
                     break
-                over |= _take(result, parse_json(data, LARGEST), last)
-            if not over and result.error is None:
+                finished |= _take(result, parse_json(data, LARGEST), last)
+            if not finished and result.error is None:
                 result.error = "stream: expected [DONE] or a finish_reason at its end, found it cut short"
         except (Ling3Error, OSError, TimeoutError, TypeError, ValueError, h11.ProtocolError) as error:
             result.error = f"{type(error).__name__}: {error}"[:500]
@@ -107,18 +107,18 @@ class HttpClient:
         return result
 
     async def compiles(self) -> int | None:
-        """What our own servers say of it at ``/metrics``, together."""
+        """Programs that our own servers have compiled, by ``/metrics``, together; None of other servers."""
         if not self._ours:
             return None
         counts = []
         for server in self._behind:
             families = text_string_to_metric_families((await _whole(server, "/metrics")).decode())
             samples = (sample for family in families for sample in family.samples)
-            counts += [int(each.value) for each in samples if each.name in (COMPILES, f"{COMPILES}_total")]
+            counts += [int(sample.value) for sample in samples if sample.name in (COMPILES, f"{COMPILES}_total")]
         return sum(counts) if counts else None
 
     async def _events(self, body: bytes) -> AsyncGenerator[tuple[bytes, float], None]:
-        """The data of each server-sent event, and when it came."""
+        """The data of each server-sent event, and its time."""
         held = b""
         async with aclosing(self._server.replies("POST", "/v1/completions", body)) as replies:
             async for reply in replies:
@@ -143,11 +143,11 @@ async def _whole(server: Endpoint, path: str) -> bytes:
 
 
 def _take(result: RequestResult, chunk: Any, at: float) -> bool:
-    """Adds an event of a stream to what is known of its request; whether it says that the answer is whole.
+    """Adds an event of a stream to its request's result; returns whether the answer is finished.
 
-    Some servers, such as that of transformers, send no [DONE] behind it.
+    Some servers, such as that of transformers, send no [DONE].
     """
-    whole = False
+    finished = False
     if not isinstance(chunk, dict):
         raise ValueError("an event that is no object")
     if chunk.get("error"):
@@ -157,7 +157,7 @@ def _take(result: RequestResult, chunk: Any, at: float) -> bool:
         result.times += [at] * (len(ids) if ids is not None else bool(text))
         result.pieces += [at] * bool(text)
         result.text += text
-        whole |= bool(choice.get("finish_reason"))
+        finished |= bool(choice.get("finish_reason"))
     result.take(chunk)
     usage = chunk.get("usage")
     if isinstance(usage, dict):
@@ -165,4 +165,4 @@ def _take(result: RequestResult, chunk: Any, at: float) -> bool:
         result.tokens = int(usage.get("completion_tokens") or 0)
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         result.cached = cached if cached is None else int(cached)
-    return whole
+    return finished

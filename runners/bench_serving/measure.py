@@ -1,7 +1,7 @@
-"""One measurement, from settings to figures: a workload is made, an engine or a server is opened, requests are sent.
+"""One measurement, from settings to figures: make a workload, open an engine or a server, send the requests.
 
-Requests are sent when they are due, at most so many at once, and what became of each is kept. They go to an engine in
-this process, or to a server (``http_client``).
+Requests are sent when they are due, at most so many at once. They go to an engine in this process, or to a server
+(``http_client``).
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.reading import read_bytes
-from ling3export.runners.bench_serving.metrics import Figures, RequestResult, figures, parse_goals
+from ling3export.runners.bench_serving.metrics import Figures, RequestResult, figures
 from ling3export.runners.bench_serving.table import render
 from ling3export.runners.bench_serving.workloads import PromptLimits, SampleRequest, WorkloadSpec, arrivals, requests_of
 from ling3export.runners.engine.config import EngineConfig
@@ -37,27 +37,24 @@ if TYPE_CHECKING:
 
 WARM_UP = 32  # most tokens of the request that is sent before the clock runs
 LARGEST_TOKENIZER = 256 << 20  # bytes
-UNBOUNDED = 1 << 31  # tokens: the context of a server that nobody knows
+UNBOUNDED = 1 << 31  # tokens: the context of a server without an artifact
 
-Told = Callable[[int, int], None]  # how many requests have ended, and how many there are
+Progress = Callable[[int, int], None]  # receives how many requests have ended, and how many there are
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(WorkloadSpec):
-    """What is measured, with what, and how it is shown.
+    """What is measured, and with what.
 
     Attributes:
-        artifact: The artifact that is run in this process, or whose tokenizer a server has.
+        artifact: Runs in this process, or gives the tokenizer of a server.
         url: A server's address; None runs the artifact in this process.
         model: The model's name on the server; None takes the first that it lists.
-        key: The server's key.
-        tokenizer: A tokenizer.json, where no artifact is given.
+        tokenizer: A tokenizer.json, if no artifact is given.
         stop_at_eos: An end-of-text token ends an answer; otherwise each has its full length.
         request_rate: Requests a second; infinite sends all at once.
-        burstiness: Shape of the gaps' gamma distribution; 1 is a Poisson process.
-        max_concurrency: How many requests may run at once.
-        goodput: Bounds, such as ``ttft:200,tpot:20``.
-        engine: How the artifact runs in this process, and on servers that are started for it.
+        max_concurrency: Most requests that run at once; None for any number.
+        engine: For the artifact in this process, and for servers that are started for it.
     """
 
     artifact: Path | None = None
@@ -67,18 +64,16 @@ class Settings(WorkloadSpec):
     tokenizer: Path | None = None
     stop_at_eos: bool = False
     request_rate: float = math.inf
-    burstiness: float = 1.0
     max_concurrency: int | None = None
-    goodput: str | None = None
     engine: EngineConfig = field(default_factory=EngineConfig)
 
 
 class EngineClient:
-    """An engine in this process. Token times are the engine's own, in which a token was read.
+    """An engine in this process. Token times are those at which the engine read the tokens.
 
     Args:
         engine: The engine.
-        ignore_eos: Go on behind an end-of-text token, so that every answer has its full length.
+        ignore_eos: Go on after an end-of-text token, so that every answer has its full length.
     """
 
     backend = "ling3"
@@ -86,13 +81,13 @@ class EngineClient:
     def __init__(self, engine: Engine, *, ignore_eos: bool) -> None:
         self._engine, self._ignore_eos = engine, ignore_eos
 
-    def prepare(self, ask: SampleRequest) -> Any:
-        """An engine's request, tokenized: what ``send`` takes, made before the clock runs.
+    def prepare(self, sample: SampleRequest) -> Any:
+        """An engine's request, tokenized, for ``send``; made before the clock runs.
 
         Raises:
             RequestError: It can never be served.
         """
-        request = self._engine.request(ask.prompt, ask.output, ignore_eos=self._ignore_eos)
+        request = self._engine.request(sample.prompt, sample.output, ignore_eos=self._ignore_eos)
         self._engine.check(request)
         return request
 
@@ -112,7 +107,7 @@ class EngineClient:
         return result
 
     async def compiles(self) -> int | None:
-        """The engine's own counter."""
+        """The engine's counter of compiled programs."""
         return int(self._engine.stats()["compile_events"])
 
 
@@ -123,8 +118,8 @@ class Run:
     Attributes:
         results: Of the requests that ended, in the order of their end.
         duration: Seconds from the first submission to the last completion, or to the interruption.
-        unfinished: Requests that had not ended when the run was interrupted; 0 where it was not.
-        compiles: Programs that were compiled meanwhile; None where nobody says it.
+        unfinished: Requests that had not ended when the run was interrupted; 0 if it was not.
+        compiles: Programs that were compiled meanwhile; None if the server does not report it.
     """
 
     results: list[RequestResult]
@@ -134,40 +129,40 @@ class Run:
 
 
 async def run(
-    measured: "EngineClient | HttpClient",
-    asks: Sequence[SampleRequest],
+    client: "EngineClient | HttpClient",
+    requests: Sequence[SampleRequest],
     times: Sequence[float],
     *,
     limit: int | None = None,
     tokenizer: Tokenizer | None = None,
-    told: Told | None = None,
+    progress: Progress | None = None,
 ) -> Run:
-    """Sends a workload and waits for all answers. If it is cancelled, it returns what there is by then.
+    """Sends a workload and waits for all answers. If it is cancelled, it returns the results so far.
 
     Args:
-        measured: What is measured.
-        asks: The requests.
-        times: When each is due, in seconds after the start.
-        limit: How many may run at once; one more waits before its clock starts.
+        client: What is measured.
+        requests: The workload.
+        times: When each request is due, in seconds after the start.
+        limit: Most requests that run at once; the clock of a further one starts when it is sent.
         tokenizer: Counts the answers' tokens again.
-        told: Told how many requests have ended, and how many there are.
+        progress: Called after each request.
 
     Raises:
         RequestError: A request can never be served.
         Ling3Error: The request before the run, which is not measured, failed.
     """
-    prepared = [measured.prepare(ask) for ask in asks]
-    first = await measured.send(measured.prepare(replace(asks[0], output=min(asks[0].output, WARM_UP))))
+    prepared = [client.prepare(request) for request in requests]
+    first = await client.send(client.prepare(replace(requests[0], output=min(requests[0].output, WARM_UP))))
     if first.error is not None:
         raise Ling3Error(f"warm-up: expected an answer to the first request, found {first.error}")
-    before, results = await measured.compiles(), list[RequestResult]()
-    gate = asyncio.Semaphore(limit or len(asks))
+    before, results = await client.compiles(), list[RequestResult]()
+    gate = asyncio.Semaphore(limit or len(requests))
 
     async def one(request: Any) -> None:
         async with gate:
-            results.append(await measured.send(request))
-        if told is not None:
-            told(len(results), len(asks))
+            results.append(await client.send(request))
+        if progress is not None:
+            progress(len(results), len(requests))
 
     sending, started = list[asyncio.Task[None]](), now()
     try:
@@ -181,13 +176,13 @@ async def run(
             task.cancel()
         await asyncio.gather(*sending, return_exceptions=True)
     duration = now() - started
-    after = await measured.compiles()
+    after = await client.compiles()
     for result in results:
         result.retokenized = result.tokens
         if tokenizer is not None:
             result.retokenized = len(tokenizer.encode(result.text, special=False))
     compiled = None if before is None or after is None else after - before
-    return Run(results, duration, len(asks) - len(results), compiled)
+    return Run(results, duration, len(requests) - len(results), compiled)
 
 
 @dataclass(frozen=True)
@@ -195,59 +190,58 @@ class Measurement:
     """What a measurement gave.
 
     Attributes:
-        settings: What was measured.
-        backend: What the table calls it.
-        found: The figures.
-        done: The run.
-        asks: The workload.
+        backend: The name in the table.
+        requests: The workload.
         manifest: The artifact's, if there is one.
-        servers: What was started for it: role, TP, target and artifact of each server.
+        servers: Role, TP, target and artifact of each server that was started for it.
     """
 
     settings: Settings
     backend: str
-    found: Figures
-    done: Run
-    asks: list[SampleRequest]
+    figures: Figures
+    run: Run
+    requests: list[SampleRequest]
     manifest: Manifest | None
     servers: tuple[Mapping[str, Any], ...] = ()
 
-    def table(self, compat: str | None = None, extended: bool = False) -> str:
+    def table(self, extended: bool = False) -> str:
         """The table of SGLang's form."""
         rate, limit = self.settings.request_rate, self.settings.max_concurrency
-        return render(self.found, backend=self.backend, rate=rate, limit=limit, compat=compat, extended=extended)
+        return render(self.figures, backend=self.backend, rate=rate, limit=limit, extended=extended)
 
     def record(self, name: str, *, raw: bool = False) -> dict[str, Any]:
-        """What is known of it, as one line of JSON.
+        """One line of JSON with everything.
 
         Args:
-            name: What was measured, for people.
+            name: A name for people.
             raw: Also times, lengths and errors of every request.
         """
         source = None if self.manifest is None else self.manifest.source.name
-        given = vars(self.settings) | vars(self.settings.engine)
-        arguments = {name: _plain(value) for name, value in given.items() if name not in ("key", "asks", "engine")}
+        settings = vars(self.settings) | vars(self.settings.engine)
+        arguments = {
+            name: _plain(value) for name, value in settings.items() if name not in ("key", "requests", "engine")
+        }
         line: dict[str, Any] = {
             "name": name,
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "machine": {"cores": os.cpu_count(), "load_average": os.getloadavg()[0], "system": platform.platform()},
-            "versions": {each: version(each) for each in ("ling3export", "jax")},
+            "versions": {package: version(package) for package in ("ling3export", "jax")},
             "artifact": self.manifest and {"checkpoint": source, "sha256": self.manifest.sha256},
-            "workload_sha256": workload_digest(self.asks),
+            "workload_sha256": workload_digest(self.requests),
             "arguments": arguments,
-            "interrupted": bool(self.done.unfinished),
-            "unfinished": self.done.unfinished,
-            "compiles": self.done.compiles,
-            "figures": asdict(self.found),
+            "interrupted": bool(self.run.unfinished),
+            "unfinished": self.run.unfinished,
+            "compiles": self.run.compiles,
+            "figures": asdict(self.figures),
         }
         if raw:
-            line["requests"] = [asdict(result) | {"phases": result.phases} for result in self.done.results]
+            line["requests"] = [asdict(result) | {"phases": result.phases} for result in self.run.results]
         return line | ({"servers": [*self.servers]} if self.servers else {})
 
 
-def workload_digest(asks: Sequence[SampleRequest]) -> str:
+def workload_digest(requests: Sequence[SampleRequest]) -> str:
     """sha256 of a workload: the same for the same requests."""
-    return hashlib.sha256(json.dumps([asdict(ask) for ask in asks]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([asdict(request) for request in requests]).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
@@ -256,46 +250,50 @@ def _plain(value: Any) -> Any:
 
 
 def measure(
-    how: Settings, told: Told | None = None, report: Callable[[str], None] = say, behind: Sequence[str] = ()
+    settings: Settings,
+    progress: Progress | None = None,
+    report: Callable[[str], None] = say,
+    behind: Sequence[str] = (),
 ) -> Measurement:
     """Measures.
 
     Args:
-        how: What, and with what.
-        told: Told how many requests have ended, and how many there are.
-        report: Told what the engine chose and why.
-        behind: Addresses of the servers behind the one that is called, which say what they compiled.
+        settings: What is measured, and with what.
+        progress: Called after each request.
+        report: Receives what the engine chose and why.
+        behind: Addresses of the servers of a router, which report what they compiled.
 
     Raises:
-        Ling3Error: The settings do not fit together, the workload cannot be made, or what is to be measured cannot be
+        Ling3Error: The settings do not fit together, the workload cannot be made, or the engine or server cannot be
             opened.
     """
-    goals = None if how.goodput is None else parse_goals(how.goodput)
-    manifest, limits = _limits(how)
-    asks = requests_of(how, limits)
-    times = arrivals(asks, how.request_rate, how.burstiness, how.seed)
+    manifest, limits = _limits(settings)
+    requests = requests_of(settings, limits)
+    times = arrivals(len(requests), settings.request_rate, settings.seed)
+    ignore_eos = not settings.stop_at_eos
 
     def sent(client: "EngineClient | HttpClient") -> Coroutine[Any, Any, Run]:
-        return run(client, asks, times, limit=how.max_concurrency, tokenizer=limits.tokenizer, told=told)
+        limit = settings.max_concurrency
+        return run(client, requests, times, limit=limit, tokenizer=limits.tokenizer, progress=progress)
 
-    if how.url is not None:
+    if settings.url is not None:
         from ling3export.runners.bench_serving.http_client import HttpClient  # with h11, of the extra `serve`
 
-        server = HttpClient(how.url, model=how.model, key=how.key, ignore_eos=not how.stop_at_eos, behind=behind)
+        server = HttpClient(settings.url, settings.model, settings.key, ignore_eos=ignore_eos, behind=behind)
 
         async def opened() -> Run:
             await server.open()
             return await sent(server)
 
         backend, done = server.backend, asyncio.run(opened())
-    elif how.artifact is not None:
-        with Engine(how.artifact, how.engine, report=report) as engine:
+    elif settings.artifact is not None:
+        with Engine(settings.artifact, settings.engine, report=report) as engine:
             engine.settle()  # a program that loads during the run would be part of its figures
-            inside = EngineClient(engine, ignore_eos=not how.stop_at_eos)
-            backend, done = inside.backend, asyncio.run(sent(inside))
+            client = EngineClient(engine, ignore_eos=ignore_eos)
+            backend, done = client.backend, asyncio.run(sent(client))
     else:
         raise RequestError("bench: expected an artifact to run or a server's address, found neither", "add --url URL")
-    return Measurement(how, backend, figures(done.results, done.duration, goals), done, asks, manifest)
+    return Measurement(settings, backend, figures(done.results, done.duration), done, requests, manifest)
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
@@ -306,10 +304,10 @@ def open_tokenizer(path: Path) -> Tokenizer:
         ArtifactError: The file is no tokenizer.
     """
     if (path / "manifest.json").exists():
-        found = _tokenizer_of(path, read_manifest(path))
-        if found is None:
+        tokenizer = _tokenizer_of(path, read_manifest(path))
+        if tokenizer is None:
             raise RequestError(f"tokenizer `{path}`: expected an artifact with a tokenizer, found none")
-        return found
+        return tokenizer
     file = path / "tokenizer.json" if path.is_dir() else path
     try:
         return Tokenizer(read_bytes(file.parent, file.name, LARGEST_TOKENIZER, links=True), str(file))
@@ -322,13 +320,13 @@ def _tokenizer_of(artifact: Path, manifest: Manifest) -> Tokenizer | None:
     return files.tokenizer("bench") if files.there else None
 
 
-def _limits(how: Settings) -> tuple[Manifest | None, PromptLimits]:
+def _limits(settings: Settings) -> tuple[Manifest | None, PromptLimits]:
     """The artifact's manifest, and what the model takes."""
-    if how.artifact is not None:
-        manifest = read_manifest(how.artifact)
-        tokenizer = _tokenizer_of(how.artifact, manifest)
+    if settings.artifact is not None:
+        manifest = read_manifest(settings.artifact)
+        tokenizer = _tokenizer_of(settings.artifact, manifest)
         return manifest, PromptLimits(manifest.plan.context, manifest.vocab_size, tokenizer)
-    if how.tokenizer is not None:
-        found = open_tokenizer(how.tokenizer)
-        return None, PromptLimits(UNBOUNDED, found.size, found)
+    if settings.tokenizer is not None:
+        opened = open_tokenizer(settings.tokenizer)
+        return None, PromptLimits(UNBOUNDED, opened.size, opened)
     return None, PromptLimits(UNBOUNDED, 0)

@@ -1,9 +1,8 @@
-"""How often texts begin alike: the leaves of the radix tree whose nodes at least N texts pass, and what a cache wins.
+"""Prefixes that the texts of a data set share, and the tokens that a prefix cache would win.
 
-A radix tree counts at each node how many texts pass it or end there. Nodes with fewer than N are cut off. The nodes
-without a child that are left are the longest beginnings that N texts share; those longer than L are selected. No tree
-is built: in sorted order the texts of a node are neighbours, so that N texts share what the first and the last of
-them share. Texts are strings (their unit is the code point) or tuples of token ids.
+Think of a radix tree that counts at each node how many texts pass it. Nodes with fewer than N texts are cut off; the
+remaining leaves are the longest prefixes that N texts share. No tree is built: in sorted order the texts of a node are
+neighbours, and N of them share what the first and the last share. Texts are strings or tuples of token ids.
 """
 
 import itertools
@@ -14,51 +13,44 @@ from typing import Any
 from numpy.lib.stride_tricks import sliding_window_view
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.bench_serving.workloads import turns_of
 
 QUESTIONS = ("prompt", "question", "instruction", "text")  # the fields of plain records, in this order
+DIALOGS = ("conversations", "conversation", "messages")  # the fields of dialogs, in this order
 USERS = ("human", "user")
 Text = str | tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Repetition:
-    """How often the texts of a data set begin alike.
-
-    Attributes:
-        texts: How many there are.
-        prefixes: The selected beginnings, each with the number of texts that have it; the most frequent first.
-    """
+    """The shared prefixes of a number of texts, each with the number of texts that have it; the most frequent first."""
 
     texts: int
     prefixes: list[tuple[Text, int]]
 
     @property
     def ratio(self) -> float:
-        """Selected beginnings for each text."""
+        """Prefixes for each text."""
         return len(self.prefixes) / self.texts
 
     @property
     def coverage(self) -> float:
-        """Share of the texts that have one of them."""
+        """Share of the texts that have one of the prefixes."""
         return sum(count for _, count in self.prefixes) / self.texts
 
     @property
     def mean_length(self) -> float:
-        """Their mean length; 0 where none is selected."""
+        """Mean length of the prefixes; 0 without one."""
         return sum(len(prefix) for prefix, _ in self.prefixes) / max(len(self.prefixes), 1)
 
 
 def repetition(texts: Sequence[Text], least: int = 2, longer: int = 120) -> Repetition:
-    """The longest beginnings that at least ``least`` texts share, if they are longer than ``longer`` units.
+    """The longest prefixes that at least ``least`` texts share, if they are longer than ``longer`` units.
 
     Raises:
-        RequestError: There is no text, or a bound is none.
+        RequestError: There is no text.
     """
     if not texts:
         raise RequestError("prefixes: expected at least one text, found none")
-    if least < 1 or longer < 0:
-        raise RequestError(f"prefixes: expected a count from 1 and a length from 0, found {least} and {longer}")
     ordered = sorted(texts)
     common = [shared(before, after) for before, after in itertools.pairwise(ordered)]
     heights = [len(text) for text in ordered]
@@ -80,7 +72,7 @@ def repetition(texts: Sequence[Text], least: int = 2, longer: int = 120) -> Repe
 
 
 def shared(one: Text, other: Text) -> int:
-    """Units that two texts have in common at their beginning."""
+    """Length of the longest common prefix."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -94,16 +86,9 @@ def shared(one: Text, other: Text) -> int:
 
 
 def cached_blocks(prompts: Sequence[tuple[int, ...]], block: int) -> tuple[int, int]:
-    """What a cache of whole blocks that never forgets would win, if it got the prompts one after the other.
+    """Tokens that a cache of whole blocks would win if it never evicts and gets the prompts in order, and all tokens.
 
-    A block is found if an earlier prompt has the same tokens up to its end; a prompt's last token is always computed.
-
-    Args:
-        prompts: Token ids.
-        block: Tokens a block.
-
-    Returns:
-        Tokens that are found, and all tokens.
+    A block hits if an earlier prompt has the same tokens up to its end. A prompt's last token is always computed.
     """
     known: dict[tuple[int, tuple[int, ...]], int] = {}  # (number of the blocks before it, its tokens) → its number
     found = total = 0
@@ -118,18 +103,18 @@ def cached_blocks(prompts: Sequence[tuple[int, ...]], block: int) -> tuple[int, 
     return found, total
 
 
-def text_of(record: dict[str, Any], field: str | None, whole: bool, where: str) -> str:
-    """What counts of a record: a field, the first user turn, or all turns.
+def text_of(record: dict[str, Any], field: str | None, where: str) -> str:
+    """The text of a record that counts: a field, or the first user turn.
 
     Raises:
         RequestError: It has none of these.
     """
-    turns = turns_of(record)
-    if field is None and turns:
-        texts = [text for who, text in turns if whole or who in USERS]
-        return "\n".join(texts if whole else texts[:1])
+    turns: list[Any] = next((record[name] for name in DIALOGS if isinstance(record.get(name), list)), [])
+    users = [turn for turn in turns if isinstance(turn, dict) and turn.get("from", turn.get("role")) in USERS]
     value = record.get(field) if field else next((record[name] for name in QUESTIONS if name in record), None)
+    if field is None and users:
+        value = users[0].get("value", users[0].get("content"))
     if not isinstance(value, str):
-        wanted = f"a text in `{field}`" if field else f"turns of text, or one of {', '.join(QUESTIONS)}"
+        wanted = f"a text in `{field}`" if field else f"a user's turn of text, or one of {', '.join(QUESTIONS)}"
         raise RequestError(f"{where}: expected {wanted}, found {'none' if value is None else type(value).__name__}")
     return value

@@ -10,7 +10,6 @@ from ling3export.runners.bench_serving.metrics import PHASES, Figures, Spread
 
 WIDTH = 50
 TITLE = " Serving Benchmark Result "
-CONCURRENCY_LIMIT = {None: "Max request concurrency:", "2025": "Max reqeuest concurrency:"}  # 2025: with its old typo
 ROW = re.compile(r"(?P<name>[A-Z][^:]*):\s*(?P<value>\S.*?)\s*$")
 NUMBER = re.compile(r"\d{1,15}(?:\.\d{1,6})?")
 HALF = 0.005  # what rounding to two decimals may hide
@@ -58,23 +57,20 @@ ROWS: tuple[tuple[str, str, float], ...] = (
 )
 
 
-def render(
-    found: Figures, *, backend: str, rate: float, limit: int | None, compat: str | None = None, extended: bool = False
-) -> str:
-    """The table of a run, with a line end before it as SGLang prints it, without one behind it.
+def render(found: Figures, *, backend: str, rate: float, limit: int | None, extended: bool = False) -> str:
+    """The table of a run, with a line end before it as SGLang prints it, without one at its end.
 
     Args:
         found: The figures.
         backend: What was measured.
         rate: Requests a second that were sent; infinite for all at once.
-        limit: How many requests may run at once.
-        compat: ``2025`` writes one row's name with the typo that tables of that year have.
+        limit: Most requests that ran at once.
         extended: Also P95 and Max ITL, the cache's hit rate and the share of prefills by another engine.
     """
     rows: list[tuple[str, object] | str] = [
         ("Backend:", backend),
         ("Traffic request rate:", rate),
-        (CONCURRENCY_LIMIT[compat], "not set" if limit is None else limit),
+        ("Max request concurrency:", "not set" if limit is None else limit),
         ("Successful requests:", found.completed),
         ("Benchmark duration (s):", _two(found.duration)),
         ("Total input tokens:", found.input_tokens),
@@ -102,8 +98,6 @@ def render(
             ("Cache hit rate (%):", _percent(found.cache_hit_rate)),
             ("Remote prefill share (%):", _percent(found.remote_prefill_share)),
         ]
-    if found.goodput is not None:
-        rows += ["Goodput", ("Request goodput (req/s):", _two(found.goodput))]
     lines = [f"{row:-^{WIDTH}}" if isinstance(row, str) else "{:<40} {:<10}".format(*row) for row in rows]
     return "\n".join([f"\n{TITLE:=^{WIDTH}}", *lines, "=" * WIDTH])
 

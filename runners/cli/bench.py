@@ -21,8 +21,9 @@ from ling3export.runners.transfer.options import CARRIERS
 if TYPE_CHECKING:
     from ling3export.runners.bench_serving.measure import Measurement, Settings
 
-WORKLOADS = ("random", "sharegpt", "generated-shared-prefix", "prefix-repetition", "jsonl", "suite")
+WORKLOADS = ("random", "shared-prefix", "jsonl", "suite")
 POSITIVE = click.IntRange(1)
+LISTED = 10  # prefixes that are listed
 COMMON = "workload data num_prompts input_len output_len request_rate max_concurrency output".split()
 
 
@@ -32,20 +33,19 @@ def bench() -> None:
 
 
 def _workload(command: Any) -> Any:
-    """The options that say what is sent."""
+    """Options of the requests."""
     return section(
         "Workload",
         click.option("--workload", type=click.Choice(WORKLOADS), default="random", help="What is sent."),
-        click.option("--data", type=PATH, help="The data set of sharegpt, jsonl or suite."),
+        click.option("--data", type=PATH, help="The file of jsonl, or the folder of a suite."),
         click.option("--suite", metavar="NAME|FILE", help="Whose prompts are sent, with --workload suite."),
         click.option("--num-prompts", type=POSITIVE, default=100, help="Requests; of a data set at most so many."),
         click.option("--input-len", type=POSITIVE, default=128, help="Most tokens of a random prompt."),
         click.option("--output-len", type=POSITIVE, help="Tokens of an answer.  [default: the data set's, or 64]"),
         click.option("--range-ratio", type=click.FloatRange(0, 1), default=0.0, help="Least random length."),
-        click.option("--groups", type=POSITIVE, default=8, help="Groups of prompts that begin alike."),
-        click.option("--prefix-len", type=POSITIVE, default=64, help="Tokens that a group's prompts share."),
-        click.option("--suffix-len", type=POSITIVE, default=32, help="Tokens of a prompt behind them."),
-        click.option("--readable", is_flag=True, help="Generated texts are words."),
+        click.option("--groups", type=POSITIVE, default=8, help="Groups of prompts that share a prefix."),
+        click.option("--prefix-len", type=POSITIVE, default=64, help="Tokens of a group's prefix."),
+        click.option("--suffix-len", type=POSITIVE, default=32, help="Tokens of a prompt after it."),
         click.option("--text", is_flag=True, help="Send what token ids spell, for servers that take no ids."),
         click.option("--stop-at-eos", is_flag=True, help="Let end-of-text tokens end answers."),
         click.option("--seed", type=click.IntRange(0), default=0, help="The same gives the same requests."),
@@ -53,12 +53,11 @@ def _workload(command: Any) -> Any:
 
 
 def _sending(command: Any) -> Any:
-    """The options that say when it is sent, and to whom, and what is shown of it."""
+    """Options of arrivals and of the server."""
     above = click.FloatRange(0, min_open=True)
     arrivals = section(
         "Arrivals",
         click.option("--request-rate", type=above, default=math.inf, help="Requests a second; inf sends all at once."),
-        click.option("--burstiness", type=above, default=1.0, help="Below 1 they come in bursts; 1 is Poisson's."),
         click.option("--max-concurrency", type=POSITIVE, help="Requests that run at once.  [default: any number]"),
     )
     server = section(
@@ -70,12 +69,6 @@ def _sending(command: Any) -> Any:
     return arrivals(server(command))
 
 
-_shown: Decorator = section(
-    "Output",
-    click.option("--goodput", metavar="NAME:MS,...", help="Count requests within bounds: ttft:200,tpot:20,e2el:2000."),
-    click.option("--extended", is_flag=True, help="More rows."),
-    click.option("--table-compat", type=click.Choice(["2025"]), help="Name one row as tables of that year do."),
-)
 _written: Decorator = section(
     "Files",
     click.option("--output", type=PATH, metavar="FILE.jsonl", help="Add a line of JSON with all figures."),
@@ -83,19 +76,18 @@ _written: Decorator = section(
 )
 
 
-@bench.command(common=("url", "goodput", *COMMON))
+@bench.command(common=("url", *COMMON))
 @click.argument("artifact", type=ARTIFACT, required=False)
 @click.option("--url", help="Measure the server there.  [default: ARTIFACT in this process]")
 @_workload
 @_sending
-@_shown
+@section("Output", click.option("--extended", is_flag=True, help="More rows."))
 @_written
 @engine_options("target", "programs", "check", "step_timeout")
 def serve(
     artifact: Path | None,
     url: str | None,
     extended: bool,
-    table_compat: str | None,
     output: Path | None,
     save_raw: bool,
     suite: str | None,
@@ -108,14 +100,15 @@ def serve(
 
     With --url, ARTIFACT is not run: it gives the tokenizer, and the bounds of prompts.
     """
-    how = _settings(artifact, suite, settings | {"url": url, "key": None if url is None else _key(api_key_file)})
+    options = settings | {"url": url, "key": None if url is None else _key(api_key_file)}
+    made = _settings(artifact, suite, options)
     from ling3export.runners.bench_serving.measure import measure
 
-    with progress("bench serve") as told:
-        found = measure(how, told)
-    click.echo(found.table(table_compat, extended))
-    _write([found.record(found.backend, raw=save_raw)], output)
-    _end(found)
+    with progress("bench serve") as shown:
+        measurement = measure(made, shown)
+    click.echo(measurement.table(extended))
+    _write([measurement.record(measurement.backend, raw=save_raw)], output)
+    _end(measurement)
 
 
 @bench.command(common=("configs", "transfer", *COMMON))
@@ -147,34 +140,34 @@ def compare(
     are started on loopback and stopped one configuration after the other; all are sent the same requests over HTTP.
     Ratios are to the first.
     """
-    key = _key(api_key_file)
     names = configs.split(",")
-    how = _settings(artifacts[0], suite, settings | {"key": key})
+    shared = _settings(artifacts[0], suite, settings | {"key": _key(api_key_file)})
     from ling3export.runners.bench_serving.compare import compared
     from ling3export.runners.bench_serving.table import side_by_side
 
-    found: list[Measurement] = []
+    measurements: list[Measurement] = []
     stopped: BaseException | None = None
-    # What was started ends with this process, also when somebody else ends it.
+    # The servers that were started end with this process, also after a signal.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for each in compared(how, names, artifacts, transfer, progress):
-            found.append(each)
-            if each.done.unfinished:
+        for measurement in compared(shared, names, artifacts, transfer, progress):
+            measurements.append(measurement)
+            if measurement.run.unfinished:
                 break
     except (Ling3Error, KeyboardInterrupt) as error:
-        if not found:
+        if not measurements:
             raise
         stopped = error
     finally:
         signal.signal(signal.SIGTERM, before)
-    records = [each.record(name.partition("=")[0], raw=save_raw) for each, name in zip(found, names, strict=False)]
+    pairs = zip(measurements, names, strict=False)
+    records = [measurement.record(name.partition("=")[0], raw=save_raw) for measurement, name in pairs]
     click.echo(side_by_side(records))
     _write(records, output)
-    if len(found) < len(names):
-        click.echo(f"not measured: {', '.join(names[len(found) :])}", err=True)
-    for each in found:
-        _end(each)
+    if len(records) < len(names):
+        click.echo(f"not measured: {', '.join(names[len(records) :])}", err=True)
+    for measurement in measurements:
+        _end(measurement)
     if stopped is not None:
         raise stopped
 
@@ -200,34 +193,18 @@ def check(file: Any) -> None:
 @click.argument("data", type=PATH)
 @click.option("--suite", metavar="NAME", help="DATA is this suite's data set; its prompts count.")
 @click.option("--field", metavar="NAME", help="Field of the records that counts.  [default: the first user turn]")
-@click.option("--whole", is_flag=True, help="Whole dialogs, one turn a line, instead of the first user turn.")
 @click.option("--least", type=POSITIVE, default=2, help="Texts that share a prefix.")
-@click.option("--longer", type=click.IntRange(0), default=120, help="Units that a prefix is longer than.")
-@click.option("--unit", type=click.Choice(["character", "token"]), default="character", help="What is counted.")
+@click.option("--longer", type=click.IntRange(0), default=120, help="Characters that a prefix is longer than.")
 @click.option("--tokenizer", type=ARTIFACT, help="A tokenizer.json, or an artifact, that counts tokens.")
 @click.option("--block", type=POSITIVE, default=256, help="Tokens a block of a prefix cache.")
-@click.option("--top", type=click.IntRange(0), default=10, help="Prefixes to list.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON object with all of them.")
 def prefixes(
-    data: Path,
-    suite: str | None,
-    field: str | None,
-    whole: bool,
-    least: int,
-    longer: int,
-    unit: str,
-    tokenizer: Path | None,
-    block: int,
-    top: int,
-    as_json: bool,
+    data: Path, suite: str | None, field: str | None, least: int, longer: int, tokenizer: Path | None, block: int
 ) -> None:
-    """Measure how often the prompts of DATA begin alike.
+    """Measure how many prompts of DATA share a prefix.
 
-    DATA is a list of JSON objects or JSON lines. A prefix counts that --least texts share and that no longer one
-    replaces. With --tokenizer also what a prefix cache could win at best.
+    DATA is a list of JSON objects or JSON lines. A prefix counts if --least texts share it and no longer one. With
+    --tokenizer also the most that a prefix cache could win.
     """
-    if unit == "token" and tokenizer is None:
-        raise click.UsageError("expected --tokenizer with --unit token, found none.")
     from ling3export.runners.bench_serving.measure import open_tokenizer
     from ling3export.runners.bench_serving.prefixes import cached_blocks, repetition, text_of
     from ling3export.runners.bench_serving.workloads import read_records
@@ -238,55 +215,51 @@ def prefixes(
         texts = [task.prompt for task in load_suite(suite, data).tasks if isinstance(task.prompt, str)]
     else:
         records = enumerate(read_records(data), 1)
-        texts = [text_of(record, field, whole, f"data set `{data}` record {at}") for at, record in records]
-    opened = None if tokenizer is None else open_tokenizer(tokenizer)
-    ids = [] if opened is None else [tuple(opened.encode(text)) for text in texts]
-    found = repetition(ids if unit == "token" else texts, least, longer)
+        texts = [text_of(record, field, f"data set `{data}` record {at}") for at, record in records]
+    result = repetition(texts, least, longer)
     summary: dict[str, Any] = {
-        "dialogs": found.texts,
-        "unit": unit,
+        "dialogs": result.texts,
         "least": least,
         "longer": longer,
-        "prefixes": len(found.prefixes),
-        "ratio": found.ratio,
-        "coverage": found.coverage,
-        "mean_length": found.mean_length,
+        "prefixes": len(result.prefixes),
+        "ratio": result.ratio,
+        "coverage": result.coverage,
+        "mean_length": result.mean_length,
     }
-    if opened is not None:
-        hit, every = cached_blocks(ids, block)
-        summary |= {"block": block, "prompt_tokens": every, "cached_tokens": hit, "cached_share": hit / max(every, 1)}
-    if as_json:
-        click.echo(json.dumps(summary | {"list": found.prefixes}, ensure_ascii=False))
-        return
+    if tokenizer is not None:
+        opened = open_tokenizer(tokenizer)
+        hit, total = cached_blocks([tuple(opened.encode(text)) for text in texts], block)
+        summary |= {"block": block, "prompt_tokens": total, "cached_tokens": hit, "cached_share": hit / max(total, 1)}
     for name, value in summary.items():
         click.echo(f"{name + ':':15} {f'{value:.4f}' if isinstance(value, float) else value}")
-    for prefix, count in found.prefixes[:top]:
+    for prefix, count in result.prefixes[:LISTED]:
         click.echo(f"{count:6}  {json.dumps(prefix, ensure_ascii=False)}")
 
 
-def _settings(artifact: Path | None, suite: str | None, given: dict[str, Any]) -> "Settings":
-    """The settings, with the prompts of a suite where one was asked for."""
-    if (given["workload"] == "suite") != (suite is not None):
-        raise click.UsageError("expected --suite with --workload suite, and with it alone.")
-    if given.get("url") is None and artifact is None:
+def _settings(artifact: Path | None, suite: str | None, options: dict[str, Any]) -> "Settings":
+    """The settings, with the prompts of a suite if one is named."""
+    if (options["workload"] == "suite") != (suite is not None):
+        raise click.UsageError("--suite and --workload suite belong together.")
+    if options.get("url") is None and artifact is None:
         raise click.UsageError("expected ARTIFACT or --url, found neither.")
     from ling3export.runners.bench_serving.measure import Settings
     from ling3export.runners.bench_serving.workloads import SampleRequest
 
-    how = Settings(artifact=artifact, **given)
+    settings = Settings(artifact=artifact, **options)
     if suite is None:
-        return how
+        return settings
     from ling3export.runners.evals.suites import load_suite
 
-    loaded = load_suite(suite, how.data, how.num_prompts)
+    loaded = load_suite(suite, settings.data, settings.num_prompts)
     texts = [task.prompt for task in loaded.tasks if isinstance(task.prompt, (str, tuple))]
     if not texts or len(texts) != len(loaded.tasks):
         raise Ling3Error(f"suite `{suite}`: expected prompts of text, found {'messages' if loaded.tasks else 'none'}")
-    return replace(how, workload=loaded.name, asks=tuple(SampleRequest(text, how.output) for text in texts))
+    requests = tuple(SampleRequest(text, settings.output) for text in texts)
+    return replace(settings, workload=loaded.name, requests=requests)
 
 
 def _key(path: Path | None) -> str | None:
-    """The key for a server; whoever calls servers needs the extra."""
+    """The key for a server; calling servers needs the extra."""
     require("bench over HTTP", "serve", "h11", "starlette", "uvicorn", "prometheus_client", "pydantic")
     from ling3export.runners.serve.run import api_key
 
@@ -294,7 +267,7 @@ def _key(path: Path | None) -> str | None:
 
 
 def _write(records: list[dict[str, Any]], output: Path | None) -> None:
-    """Adds a line of JSON for each record to a file, which is made if it is missing."""
+    """Appends a line of JSON for each record to a file."""
     if output is None:
         return
     from ling3export.artifacts.files import open_own, writing
@@ -304,22 +277,21 @@ def _write(records: list[dict[str, Any]], output: Path | None) -> None:
         file.write(lines.encode())
 
 
-def _end(found: "Measurement") -> None:
-    """Says what a reader of the table must know, and ends with the exit code that follows."""
-    done, figures = found.done, found.found
-    if done.unfinished:
-        click.echo(
-            f"interrupted: {done.unfinished} of {len(found.asks)} requests had not ended and do not count", err=True
-        )
+def _end(measurement: "Measurement") -> None:
+    """Warns of what the table does not show, and ends with the exit code that follows."""
+    run, figures = measurement.run, measurement.figures
+    if run.unfinished:
+        total = len(measurement.requests)
+        click.echo(f"interrupted: {run.unfinished} of {total} requests had not ended and do not count", err=True)
     if figures.failed:
-        first = next(result.error for result in done.results if result.error is not None)
+        first = next(result.error for result in run.results if result.error is not None)
         click.echo(f"warning: {figures.failed} requests failed and do not count; the first: {first}", err=True)
-    if done.compiles:
+    if run.compiles:
         raise Ling3Error(
-            f"bench: expected no program to be compiled during the run, found {done.compiles}",
+            f"bench: expected no program to be compiled during the run, found {run.compiles}",
             "the figures hold compile time: build for this machine, or measure again",
         )
-    if done.unfinished:
+    if run.unfinished:
         sys.exit(INTERRUPTED)
     if not figures.completed:
         raise Ling3Error("bench: expected answers, found none")

@@ -151,7 +151,7 @@ def test_phases_of_every_request_add_up_to_what_both_servers_measured(artifact, 
             result = asyncio.run(client.send(asked))
             after = [metrics(each)["ling3_first_token_seconds_sum"] for each in (p, d)]
             assert (result.error, result.tokens) == (None, 3)
-            told = result.told
+            told = result.server_phases
             there, here = (last - first for first, last in zip(before, after, strict=True))
             assert told["queue"] + told["prefill"] == pytest.approx(there, abs=1e-3)
             assert told["transfer"] + told["first"] == pytest.approx(here, abs=1e-3)
@@ -275,7 +275,7 @@ def test_the_toy_of_two_devices_is_compared_with_itself(pids):
     """An artifact without snapshots, and no tokenizer asked for."""
     how = Settings(num_prompts=3, input_len=12, output_len=4)
     found = list(compared(how, ["1x2", "1x2"], [toy_artifact.shared()], "shm", lambda name: nullcontext()))
-    assert [each.found.completed for each in found] == [3, 3]
-    texts = [sorted(result.text for result in each.done.results) for each in found]
+    assert [each.figures.completed for each in found] == [3, 3]
+    texts = [sorted(result.text for result in each.run.results) for each in found]
     assert texts[0] == texts[1]
     assert not running_among(pids)

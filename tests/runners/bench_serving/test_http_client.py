@@ -21,7 +21,7 @@ def sent(url, asks, limit=None, **more):
     async def go():
         server = client(url, **more)
         await server.open()
-        return await run(server, asks, arrivals(asks, math.inf, 1.0, 0), limit=limit)
+        return await run(server, asks, arrivals(len(asks), math.inf, 0), limit=limit)
 
     return asyncio.run(go())
 

@@ -59,20 +59,12 @@ def test_the_table_is_golden():
     assert {len(line) for line in GOLDEN.splitlines()[1:]} <= {50, 51}
 
 
-def test_the_old_spelling_is_printed_where_it_is_asked_for():
-    changed = GOLDEN.replace(
-        "Max request concurrency:                 not set", "Max reqeuest concurrency:                2      "
-    )
-    assert shown(figures(worked(), 0.5), compat="2025", limit=2) == changed
-
-
 def test_more_rows_follow_the_table_and_change_none_of_it():
-    found = figures(worked(), 0.5, {"ttft": 150})
+    found = figures(worked(), 0.5)
     lines = shown(found, extended=True).splitlines()
     assert lines[: len(GOLDEN.splitlines()) - 1] == GOLDEN.splitlines()[:-1]
     assert "P95 ITL (ms):                            48.00     " in lines
     assert "Cache hit rate (%):                      not known " in lines
-    assert "Request goodput (req/s):                 4.00      " in lines
 
 
 def test_our_own_table_agrees():
