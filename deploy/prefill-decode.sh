@@ -2,14 +2,13 @@
 # Servers that prefill (PREFILL, 2), servers that decode (DECODE, 2) and the router before them, on one machine:
 #   deploy/prefill-decode.sh ARTIFACT [OPTION OF ling3-runner serve]...
 # ARTIFACT was built with --snapshots. States go through shared memory; `--transfer tcp` takes their own ports instead.
-# The router hears from each server what prompts hit there, at ports that are free; EVENTS= turns that off.
 # The router listens at PORT (8000), the servers at the ports behind it; PORT=0 takes any that are free. Prints a role
 # and an address for each server, then the router's address once clients may connect. The router goes on without a
 # server that ends. SIGTERM or SIGINT ends the router, which lets its calls end, and then the servers.
 set -euo pipefail
 artifact=${1:?expected an artifact, found no argument}
 shift
-port=${PORT:-8000} events=${EVENTS-tcp://127.0.0.1:0} roles=() servers=() urls=() router=
+port=${PORT:-8000} roles=() servers=() urls=() router=
 for ((n = 0; n < ${PREFILL:-2}; n++)); do roles+=(prefill); done
 for ((n = 0; n < ${DECODE:-2}; n++)); do roles+=(decode); done
 said=$(mktemp -d)
@@ -26,7 +25,7 @@ trap 'exit 0' TERM INT
 for n in "${!roles[@]}"; do
   : > "$said/$n" # there before anything reads it
   ling3-runner serve "$artifact" --transfer shm --role "${roles[n]}" --port $((port ? port + n + 1 : 0)) \
-    ${events:+--kv-events "$events"} "$@" > "$said/$n" &
+    "$@" > "$said/$n" &
   servers+=($!)
 done
 for n in "${!roles[@]}"; do

@@ -23,12 +23,13 @@ LARGEST = 64 << 20  # bytes of an answer that is read whole, and of a line of a 
 
 @dataclass(frozen=True)
 class Reply:
-    """A piece of an answer's body and when it came; the first has the status, the kind of content, and no bytes."""
+    """A piece of an answer's body and when it came. The first has headers and no bytes."""
 
     status: int
     data: bytes
     at: float
     kind: str = ""
+    retry_after: str = ""
 
 
 class Endpoint:
@@ -90,12 +91,12 @@ class Endpoint:
             asyncio.open_connection(self._host, self._port, ssl=context), self._timeout
         )
         try:
-            headers = [("Host", self.place), ("Connection", "close"), ("Accept", "*/*")]
+            sent = [("Host", self.place), ("Connection", "close"), ("Accept", "*/*")]
             if body:
-                headers += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
+                sent += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
             if self._key:
-                headers.append(("Authorization", f"Bearer {self._key}"))
-            asked = h11.Request(method=method, target=self._path + path, headers=headers)
+                sent.append(("Authorization", f"Bearer {self._key}"))
+            asked = h11.Request(method=method, target=self._path + path, headers=sent)
             parts = [asked, h11.Data(data=body), h11.EndOfMessage()] if body else [asked, h11.EndOfMessage()]
             writer.write(b"".join(http.send(part) or b"" for part in parts))
             await writer.drain()
@@ -107,10 +108,8 @@ class Endpoint:
                     at = now()
                 elif isinstance(event, h11.Response):
                     status = event.status_code
-                    kind = next(
-                        (value.decode("latin-1") for name, value in event.headers if name == b"content-type"), ""
-                    )
-                    yield Reply(status, b"", at, kind)
+                    headers = {name: value.decode("latin-1") for name, value in event.headers}
+                    yield Reply(status, b"", at, headers.get(b"content-type", ""), headers.get(b"retry-after", ""))
                 elif isinstance(event, h11.Data):
                     yield Reply(status, bytes(event.data), at)
                 elif isinstance(event, (h11.EndOfMessage, h11.ConnectionClosed)):

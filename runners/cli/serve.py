@@ -159,17 +159,11 @@ def serve(artifact: Path, server: ServerConfig, engine: EngineConfig) -> None:
         "--decode", multiple=True, required=True, metavar="URL", help="A server that answers; again for more."
     ),
     click.option(
-        "--weight",
-        type=click.FloatRange(0),
-        default=1.0,
-        help="What the known share of a prompt counts against a server's load; 0 looks at the load alone.",
-    ),
-    click.option(
         "--max-local-prefill",
         type=COUNT,
         default=0,
         metavar="TOKENS",
-        help="Prompts of which a server lacks no more tokens than these are prefilled where they are decoded.",
+        help="Prompts of no more tokens than these are prefilled where they are decoded.",
     ),
     click.option(
         "--max-queue",
@@ -187,20 +181,19 @@ def route(
     server: ServerConfig,
     prefill: tuple[str, ...],
     decode: tuple[str, ...],
-    weight: float,
     max_local_prefill: int,
     max_queue: int,
     timeout: float,
 ) -> None:
     """Send requests on to servers: prompts to those that prefill, answers from those that decode."""
-    require("route", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic", "h11", "msgspec", "zmq")
+    require("route", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic", "h11")
     from ling3export.runners.route.app import Router, RoutingPolicy, workers_of
     from ling3export.runners.route.app import serve as run
     from ling3export.runners.serve.connection import ConnectionLimits
     from ling3export.runners.serve.run import opened
 
     listener, policy = opened(server, "", server.max_connections)
-    how = RoutingPolicy(weight, most_local=max_local_prefill, most_queued=max_queue)
+    how = RoutingPolicy(most_local=max_local_prefill, most_queued=max_queue)
     router = Router(workers_of(prefill, policy.api_key, timeout), workers_of(decode, policy.api_key, timeout), how)
     run(router, policy, listener, ConnectionLimits(server.max_connections), server.grace)
 

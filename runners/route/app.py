@@ -8,11 +8,11 @@ held until it is whole. Once bytes of a stream are out nothing can take its plac
 import asyncio
 import json
 import socket
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
-from urllib.parse import urlsplit
+from typing import Any, TypeVar
 
 import h11
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
@@ -26,22 +26,20 @@ from starlette.types import Receive, Scope, Send
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint, Reply
-from ling3export.runners.route.blocks import Tokens
-from ling3export.runners.route.events import KVEventSubscriber
-from ling3export.runners.route.prompts import Prompts
-from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, best, prefilled
+from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, least_loaded, prefill_body, prefilled
 from ling3export.runners.serve.answers import event, unless_left
-from ling3export.runners.serve.app import Policy, RequestMiddleware, no_route, received
+from ling3export.runners.serve.app import Policy, RequestMiddleware, check_kind, no_route, received
 from ling3export.runners.serve.connection import ConnectionLimits
 from ling3export.runners.serve.page import page_routes
 from ling3export.runners.serve.run import affordable, begin, http_server
 from ling3export.runners.serve.schema import ApiError, parse, refused
 
+T = TypeVar("T")
 RESPONSES = "/v1/responses"
 CHARACTERS_A_TOKEN = 4  # of a text, about
-HEARD = ("received", "gaps", "replays", "restarts", "malformed", "failed")
 EVENTS = "text/event-stream"
 HELD = 256 << 20  # bytes of whole answers that are held until their end, of all calls together
+BODIES = 256 << 20  # bytes of bodies, of all calls together
 GONE = (OSError, TimeoutError, h11.ProtocolError)
 
 
@@ -50,13 +48,11 @@ class RoutingPolicy:
     """How a router chooses.
 
     Attributes:
-        weight: What the share of a prompt that a server knows counts, against the server's load.
         every: Seconds between two looks at each server.
-        most_local: A prompt that lacks no more tokens than these is prefilled by the server that decodes it.
+        most_local: A prompt of no more tokens is prefilled by the server that decodes it.
         most_queued: While each server that prefills has so many requests, so is every prompt.
     """
 
-    weight: float = 1.0
     every: float = 1.0
     most_local: int = 0
     most_queued: int = 64
@@ -69,6 +65,9 @@ class Router:
         prefill: Servers that prefill for others; none where each does both.
         decode: Servers that answer.
         policy: How to choose.
+
+    Attributes:
+        bodies: Bytes of the bodies of all calls.
     """
 
     def __init__(self, prefill: Sequence[Worker], decode: Sequence[Worker], policy: RoutingPolicy) -> None:
@@ -83,15 +82,13 @@ class Router:
         self._well = Gauge("ling3_route_well", "Whether a server answers.", names, registry=registry)
         self._picked = Gauge("ling3_route_picked", "How often a server was chosen.", names, registry=registry)
         self._failed = Gauge("ling3_route_failed", "How often it did not answer.", names, registry=registry)
-        self._blocks = Gauge("ling3_route_blocks", "Blocks that it has, by its events.", names, registry=registry)
-        self._heard = Gauge(
-            "ling3_route_kv_events", "What happened to a server's events.", [*names, "what"], registry=registry
-        )
-        self._known = Counter(
-            "ling3_route_prompts", "Prompts, by what decided where they go.", ["by"], registry=registry
-        )
-        self._prompts = Prompts([*self.prefill, *self.decode])
         self._held = 0  # bytes
+        self.bodies = 0
+        self._reader = ThreadPoolExecutor(1, "ling3-route")
+
+    async def beside(self, work: Callable[..., T], *arguments: Any) -> T:
+        """Reads or writes a body in a thread: a large one takes seconds, in which the event loop would do nothing."""
+        return await asyncio.get_running_loop().run_in_executor(self._reader, work, *arguments)
 
     def responded(self, path: str, status: int) -> None:
         """Counts a response that was begun."""
@@ -101,26 +98,20 @@ class Router:
         """All counters in Prometheus' text format."""
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
             for worker in workers:
-                self._well.labels(role, worker.url).set(worker.well)
+                self._well.labels(role, worker.url).set(worker.healthy)
                 self._picked.labels(role, worker.url).set(worker.picked)
                 self._failed.labels(role, worker.url).set(worker.failed)
-                self._blocks.labels(role, worker.url).set(worker.events.blocks)
-                for what in HEARD:
-                    self._heard.labels(role, worker.url, what).set(worker.events.counts[what])
         return generate_latest(self._registry)
 
     @asynccontextmanager
     async def watching(self) -> AsyncGenerator[None, None]:
-        """Looks at every server again and again within the block, and hears what they tell of their blocks."""
+        """Looks at every server again and again within the block."""
         watch = asyncio.create_task(self._watch())
         try:
             yield
         finally:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
-            for worker in (*self.prefill, *self.decode):
-                worker.events.end()
-            await asyncio.sleep(0)  # the listeners to events end, too
 
     async def _watch(self) -> None:
         while True:
@@ -131,21 +122,26 @@ class Router:
         """The answer to a request as it comes.
 
         Raises:
-            ApiError: No server is there.
+            ApiError: The request names a state itself, or no server is there.
             PrefillRefusedError: The request is wrong for every server.
         """
-        prompt = await self._tokens(path, body)
-        self._known.labels("load" if prompt is None else "events").inc()
-        if self.prefill and path != RESPONSES:  # has no kv_transfer_params: D computes the prompt
-            params = await self._prefilled(path, body, prompt) if self._goes_apart(body, prompt) else None
+        if body.get("kv_transfer_params") is not None:
+            raise ApiError(
+                400,
+                "kv_transfer_params: the router pairs servers itself and takes none from clients",
+                param="kv_transfer_params",
+            )
+        if self.prefill and path != RESPONSES and self._goes_apart(body):  # /v1/responses has no kv_transfer_params
+            params = await self._prefilled(path, body)
             body = body if params is None else body | {"kv_transfer_params": params}
+        data = await self.beside(_written, body)
         tried: list[Worker] = []
-        while (worker := self._pick(self.decode, prompt, tried)) is not None:
+        while (worker := _pick(self.decode, tried)) is not None:
             begun = False
             try:
-                async with aclosing(self._ask(worker, path, body)) as replies:
+                async with aclosing(self._ask(worker, path, data)) as replies:
                     async for reply in replies:
-                        if not begun and reply.status in BUSY and self._pick(self.decode, prompt, [*tried, worker]):
+                        if not begun and reply.status in BUSY and _pick(self.decode, [*tried, worker]):
                             break
                         begun = True
                         yield reply
@@ -168,9 +164,9 @@ class Router:
             headers={"Retry-After": "1"},
         )
 
-    def _goes_apart(self, body: dict[str, Any], prompt: Tokens | None) -> bool:
+    def _goes_apart(self, body: dict[str, Any]) -> bool:
         """Whether a prompt is long enough for a server that prefills, and one of them has room; why not is counted."""
-        if self._lacking(body, prompt) <= self._policy.most_local:
+        if _tokens_about(body) <= self._policy.most_local:
             self._falls.labels("short").inc()
             return False
         if all(worker.queued + worker.live >= self._policy.most_queued for worker in self.prefill):
@@ -178,27 +174,18 @@ class Router:
             return False
         return True
 
-    def _lacking(self, body: dict[str, Any], prompt: Tokens | None) -> int:
-        """How many tokens of a prompt no server that decodes has cached; an estimate where the tokens are not known."""
-        if prompt is not None:
-            hits = [worker.events.hit(prompt) for worker in self.decode if worker.events.live]
-            return prompt.length - max(hits, default=0)
-        text = body.get("prompt", body.get("messages"))
-        if isinstance(text, list) and all(type(each) is int for each in text):
-            return len(text)
-        return len(text if isinstance(text, str) else json.dumps(text)) // CHARACTERS_A_TOKEN
-
-    async def _prefilled(self, path: str, body: dict[str, Any], prompt: Tokens | None) -> dict[str, Any] | None:
+    async def _prefilled(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
         """The ``kv_transfer_params`` of a server that prefilled the prompt; None if none could.
 
         Raises:
             PrefillRefusedError: The request is wrong for every server.
         """
+        data = await self.beside(prefill_body, body)
         tried: list[Worker] = []
-        while (worker := self._pick(self.prefill, prompt, tried)) is not None:
+        while (worker := _pick(self.prefill, tried)) is not None:
             try:
-                with worker.asked():
-                    params = await prefilled(worker.endpoint, path, body)
+                with worker.busy():
+                    return await prefilled(worker.endpoint, path, data)
             except PrefillRefusedError as error:
                 if error.wrong:
                     raise
@@ -206,19 +193,17 @@ class Router:
             except Ling3Error:
                 worker.lost()
                 self._falls.labels("prefill_gone").inc()
-            else:
-                return params
             tried.append(worker)
         self._falls.labels("prefill_by_decode").inc()
         return None
 
-    async def _ask(self, worker: Worker, path: str, body: dict[str, Any]) -> AsyncGenerator[Reply, None]:
+    async def _ask(self, worker: Worker, path: str, body: bytes) -> AsyncGenerator[Reply, None]:
         """The pieces of a stream as they come; any other answer in one piece, once it is whole.
 
         One that would make more than HELD bytes of such answers goes on as it comes: no other server can give it then.
         """
-        with worker.asked():
-            async with aclosing(worker.endpoint.replies("POST", path, json.dumps(body).encode())) as replies:
+        with worker.busy():
+            async with aclosing(worker.endpoint.replies("POST", path, body)) as replies:
                 first, parts, size = await anext(replies), list[bytes](), 0
                 try:
                     while not first.kind.startswith(EVENTS):
@@ -235,24 +220,40 @@ class Router:
                 async for reply in replies:
                     yield reply
 
-    async def _tokens(self, path: str, body: dict[str, Any]) -> Tokens | None:
-        several = len(self.decode) > 1 or len(self.prefill) > 1
-        return await self._prompts.tokens(path, body) if several else None  # else there is nothing to choose
 
-    def _pick(self, workers: Sequence[Worker], prompt: Tokens | None, tried: Sequence[Worker]) -> Worker | None:
-        left = [worker for worker in workers if worker not in tried]
-        return best(left, self._policy.weight, prompt)
+def _pick(workers: Sequence[Worker], tried: Sequence[Worker]) -> Worker | None:
+    return least_loaded([worker for worker in workers if worker not in tried])
+
+
+def _written(body: dict[str, Any]) -> bytes:
+    return json.dumps(body).encode()
+
+
+def _tokens_about(body: dict[str, Any]) -> int:
+    """About how many tokens a prompt has; of token ids exactly."""
+    text = body.get("prompt", body.get("messages"))
+    if isinstance(text, list) and all(type(token) is int for token in text):
+        return len(text)
+    if isinstance(text, list):
+        contents = (message.get("content") for message in text if isinstance(message, dict))
+        return sum(len(content if isinstance(content, str) else str(content)) for content in contents) // (
+            CHARACTERS_A_TOKEN
+        )
+    return len(str(text)) // CHARACTERS_A_TOKEN
 
 
 class _Call:
     """One call of a client; when the client leaves, the connection to the server that works for it is closed, too."""
 
-    def __init__(self, router: Router, path: str, body: dict[str, Any]) -> None:
-        self._router, self._path, self._body = router, path, body
+    def __init__(self, router: Router, path: str, body: dict[str, Any], size: int) -> None:
+        self._router, self._path, self._body, self._size = router, path, body, size
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        with suppress(ClientDisconnect):
-            await unless_left(self._work(scope, receive, send), receive)
+        try:
+            with suppress(ClientDisconnect):
+                await unless_left(self._work(scope, receive, send), receive)
+        finally:
+            self._router.bodies -= self._size
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         begun = False
@@ -261,6 +262,8 @@ class _Call:
                 async for reply in replies:
                     if not begun:
                         headers = [(b"content-type", reply.kind.encode("latin-1"))]
+                        if reply.retry_after:
+                            headers.append((b"retry-after", reply.retry_after.encode("latin-1")))
                         await send({"type": "http.response.start", "status": reply.status, "headers": headers})
                     begun = True
                     if reply.data:
@@ -284,21 +287,27 @@ def workers_of(urls: Sequence[str], key: str | None, timeout: float) -> list[Wor
     Raises:
         RequestError: One of them is none.
     """
-    return [
-        Worker(url, Endpoint(url, key=key, timeout=timeout), KVEventSubscriber(urlsplit(url).hostname or ""))
-        for url in urls
-    ]
+    return [Worker(url, Endpoint(url, key=key, timeout=timeout)) for url in urls]
 
 
 def application(router: Router, policy: Policy) -> Starlette:
     """The router's endpoints."""
 
     async def pass_on(request: Request) -> Any:
+        data = bytearray()
         try:
-            data = b"".join([chunk async for chunk in received(request, policy.max_body)])
-            return _Call(router, request.url.path, parse(data))
-        except ApiError as error:
-            return refused(error)
+            check_kind(request)
+            async for chunk in received(request, policy.max_body):
+                data += chunk
+                router.bodies += len(chunk)
+                if router.bodies > BODIES:
+                    raise ApiError(503, "router: too many large bodies at once", headers={"Retry-After": "1"})
+            return _Call(router, request.url.path, await router.beside(parse, bytes(data)), len(data))
+        except BaseException as error:
+            router.bodies -= len(data)
+            if isinstance(error, ApiError):
+                return refused(error)
+            raise
 
     async def models(request: Request) -> Response:
         for worker in router.decode:
@@ -310,12 +319,12 @@ def application(router: Router, policy: Policy) -> Starlette:
         return refused(ApiError(503, "router: expected a server that decodes, found none", code="no_server"))
 
     async def health(request: Request) -> Response:
-        there = any(worker.well for worker in router.decode)
+        healthy = any(worker.healthy for worker in router.decode)
         state = {
-            role: [{"url": worker.url, "well": worker.well, "events": worker.events.live} for worker in workers]
+            role: [{"url": worker.url, "well": worker.healthy} for worker in workers]
             for role, workers in (("prefill", router.prefill), ("decode", router.decode))
         }
-        return JSONResponse({"status": "ok" if there else "no server"} | state, 200 if there else 503)
+        return JSONResponse({"status": "ok" if healthy else "no server"} | state, 200 if healthy else 503)
 
     async def metrics(request: Request) -> Response:
         return Response(router.text(), media_type="text/plain; version=0.0.4")

@@ -1,21 +1,19 @@
-"""The servers that a router knows: whether they answer, how busy they are, and what they hold of a prompt.
+"""The servers that a router knows: whether they answer, how busy they are, and how one prefills for another.
 
-How one of them is asked to prefill for another one is vLLM's HTTP protocol: the client's body goes to P with one token
-to generate and ``do_remote_decode``; P's answer carries what D needs.
+That is vLLM's HTTP protocol: P gets the client's body with one token to generate and ``do_remote_decode``; its answer
+carries what D needs.
 """
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint
-from ling3export.runners.route.blocks import Tokens
-from ling3export.runners.route.events import KVEventSubscriber
 
 AWAY = {
     "do_remote_decode": True,
@@ -28,60 +26,32 @@ AWAY = {
 BUSY = {429, 500, 502, 503, 504}  # statuses after which another server may answer
 
 
-class WorkerLoad(NamedTuple):
-    """What decides between servers.
-
-    Attributes:
-        hit: Share of the prompt that the server's prefix cache has, by its events; 0 where it tells none.
-        usage: Share of its pages that are held.
-        waiting: Requests that have no slot.
-    """
-
-    hit: float
-    usage: float
-    waiting: float
-
-
-def scores(loads: Sequence[WorkerLoad], weight: float = 1.0) -> list[float]:
-    """``weight · hit - (usage + waiting / largest waiting) / 2`` of each server."""
-    most = max((load.waiting for load in loads), default=0) or 1
-    return [weight * load.hit - (load.usage + load.waiting / most) / 2 for load in loads]
-
-
 @dataclass(eq=False)
 class Worker:
     """A server.
 
     Attributes:
         url: Its address.
-        endpoint: How it is called.
-        events: What it tells of its blocks.
-        well: Whether it answered the last time.
+        endpoint: Its client.
+        healthy: Whether it answered the last time.
         live: Requests of this router that it has at the moment.
-        usage: Share of its pages that are held, when it was asked last.
-        queued: Requests without a slot, when it was asked last.
+        usage: Share of its pages that are held, at the last look.
+        queued: Requests of others without a slot, at the last look.
         picked: How often it was chosen.
         failed: How often it did not answer.
     """
 
     url: str
     endpoint: Endpoint
-    events: KVEventSubscriber
-    well: bool = True
+    healthy: bool = True
     live: int = 0
     usage: float = 0.0
     queued: float = 0.0
     picked: int = 0
     failed: int = 0
 
-    def load(self, tokens: Tokens | None = None) -> WorkerLoad:
-        """What decides between this server and others for a prompt."""
-        known = tokens is not None and self.events.live
-        hit = self.events.hit(tokens) / max(1, tokens.length) if known and tokens is not None else 0.0
-        return WorkerLoad(hit, self.usage, self.queued + self.live)
-
     @contextmanager
-    def asked(self) -> Iterator[None]:
+    def busy(self) -> Iterator[None]:
         """Counts a request that the server has within the block."""
         self.picked += 1
         self.live += 1
@@ -91,48 +61,40 @@ class Worker:
             self.live -= 1
 
     def lost(self) -> None:
-        """Notes that it did not answer: its cache may be lost."""
-        self.well = False
+        """Notes that it did not answer."""
+        self.healthy = False
         self.failed += 1
-        self.events.end()
 
     async def look(self) -> None:
-        """Asks for its health and load; missing figures count as zero."""
+        """Reads its health and load; missing figures count as zero."""
         try:
-            status, health = await self.endpoint.whole("GET", "/health")
+            status, _ = await self.endpoint.whole("GET", "/health")
             if status != 200:
                 return self.lost()
             _, data = await self.endpoint.whole("GET", "/metrics")
         except Ling3Error:
             return self.lost()
-        try:
-            self.events.told(json.loads(health))
-        except (ValueError, RecursionError):  # another kind of server
-            self.events.end()
-        said = _samples(data.decode(errors="replace"))
-        pages, slots = said.get("ling3_pages", 0.0), said.get("ling3_slots", 0.0)
-        self.usage = 1 - said.get("ling3_pages_free", 0.0) / pages if pages else 0.0
-        held = slots - said.get("ling3_slots_free", 0.0)
-        self.queued = max(0.0, said.get("ling3_requests_live", 0.0) - held - self.live)
-        self.well = True
+        samples = _samples(data.decode(errors="replace"))
+        pages, slots = samples.get("ling3_pages", 0.0), samples.get("ling3_slots", 0.0)
+        self.usage = 1 - samples.get("ling3_pages_free", 0.0) / pages if pages else 0.0
+        held = slots - samples.get("ling3_slots_free", 0.0)
+        self.queued = max(0.0, samples.get("ling3_requests_live", 0.0) - held - self.live)
+        self.healthy = True
 
 
 def _samples(text: str) -> dict[str, float]:
     """The values of a page of metrics, by name; empty where the text is no such page."""
     try:
-        found = [each for family in text_string_to_metric_families(text) for each in family.samples]
+        samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
     except ValueError:
         return {}
-    return {each.name: each.value for each in found if not each.labels}
+    return {sample.name: sample.value for sample in samples if not sample.labels}
 
 
-def best(workers: Sequence[Worker], weight: float, tokens: Tokens | None = None) -> Worker | None:
-    """The server of the highest score among those that answer; of equals the first. None where none does."""
-    there = [worker for worker in workers if worker.well]
-    if not there:
-        return None
-    rated = scores([worker.load(tokens) for worker in there], weight)
-    return there[rated.index(max(rated))]
+def least_loaded(workers: Sequence[Worker]) -> Worker | None:
+    """The healthy server with the fewest requests, then the fewest pages; of equals the first. None if none is."""
+    healthy = (worker for worker in workers if worker.healthy)
+    return min(healthy, key=lambda worker: (worker.queued + worker.live, worker.usage), default=None)
 
 
 class PrefillRefusedError(Exception):
@@ -150,9 +112,17 @@ class PrefillRefusedError(Exception):
         self.wrong = 400 <= status < 500 and status not in BUSY
 
 
-async def prefilled(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Has a server prefill the prompt of a client's body; gives the ``kv_transfer_params`` for the server that
-    decodes.
+def prefill_body(body: Mapping[str, Any]) -> bytes:
+    """The body for the server that prefills a client's prompt."""
+    fields = {name: value for name, value in body.items() if name not in ("stream_options", "max_completion_tokens")}
+    fields |= {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": AWAY}
+    if body.get("min_tokens"):
+        fields["min_tokens"] = 1  # of the one token; D counts on
+    return json.dumps(fields).encode()
+
+
+async def prefilled(endpoint: Endpoint, path: str, body: bytes) -> dict[str, Any]:
+    """Has a server prefill a prompt; returns the ``kv_transfer_params`` for the server that decodes.
 
     Leaving early closes the connection, by which the server frees what it has computed.
 
@@ -160,11 +130,7 @@ async def prefilled(endpoint: Endpoint, path: str, body: Mapping[str, Any]) -> d
         PrefillRefusedError: The server does not do it.
         Ling3Error: Nobody answered, or the answer broke off.
     """
-    asked = {name: value for name, value in body.items() if name not in ("stream_options", "max_completion_tokens")}
-    asked |= {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": AWAY}
-    if body.get("min_tokens"):
-        asked["min_tokens"] = 1  # of the one token; D counts on
-    status, data = await endpoint.whole("POST", path, json.dumps(asked).encode())
+    status, data = await endpoint.whole("POST", path, body)
     try:
         params = json.loads(data).get("kv_transfer_params") if status == 200 else None
     except (ValueError, AttributeError, RecursionError):

@@ -187,11 +187,7 @@ class _Endpoints:
         large bodies at once would leave nobody else any time or memory. Small ones wait for no large one, and those
         without a grammar for none with one, which may take seconds to try.
         """
-        kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(
-                415, f"`Content-Type`: expected application/json, found {kind[:100]}", code="unsupported_media_type"
-            )
+        check_kind(request)
         most = self._policy.max_body
         data, held = bytearray(), 0
         try:
@@ -223,6 +219,18 @@ class _Endpoints:
             "owned_by": "ling3export",
             "max_model_len": self._engine.limits.context,
         }
+
+
+def check_kind(request: Request) -> None:
+    """Refuses a body that is not declared as JSON: pages of other sites can send those without being asked.
+
+    Raises:
+        ApiError: 415.
+    """
+    kind = request.headers.get("content-type", "none").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        message = f"`Content-Type`: expected application/json, found {kind[:100]}"
+        raise ApiError(415, message, code="unsupported_media_type")
 
 
 async def received(request: Request, most: int) -> AsyncGenerator[bytes, None]:

@@ -31,7 +31,7 @@ PACKAGES = {
     "runners.fleet": {"pyarrow", "ray"},
     "runners.hosts": {"jax"},
     "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
-    "runners.route": {"h11", "msgspec", "prometheus_client", "starlette", "zmq"},
+    "runners.route": {"h11", "prometheus_client", "starlette"},
     "runners.serve": {*"h11 msgspec prometheus_client pydantic pydantic_core starlette uvicorn zmq".split()},
     "runners.state": {"numpy"},
     "runners.text": {"jinja2", "llguidance", "numpy", "tokenizers"},

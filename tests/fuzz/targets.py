@@ -5,7 +5,6 @@ from tests.fuzz import (
     artifact_cases,
     build_cases,
     catalog_cases,
-    event_cases,
     network_cases,
     runner_cases,
     transfer_cases,
@@ -36,8 +35,6 @@ TARGETS = {
     "object": (transfer_cases.objects, 150),
     "pull": (transfer_cases.pulls, 60),
     "saved": (transfer_cases.saved, 150),
-    "events": (event_cases.batches, 300),
-    "subscribers": (event_cases.messages, 60),
 }
 
 EXTRAS = {"together": range(20, 180)}  # further cases, which take a minute of a core

@@ -14,14 +14,18 @@ class FakeServer:
     Args:
         answer: From a path and a body to a status and JSON; or to None, where it hangs up, or to the text of a stream,
             or to bytes of JSON, behind which it breaks off.
+        headers: Of each answer, beside its kind and length.
 
     Attributes:
         asked: Paths and bodies, in order.
         url: Its address.
     """
 
-    def __init__(self, answer: Callable[[str, Any], tuple[int, Any] | str | bytes | None]) -> None:
+    def __init__(
+        self, answer: Callable[[str, Any], tuple[int, Any] | str | bytes | None], headers: dict[str, str] | None = None
+    ) -> None:
         self._answer = answer
+        self._more = "".join(f"{name}: {value}\r\n" for name, value in (headers or {}).items())
         self.asked: list[tuple[str, Any]] = []
 
     async def __aenter__(self) -> "FakeServer":
@@ -43,7 +47,7 @@ class FakeServer:
             kind = "text/event-stream" if isinstance(answer, str) else "application/json"
             data = said if isinstance(said, bytes) else said.encode()
             size = len(data) + 9 * (not isinstance(answer, tuple))
-            head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\n\r\n"
+            head = f"HTTP/1.1 {status} X\r\nContent-Type: {kind}\r\nContent-Length: {size}\r\n{self._more}\r\n"
             writer.write(head.encode() + data)
             await writer.drain()
         writer.close()

@@ -2,15 +2,17 @@
 
 import asyncio
 import json
+import threading
 from contextlib import AsyncExitStack
 
+import httpx2
 import pytest
 
 from bench.pd import PHASES
 from bench.pd import main as demo
 from ling3export.runners.route import app
 from ling3export.runners.route.app import Router, RoutingPolicy, application, workers_of
-from ling3export.runners.route.workers import PrefillRefusedError, WorkerLoad, best, scores
+from ling3export.runners.route.workers import PrefillRefusedError, least_loaded
 from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.schema import ApiError
 from tests.support.routers import FakeServer
@@ -20,19 +22,14 @@ PARAMS = {"do_remote_prefill": True, "transfer_id": "0" * 32}
 BODY = {"model": "m", "prompt": "a" * 2000, "max_tokens": 5, "stream": False}
 
 
-def test_the_score_is_that_of_the_specification():
-    found = scores([WorkerLoad(0.5, 0.3, 2), WorkerLoad(0, 0.1, 0), WorkerLoad(1, 0.9, 4)])
-    assert [round(score, 9) for score in found] == [0.10, -0.05, 0.05]
-
-
 def test_who_has_least_to_do_is_chosen_and_of_equals_the_first():
     workers = workers_of([f"http://127.0.0.1:{port}" for port in (1, 2, 3)], None, 1.0)
-    assert best(workers, 1.0) is workers[0]
+    assert least_loaded(workers) is workers[0]
     workers[0].queued, workers[1].usage = 1, 0.5
-    assert best(workers, 1.0) is workers[2]
+    assert least_loaded(workers) is workers[2]
     workers[2].lost()
-    assert best(workers, 1.0) is workers[1]
-    assert best([], 1.0) is None
+    assert least_loaded(workers) is workers[1]
+    assert least_loaded([]) is None
 
 
 class Fake(FakeServer):
@@ -124,8 +121,8 @@ def test_the_prompt_of_a_response_is_computed_where_it_is_answered():
     status, data, router = routed([p], [d], body, "/v1/responses")
     assert (status, json.loads(data)) == (200, {"object": "response"})
     assert not p.asked and d.asked == [("/v1/responses", body)]
-    app = application(router, Policy("m", None, 1, 1000))
-    assert "/v1/responses" in {route.path for route in app.routes}
+    routes = application(router, Policy("m", None, 1, 1000)).routes
+    assert "/v1/responses" in {route.path for route in routes}
 
 
 @pytest.mark.parametrize(
@@ -152,7 +149,7 @@ def test_where_an_answer_has_not_begun_another_server_gives_it(failing):
     d, e = Fake(failing), Fake((200, {"id": 2}))
     status, data, router = routed([], [d, e])
     assert (status, json.loads(data)) == (200, {"id": 2})
-    assert router.decode[0].well is (failing is not None)
+    assert router.decode[0].healthy is (failing is not None)
 
 
 def test_what_the_last_server_says_reaches_the_client():
@@ -175,7 +172,7 @@ def test_a_whole_answer_that_breaks_off_is_given_by_another_server():
     d, e = Fake(b'{"id": 1, "choices"'), Fake((200, {"id": 2}))
     status, data, router = routed([], [d, e])
     assert (status, json.loads(data)) == (200, {"id": 2})
-    assert len(d.asked) == 1 and not router.decode[0].well
+    assert len(d.asked) == 1 and not router.decode[0].healthy
     assert 'ling3_route_fallbacks_total{why="decode_gone"} 1.0' in router.text().decode()
     error, data, _ = routed([], [Fake(b'{"id": 1, "choices"')])
     assert isinstance(error, ApiError) and (error.status, error.code, data) == (503, "no_server", b"")
@@ -199,6 +196,61 @@ def test_what_whole_answers_hold_has_a_bound(monkeypatch, size):
         assert (status, json.loads(data)) == (200, whole)
 
 
+def posted(body, router=None, **headers):
+    """The answer of a router to a body; without servers it gets no further than the body."""
+    app = application(router or Router([], [], RoutingPolicy()), Policy("m", None, 1, 1 << 22))
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    kind = {b"content-type": headers.get("kind", "application/json").encode()}
+    return answered(app, "POST", "/v1/completions", content=content, headers=kind)
+
+
+def test_bodies_are_read_outside_of_the_event_loop(monkeypatch):
+    """Round 4, line 9: 60,000 objects in a body stopped all streams for 3.6 s."""
+    threads, parse = list[str](), app.parse
+    monkeypatch.setattr(app, "parse", lambda data: threads.append(threading.current_thread().name) or parse(data))
+    router = Router([], [], RoutingPolicy())
+    assert posted({"prompt": [{}] * 1000}, router).status_code == 503  # no server
+    assert [name.startswith("ling3-route") for name in threads] == [True] and router.bodies == 0
+
+
+def test_bodies_that_are_held_have_a_bound(monkeypatch):
+    monkeypatch.setattr(app, "BODIES", 100)
+    router = Router([], [], RoutingPolicy())
+    answer = posted({"prompt": "a" * 200}, router)
+    assert (answer.status_code, answer.headers["retry-after"], router.bodies) == (503, "1", 0)
+    assert posted(b"{", router).status_code == 400 and router.bodies == 0
+    assert posted({"prompt": "a"}, router).json()["error"]["code"] == "no_server" and router.bodies == 0
+
+
+def test_a_client_cannot_say_where_a_state_is():
+    """Round 4, line 10: D connected to the address in a client's kv_transfer_params."""
+    d = Fake((200, {"id": 1}))
+    error, _, _ = routed([], [d], BODY | {"kv_transfer_params": PARAMS | {"remote_host": "10.0.0.1"}})
+    assert isinstance(error, ApiError) and (error.status, error.param) == (400, "kv_transfer_params") and not d.asked
+    assert routed([], [d], BODY | {"kv_transfer_params": None})[0] == 200
+
+
+def test_a_post_of_another_site_is_refused():
+    """Round 4, line 11: text/plain, which a page of any site may send, was answered with 200."""
+    answer = posted(BODY, kind="text/plain")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
+
+
+def test_retry_after_is_passed_on():
+    """Round 4, line 16."""
+
+    async def run():
+        async with FakeServer(lambda path, body: (429, {"error": "full"}), {"Retry-After": "7"}) as server:
+            app = application(
+                Router([], workers_of([server.url], None, 60.0), RoutingPolicy()), Policy("m", None, 1, 5000)
+            )
+            async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
+                return await client.post("/v1/completions", json=BODY)
+
+    answer = asyncio.run(run())
+    assert (answer.status_code, answer.headers["retry-after"]) == (429, "7")
+
+
 @pytest.mark.parametrize(
     ("carrier", "outside", "replicas"),
     [("file", False, (2, 2)), pytest.param("tcp", True, (1, 1), marks=pytest.mark.extras)],
@@ -207,7 +259,7 @@ def test_what_whole_answers_hold_has_a_bound(monkeypatch, size):
 def test_the_demo_gives_the_answers_of_one_server_and_stops_what_it_started(
     artifact, capsys, carrier, outside, replicas
 ):
-    """The first is deploy/prefill-decode.sh as it stands. Of five prompts one of two servers gets three, so it hits."""
+    """The first is deploy/prefill-decode.sh as it stands."""
     prompts = 3 if outside else 5
     found = demo(artifact("micro-tp1-snapshots"), carrier, outside, prompts, replicas)
     assert (found["same"], found["loaded"]) == (prompts, prompts) and found["hit_rate"] > 0

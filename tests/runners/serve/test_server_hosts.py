@@ -4,12 +4,12 @@ import os
 import signal
 
 import httpx2
+import msgspec
 import openai
 import pytest
 import zmq
 
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.route.blocks import Blocks, Tokens, events_of
 from tests.support.hosting import ENDED, hosting, wait_until_following
 from tests.support.serving import error_of
 
@@ -55,19 +55,20 @@ def test_four_processes_serve_as_one_and_say_when_one_is_gone(artifact):
     assert [out for out, _ in said] == [""] * COUNT
 
 
-def test_host_0_tells_the_events_of_all(artifact):
+def test_host_0_publishes_the_events_of_all(artifact):
     command = ["serve", artifact("micro-2x1-snapshots"), "--port", 0, "--kv-events", "tcp://127.0.0.1:0"]
-    with hosting([command] * 2) as processes, zmq.Context() as context, context.socket(zmq.DEALER) as asking:
+    with hosting([command] * 2) as processes, zmq.Context() as context, context.socket(zmq.SUB) as heard:
         assert processes[0].stdout is not None
         url = processes[0].stdout.readline().strip()
-        body = {"model": "micro-2x1-snapshots", "prompt": [*range(1, 41)], "max_tokens": 2, "ignore_eos": True}
-        for cached in (0, 32):
-            answer = httpx2.post(f"{url}/v1/completions", json=body, timeout=60).json()
-            assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
-        place = httpx2.get(f"{url}/health").json()["kv_events"]
-        blocks = Blocks(place["block_size"])
-        asking.connect(f"tcp://127.0.0.1:{place['replay_port']}")
-        asking.send_multipart((b"", bytes(8)))
-        while asking.poll(60_000) and (data := asking.recv_multipart()[2]):
-            blocks.take(events_of(data))
-        assert (len(blocks), blocks.hit(Tokens(body["prompt"], ""))) == (2, 32)
+        heard.connect(f"tcp://127.0.0.1:{httpx2.get(f'{url}/health').json()['kv_events']['port']}")
+        heard.setsockopt(zmq.SUBSCRIBE, b"")
+        body = {"model": "micro-2x1-snapshots", "max_tokens": 2, "ignore_eos": True}
+        prompts = iter(range(1, 300))  # until the subscription has arrived
+        while not heard.poll(200):
+            first = next(prompts)
+            for cached in (0, 32):
+                prompt = {"prompt": [*range(first, first + 40)]}
+                answer = httpx2.post(f"{url}/v1/completions", json=body | prompt, timeout=60).json()
+                assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == cached
+        _, events, _ = msgspec.msgpack.decode(heard.recv_multipart()[2])
+        assert events[0]["type"] == "BlockStored" and len(events[0]["token_ids"]) == 32
