@@ -75,8 +75,6 @@ class OciLayout:
     def __str__(self) -> str:
         return f"oci:{self.folder}"
 
-    # --- reading -----------------------------------------------------------------------------------------------------
-
     def versions(self, id: str | None = None) -> list[Published]:
         """All versions, or all of one id, in order. Images of other kinds are passed over.
 
@@ -95,33 +93,21 @@ class OciLayout:
         return sorted(chosen, key=lambda version: (version.record.id, order(version.record.version)))
 
     def find(self, id: str, version: str | None = None) -> Published:
-        """One version, by default the latest.
-
-        Raises:
-            CatalogError: It is not in the store.
-        """
+        """One version, by default the latest; a CatalogError if the store has no such version."""
         known = {published.record.version: published for published in self.versions(id)}
         wanted = version or latest(known)
         if wanted not in known:
-            versions = f"version {listed([*reversed(known)])}" if known else "none"
-            raise CatalogError(
-                f"version `{id}@{version or 'latest'}`: expected it in the store, found {versions}, in {self}"
-            )
+            versions, name = f"version {listed([*reversed(known)])}" if known else "none", f"{id}@{version or 'latest'}"
+            raise CatalogError(f"version `{name}`: expected it in the store, found {versions}, in {self}")
         return known[wanted]
 
     def blob(self, sha: str) -> str:
-        """The path of a blob below the folder.
-
-        Raises:
-            ArtifactError: A symbolic link is on the way to it.
-            CatalogError: It is missing.
-        """
+        """The path of a blob below the folder. Refuses a missing one, and a symbolic link on the way to it."""
         path = f"{BLOBS}/{sha}"
         refuse_links(self.folder, (path,))
         if not (self.folder / path).exists():
-            raise CatalogError(
-                f"blob `sha256:{sha}`: expected a file, found none, in {self}", "copy or publish the version again"
-            )
+            hint = "copy or publish the version again"
+            raise CatalogError(f"blob `sha256:{sha}`: expected a file, found none, in {self}", hint)
         return path
 
     def _images(self) -> list[Descriptor]:
@@ -162,8 +148,6 @@ class OciLayout:
             raise CatalogError(f"{what}: expected bytes of this digest, found others, in {self}")
         return data
 
-    # --- writing -----------------------------------------------------------------------------------------------------
-
     @contextmanager
     def publishing(self) -> Iterator[None]:
         """Makes the layout, and holds its lock in the block: ``gc`` and other publishers wait."""
@@ -180,11 +164,7 @@ class OciLayout:
             yield
 
     def add_file(self, folder: Path, file: File) -> int:
-        """Copies a file of ``folder`` into the store; returns the bytes that were written.
-
-        Raises:
-            CatalogError: The file has changed since its digest was taken.
-        """
+        """Copies a file of ``folder`` into the store unless it is there; returns the bytes that were written."""
         path = f"{BLOBS}/{file.sha256}"
         if os.path.lexists(self.folder / path):
             return 0
@@ -218,14 +198,7 @@ class OciLayout:
         return versions[-1]
 
     def gc(self) -> tuple[int, int]:
-        """Removes blobs that no version names; returns their number and their bytes.
-
-        Waits until nobody publishes. Files whose names are not those of blobs stay.
-
-        Raises:
-            ArtifactError: A link leads out of the layout.
-            CatalogError: A manifest is missing or damaged.
-        """
+        """Removes blobs that no version names; returns their number and their bytes. Waits until nobody publishes."""
         with locked(self.folder / LOCK):
             refuse_links(self.folder, (BLOBS,))
             kept: set[str] = set()
@@ -257,11 +230,7 @@ class OciLayout:
 
 
 def parse_reference(text: str) -> tuple[OciLayout, str, str | None]:
-    """The store, the id and the version of ``oci:FOLDER/ID[@VERSION]``; no version means the latest.
-
-    Raises:
-        CatalogError: The text has another form.
-    """
+    """The store, the id and the version of ``oci:FOLDER/ID[@VERSION]``; no version means the latest."""
     match = re.fullmatch(r"oci:(.+)/([a-z0-9-]+)(?:@([^@/]+))?", text)
     if match is None or (match[3] is not None and not is_version(match[3]) and match[3] != "latest"):
         raise CatalogError(
@@ -272,14 +241,8 @@ def parse_reference(text: str) -> tuple[OciLayout, str, str | None]:
 
 
 def parse_store(text: str) -> OciLayout:
-    """The store ``oci:FOLDER``.
-
-    Raises:
-        CatalogError: The text has another form.
-    """
-    kind, _, folder = text.partition(":")
-    if kind != "oci" or not folder:
-        raise CatalogError(
-            f"store `{text}`: expected oci:FOLDER, found another form", "skopeo copy moves versions to a registry"
-        )
-    return OciLayout(Path(folder))
+    """The store ``oci:FOLDER``."""
+    if not text.startswith("oci:") or text == "oci:":
+        hint = "skopeo copy moves versions between a folder and a registry"
+        raise CatalogError(f"store `{text}`: expected oci:FOLDER, found another form", hint)
+    return OciLayout(Path(text.removeprefix("oci:")))

@@ -52,15 +52,7 @@ class Publication:
 def publish(
     artifact: Path, store: OciLayout, id: str, version: str, words: Words, score: EvalScore | None = None
 ) -> Publication:
-    """Publishes a folder whose bytes were verified.
-
-    Args:
-        artifact: The folder.
-        store: The store.
-        id: The artifact's name in the store.
-        version: A semantic version that is new, or that has the same content.
-        words: Its description.
-        score: The result of an evaluation.
+    """Publishes a folder whose bytes were verified. The same content under the same version changes nothing.
 
     Raises:
         VersionExists: The version exists with other content.
@@ -120,13 +112,8 @@ def _described(
 def search(store: OciLayout, words: str) -> list[CatalogRecord]:
     """Records that hold every word in id, name, description, author, kind, a tag or a target, in any case.
 
-    Args:
-        store: The store.
-        words: Divided by spaces; each may be a part of a word, so that Chinese is found.
-
-    Returns:
-        First the record whose id is ``words``, then ids that begin so, then names that hold it, then others; of each
-        id the latest version first.
+    Words are divided by spaces; each may be a part of a word, so that Chinese is found. First comes the record whose id
+    is ``words``, then ids that begin so, then names that hold it, then others; of each id the latest version first.
     """
     wanted = words.casefold()
     matching = []

@@ -27,12 +27,7 @@ def pull(
 
     The manifest comes first: with trusted keys nothing else is pulled unless one of them has signed it.
 
-    Args:
-        store: The store.
-        version: The version.
-        to: The folder to make.
-        force: Replace ``to`` if it exists.
-        report: Called with a line that says who signed it.
+    ``report`` is called with a line that names the signers.
 
     Raises:
         CatalogError: A file is missing, or its bytes differ from the record.

@@ -63,35 +63,22 @@ BlobDigest = Annotated[str, Rule("sha256: and 64 hex digits", re.compile(r"sha25
 
 @dataclass(frozen=True)
 class File:
-    """A file of the artifact.
+    """A file of the artifact."""
 
-    Attributes:
-        path: Below the artifact's folder.
-        size: Bytes.
-    """
-
-    path: str
-    size: int
+    path: str  # below its folder
+    size: int  # bytes
     sha256: Digest
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """The machine that an artifact needs.
-
-    Attributes:
-        targets: One of them must fit the machine.
-        devices: Of the largest target.
-        jaxlib: The version that all programs were compiled with; None if they differ.
-        state_abi: None if targets differ.
-        memory_bytes_per_device: The largest peak of a cell.
-    """
+    """The machine that an artifact needs: one of the targets must fit it."""
 
     targets: tuple[str, ...]
-    devices: int
-    jaxlib: str | None = None
-    state_abi: Digest | None = None
-    memory_bytes_per_device: int | None = None
+    devices: int  # of the largest target
+    jaxlib: str | None = None  # None if targets differ
+    state_abi: Digest | None = None  # None if targets differ
+    memory_bytes_per_device: int | None = None  # the largest peak of a cell
 
 
 @dataclass(frozen=True)
@@ -127,11 +114,7 @@ class CatalogRecord:
 
 
 def read_record(data: bytes, where: str) -> CatalogRecord:
-    """A record from its JSON text.
-
-    Args:
-        data: JSON.
-        where: Names its place in messages.
+    """A record from its JSON text; ``where`` names its place in messages.
 
     Raises:
         CatalogError: It is no JSON, or a field is missing, unknown or wrong.

@@ -27,7 +27,7 @@ COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a progra
 
 @dataclass(frozen=True)
 class Built:
-    """A cell that was built or taken from the cache: its manifest record, and what its executable needs."""
+    """A cell that was built or taken from the cache: its manifest record, and the machine that it needs."""
 
     program: Program
     requires: Requirements

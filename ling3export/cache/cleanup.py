@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ling3export.artifacts.files import PARTIAL, RECOMPILED, remove, writing
-from ling3export.cache.store import KINDS, read_entry
+from ling3export.cache.store import KINDS
 
-KEY = re.compile(r"[0-9a-f]{64}")
+PLACES = (*KINDS, RECOMPILED)
 LEFT = re.compile(rf"\.(.+\.)?{PARTIAL}")  # files of writers
 WRITING = 3600  # seconds after which nobody still writes one file
 
@@ -24,43 +24,36 @@ class StoredEntry:
 
 
 def stored_entries(folder: Path) -> list[StoredEntry]:
-    """Every entry, whole or broken, and those of runners, the least recently used first."""
+    """Every entry, and every program of a runner, the least recently used first."""
     entries = []
-    for path in (path for kind in KINDS for path in (folder / kind).glob("*") if KEY.fullmatch(path.name)):
+    for path in (path for place in PLACES for path in (folder / place).glob("[!.]*") if path.suffix != ".exec"):
         with contextlib.suppress(FileNotFoundError):
-            stat = path.lstat()
-            entries.append(StoredEntry(path, stat.st_mtime, stat.st_size))
-    for path in (folder / RECOMPILED).glob("*.json"):
-        with contextlib.suppress(FileNotFoundError):
-            stat, executable = path.lstat(), path.with_suffix(".exec").lstat()
-            entries.append(StoredEntry(path, stat.st_mtime, stat.st_size + executable.st_size))
+            sizes = [file.lstat().st_size for file in _files(path)]
+            entries.append(StoredEntry(path, path.lstat().st_mtime, sum(sizes)))
     return sorted(entries, key=lambda entry: (entry.used, entry.path.name))
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of an entry: one, or of a runner's program its JSON and its executable."""
+    return [path, path.with_suffix(".exec")] if path.parent.name == RECOMPILED else [path]
 
 
 @dataclass(frozen=True)
 class CacheStatus:
-    """The contents of the cache: whole entries by kind, programs that runners compiled, entries to be made again."""
+    """The contents of the cache: entries by kind, programs that runners compiled, and the bytes of all."""
 
     folder: str
     cells: int
     programs: int
     recompiled: int
     bytes: int
-    broken: int
 
 
 def status(folder: Path) -> CacheStatus:
     """The contents of the cache in ``folder``."""
     entries = stored_entries(folder)
-    whole = []
-    for path in (entry.path for entry in entries):
-        with contextlib.suppress(OSError, ValueError):
-            if path.parent.name != RECOMPILED:
-                read_entry(folder, path.parent.name, path.name)
-            whole.append(path.parent.name)
-    cells, programs, recompiled = (whole.count(kind) for kind in (*KINDS, RECOMPILED))
-    size, broken = sum(entry.bytes for entry in entries), len(entries) - len(whole)
-    return CacheStatus(str(folder), cells, programs, recompiled, size, broken)
+    cells, programs, recompiled = map([entry.path.parent.name for entry in entries].count, PLACES)
+    return CacheStatus(str(folder), cells, programs, recompiled, sum(entry.bytes for entry in entries))
 
 
 @dataclass(frozen=True)
@@ -80,12 +73,9 @@ def clean_up(
 
     Args:
         folder: The cache's folder.
-        older_than: Seconds; entries that were not used for longer are removed.
-        max_bytes: Entries are removed, the least recently used first, until the rest takes no more.
+        older_than: Seconds since the last use.
+        max_bytes: The least recently used entries are removed until the rest takes no more.
         everything: All entries are removed.
-
-    Raises:
-        ArtifactError: The folder cannot be written.
     """
     entries = kept = stored_entries(folder)
     if everything:
@@ -98,10 +88,9 @@ def clean_up(
     with writing(folder):
         for entry in entries:
             if entry not in kept:
-                remove(entry.path)
-                if entry.path.parent.name == RECOMPILED:
-                    remove(entry.path.with_suffix(".exec"))
-        for path in (path for place in (".", *KINDS, RECOMPILED) for path in (folder / place).glob(".*partial-*")):
+                for path in _files(entry.path):
+                    remove(path)
+        for path in (path for place in (".", *PLACES) for path in (folder / place).glob(".*partial-*")):
             with contextlib.suppress(FileNotFoundError):
                 if LEFT.fullmatch(path.name) and path.lstat().st_mtime < time.time() - WRITING:
                     remove(path)

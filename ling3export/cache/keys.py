@@ -90,7 +90,7 @@ def _decided(config: Config, target: TargetSpec) -> dict[str, Any]:
 def program_fields(
     target: TargetSpec, lowering: str, modules: dict[str, str], devices: dict[str, Any], priced: Any = None
 ) -> dict[str, Any]:
-    """Everything that decides what a compiler makes of a lowered program, and what a build records of it.
+    """Everything that decides the executable of a lowered program, and its record.
 
     Args:
         target: The machine.

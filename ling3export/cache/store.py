@@ -90,7 +90,7 @@ class Cache:
         if not self._reads or not os.path.lexists(path):
             return None
         try:
-            entry = read_entry(self.folder, kind, key)
+            entry = self._entry(kind, key)
             check(entry)
         except (OSError, ValueError) as error:
             if os.path.lexists(path):  # else a clean-up was faster
@@ -115,6 +115,22 @@ class Cache:
         except ArtifactError as error:
             self._report(f"not cached: {error.message}")
 
+    def _entry(self, kind: str, key: str) -> CacheEntry:
+        """An entry whose digest and key are right; a ValueError, whose text follows "found", if it is none."""
+        digest, _, body = read_bytes(self.folder, f"{kind}/{key}", LARGEST_ENTRY).partition(b"\n")
+        if digest != hashlib.sha256(body).hexdigest().encode():
+            raise ValueError("another digest")
+        header, _, data = body.partition(b"\n")
+        try:
+            raw = parse_json(header)
+            if raw["version"] != VERSION:
+                raise ValueError(f"version {raw['version']} instead of {VERSION}")
+            if sha256_of(raw["fields"]) != key:
+                raise ValueError("the fields of another key")
+            return CacheEntry(raw["record"], data)
+        except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"no entry ({type(error).__name__}: {error})") from error
+
     def _discard(self, path: Path, error: Exception) -> None:
         reason = error.strerror if isinstance(error, OSError) else error
         if isinstance(error, WrongRecordError):
@@ -125,26 +141,6 @@ class Cache:
         if self._writes:
             with contextlib.suppress(OSError):  # it is replaced, or reported again
                 remove(path)
-
-
-def read_entry(folder: Path, kind: str, key: str) -> CacheEntry:
-    """Reads an entry of the cache in ``folder``, and checks its own digest and its key.
-
-    Raises an OSError, or a ValueError whose text follows "found" if the file is no whole entry of this version.
-    """
-    digest, _, body = read_bytes(folder, f"{kind}/{key}", LARGEST_ENTRY).partition(b"\n")
-    if digest != hashlib.sha256(body).hexdigest().encode():
-        raise ValueError("another digest")
-    header, _, data = body.partition(b"\n")
-    try:
-        raw = parse_json(header)
-        if raw["version"] != VERSION:
-            raise ValueError(f"version {raw['version']} instead of {VERSION}")
-        if sha256_of(raw["fields"]) != key:
-            raise ValueError("the fields of another key")
-        return CacheEntry(raw["record"], data)
-    except (KeyError, TypeError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise ValueError(f"no entry ({type(error).__name__}: {error})") from error
 
 
 def cache_folder(use: CacheUse) -> Path:

@@ -59,8 +59,6 @@ def status(cache_dir: Path | None, as_json: bool) -> None:
     if contents.recompiled:
         click.echo(f"runners   {contents.recompiled} programs compiled on this machine")
     click.echo(f"size      {_megabytes(contents.bytes)}")
-    if contents.broken:
-        click.echo(f"broken    {contents.broken} entries, which are made again when they are needed")
 
 
 @cache.command()

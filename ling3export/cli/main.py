@@ -28,12 +28,11 @@ from ling3export.runners.hosts.hosts import find_hosts
 if TYPE_CHECKING:
     from ling3export.model.config import Config
 
-# Options of `build` that ask for something else than a whole artifact, and what may not stand beside each of them.
+# Options of `build` that make something else than a whole artifact, and the options that each of them excludes.
 APART = {
     "into": ("artifact", "checkpoint", "ignore", "replay", "allow_rounding"),
     "shard": ("into", "replay", "kind"),
     "no_weights": ("into", "replay", "shard", "kind", "allow_rounding"),
-    "on": ("shard", "into", "replay", "no_weights", "kind"),
     "kind": ("into", "replay", "cache", "cache_dir", "jobs"),
 }
 COMMON_BUILD = "paddings tp max_running context targets snapshots dtype into force no_weights".split()
@@ -42,10 +41,10 @@ COMMON_PLAN = "paddings tp max_running context targets snapshots dtype lengths a
 
 @contextmanager
 def _unwinding() -> Iterator[None]:
-    """Within the block SIGTERM and SIGHUP end this process as an exception does: children end, folders are removed.
+    """In the block SIGTERM and SIGHUP end this process as an exception does: children end, folders are removed.
 
-    A signal that is ignored (nohup) stays ignored; a second one too, for ``timeout`` sends each twice. Exits with
-    128 + the signal's number.
+    A signal that is ignored (nohup) stays ignored. A second one is ignored, since ``timeout`` sends each twice. Exits
+    with 128 + the signal's number.
     """
 
     def end(number: int, frame: FrameType | None) -> None:
@@ -89,7 +88,7 @@ def main() -> None:
     "Output",
     click.option("--into", type=FOLDER, metavar="ARTIFACT", help="Add the targets to this artifact instead."),
     click.option("--force", is_flag=True, help="Replace ARTIFACT, or targets of --into, if they are there."),
-    click.option("--no-weights", is_flag=True, help="Build programs alone; CHECKPOINT may be a config.json."),
+    click.option("--no-weights", is_flag=True, help="Build only programs; CHECKPOINT may be a config.json."),
     click.option("--dummy-weights", type=int, metavar="SEED", help="Run them with random weights, which are not kept."),
     click.option(
         "--format",
@@ -108,7 +107,7 @@ def main() -> None:
         "--prove-portable/--no-prove-portable",
         "prove",
         default=None,
-        help="Run portable programs of machines that are not here on the processor.  [default: for up to 1 GB]",
+        help="Run the portable programs of other machines on the processor.  [default: for up to 1 GB]",
     ),
 )
 @section(
@@ -137,9 +136,9 @@ def build(
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
-    For cpu, sizes that nobody names are what this machine's memory takes; --tp is 1.
+    For cpu, sizes that are not given follow from this machine's memory; --tp is 1.
     Without CHECKPOINT the packaged demo checkpoint is built into ./demo.ling3, at --tp 16; ARTIFACT defaults to
-    ./<checkpoint folder name>.ling3, or .savedmodel. An artifact of --into has what its targets need.
+    ./<checkpoint folder name>.ling3, or .savedmodel. --into takes config and weights from its artifact.
     Programs of --no-weights get weights from ling3export attach.
     """
     require("build", "build", "flax", "rich")
@@ -194,7 +193,7 @@ def build(
 
 
 def _fitted(config: "Config", options: Options, chosen: set[str]) -> tuple[Options, tuple[str, str] | None]:
-    """The options of a checkpoint's build: sizes that were not given follow from this machine; which, and their sum."""
+    """The options of a checkpoint's build, with sizes that follow from this machine; those sizes, and their sum."""
     from ling3export.machine.environment import usable_memory
     from ling3export.plan.here import fitted
 
@@ -202,19 +201,15 @@ def _fitted(config: "Config", options: Options, chosen: set[str]) -> tuple[Optio
 
 
 def _check_alone(chosen: set[str]) -> None:
-    """Refuses options of ``build`` that ask for different things.
-
-    Args:
-        chosen: Names of the options that were given; "kind" where another format than an artifact is asked for.
-    """
+    """Refuses options of ``build`` that exclude each other; "kind" means another format than an artifact."""
     flags = {"artifact": "ARTIFACT", "checkpoint": "CHECKPOINT", "ignore": "--ignore-config-field", "kind": "--format"}
     for name, others in APART.items():
         for other in others if name in chosen else ():
             if other in chosen:
                 first, second = (flags.get(option) or f"--{option.replace('_', '-')}" for option in (name, other))
-                raise click.UsageError(f"{first}: expected no {second} beside it, found one.")
+                raise click.UsageError(f"{first}: expected no {second} with it, found one.")
     if "dummy_weights" in chosen and "no_weights" not in chosen:
-        raise click.UsageError("--dummy-weights: expected --no-weights beside it, found none.")
+        raise click.UsageError("--dummy-weights: expected --no-weights with it, found none.")
 
 
 @main.command(common=COMMON_PLAN)
@@ -222,7 +217,7 @@ def _check_alone(chosen: set[str]) -> None:
 @build_options
 @click.option("--lengths", type=PATH, metavar="FILE", help="A histogram of requests, as JSON lines.")
 @click.option(
-    "--from", "artifact", type=ARTIFACT, metavar="ARTIFACT", help="Take temporaries and estimates from one built alike."
+    "--from", "artifact", type=ARTIFACT, metavar="ARTIFACT", help="Take temporaries and estimates from this one."
 )
 @IGNORE
 @WIDE
@@ -238,12 +233,12 @@ def plan(
 ) -> None:
     """Show what a build would make, without compiling.
 
-    CHECKPOINT is a folder or a config.json; without it, the packaged demo. Shows the pools, what each device holds
-    against its memory (on cpu: the machine against its own), and each cell's roofline bound: the time that its bytes
-    and FLOPs take at the least. Sizes for cpu that are not given are those of a build.
+    CHECKPOINT is a folder or a config.json; without it, the packaged demo. Shows the pools, the bytes on each device
+    next to its memory (on cpu: the machine's), and each cell's roofline bound: the least time for its bytes and FLOPs.
+    Sizes for cpu that are not given are those of a build.
 
-    A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shown is what
-    these requests pad at each padding, and as many paddings that pad less.
+    A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shows how many
+    tokens these requests pad at each padding, and as many paddings that pad less.
     """
     require("plan", "build", "flax")
     from ling3export.artifacts.records import to_json
@@ -318,7 +313,7 @@ def attach(
     type=click.Choice(["bf16", "fp8", "int4"]),
     default="bf16",
     show_default=True,
-    help="Quantize what the public FP8 or INT4 checkpoint quantizes.",
+    help="Quantize the weights that the public FP8 or INT4 checkpoint quantizes.",
 )
 @click.option("--force", is_flag=True, help="Replace DIRECTORY if it is there.")
 def synth(directory: Path, preset: str, seed: int, layers: int | None, form: str, force: bool) -> None:
@@ -334,9 +329,9 @@ def synth(directory: Path, preset: str, seed: int, layers: int | None, form: str
 @click.argument("artifact", type=ARTIFACT)
 @WIDE
 @click.option("--json", "as_json", is_flag=True, help="Print the manifest.")
-@click.option("--load-plan", is_flag=True, help="Print what each stored tensor is made of, as JSON.")
+@click.option("--load-plan", is_flag=True, help="Print the source of each stored tensor, as JSON.")
 def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
-    """Show what ARTIFACT holds: plan, cells, sizes, costs, state."""
+    """Show the contents of ARTIFACT: plan, cells, sizes, costs, state."""
     from ling3export.artifacts.calibration import found_beside
     from ling3export.artifacts.manifest import read_manifest
     from ling3export.artifacts.records import to_json
@@ -361,7 +356,7 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 @main.command()
 @click.argument("artifact", type=ARTIFACT)
 @click.option("--target", help="Only this target; programs of others need not be there.")
-@click.option("--no-run", is_flag=True, help="Check digests alone: nothing of ARTIFACT is executed.")
+@click.option("--no-run", is_flag=True, help="Only check digests: nothing of ARTIFACT is executed.")
 @click.option("--portable", is_flag=True, help="Run the portable programs of every target, on the processor.")
 @click.option("--time", is_flag=True, help="Time every cell of one target, too, and record it next to ARTIFACT.")
 @trust_option
@@ -369,9 +364,9 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 def verify(artifact: Path, target: str | None, no_run: bool, portable: bool, time: bool, as_json: bool) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.
 
-    That executes native code of ARTIFACT, without --no-run. Cells of machines unlike this one are not run; --portable
-    compiles the portable programs of all here, and runs these. The worst error comes first. Exits with 1 when a cell
-    is outside its tolerance.
+    This executes native code of ARTIFACT, except with --no-run. Cells of other machines are not run; --portable
+    compiles and runs the portable programs of all targets. The worst error comes first. Exits with 1 if a cell is
+    outside its tolerance.
 
     --time writes NAME.calibration.json, or replaces it. Later starts on this machine, inspect and plan --from read it.
     A target of several hosts is verified by verify --time on each of them; host 0 writes.

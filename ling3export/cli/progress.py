@@ -54,18 +54,15 @@ class Console:
             self._bars.stop()
 
     def note(self, text: str) -> None:
-        """A line for the user."""
         self._console.print(printable(text), markup=False)
 
     def start(self, stage: str, total: int) -> None:
-        """A stage of ``total`` units begins."""
         with self._lock:
             self._left[stage] = total
         if self._bars is not None:
             self._tasks[stage] = self._bars.add_task(LABELS.get(stage, stage), total=total)
 
     def advance(self, stage: str, amount: int) -> None:
-        """``amount`` more units are done."""
         with self._lock:
             self._left[stage] -= amount
             ended = self._left[stage] == 0
@@ -75,7 +72,7 @@ class Console:
             self.note(f"{LABELS.get(stage, stage)}: done after {time.perf_counter() - self._started:.1f} s")
 
     def failed(self, outcomes: Sequence[BuildOutcome]) -> None:
-        """Every cell of a build that failed, in the order in which they started."""
+        """Shows every cell of a failed build, in the order in which they started."""
         for outcome in outcomes:
             rows = []
             for cell in outcome.plan.cells:
@@ -88,7 +85,7 @@ class Console:
             self._table(outcome.plan.target.name, [COLUMNS, *rows])
 
     def summary(self, artifact: Path, manifest: Manifest, names: Sequence[str] | None = None) -> None:
-        """The cells as tables, and where the artifact is; those of the targets ``names`` if only they are new."""
+        """Shows the cells as tables, and the artifact's folder; with ``names`` only these targets are new."""
         if self._bars is not None:
             self._bars.stop()
         for name in manifest.targets if names is None else names:
@@ -103,7 +100,7 @@ class Console:
         rows: list[tuple[str, ...]] = [(*COLUMNS, *ERROR_COLUMNS)]
         rows += [(cell.name, *_built(cell), *error_columns(cell.name, receipts)) for cell in target.cells.values()]
         self._table(name, rows)
-        note = "no machine here runs these programs: ling3export verify does where one does"
+        note = "this machine cannot run these programs: run ling3export verify on one that can"
         if not manifest.has_weights:
             note = f"not run: {NO_WEIGHTS}"
         for line in footnotes([note] if receipts is None else told(receipts)):
@@ -116,10 +113,10 @@ class Console:
 
 
 def _built(program: Program) -> tuple[str, str, str]:
-    """Status, seconds and peak of a cell that was built.
+    """Status, seconds and peak of a cell.
 
-    Its record has the seconds of the build that made it: a cell of the cache cost this one none, a program of the
-    cache no compiling.
+    Its record has the seconds of the build that made it: a cell of the cache took none now, a program of the cache no
+    compiling.
     """
     origin = None if program.origin is None else program.origin.source
     cached = origin in (CELL, PROGRAM)

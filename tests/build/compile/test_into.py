@@ -227,7 +227,7 @@ def test_there_must_be_an_artifact(tmp_path):
     said = refusal(cli.main, "build", "--into", tmp_path / "x.ling3")
     assert said.startswith("error: artifact `x.ling3`: expected a folder, found nothing, at ")
     said = refusal(cli.main, "build", "a", "b", "--into", tmp_path / "x.ling3", code=2)
-    assert said.endswith("Error: --into: expected no ARTIFACT beside it, found one.\n")
+    assert said.endswith("Error: --into: expected no ARTIFACT with it, found one.\n")
 
 
 LINKED = {

@@ -82,4 +82,4 @@ def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
         cli.main, "build", tmp_path, tmp_path / "no.ling3", "--replay", "decode@8"
     )
     said = refusal(cli.main, "build", "--into", "x.ling3", "--replay", "decode@8", code=2)
-    assert said.endswith("Error: --into: expected no --replay beside it, found one.\n")
+    assert said.endswith("Error: --into: expected no --replay with it, found one.\n")

@@ -204,7 +204,7 @@ def test_options_that_mean_nothing_here_are_refused(artifact, tmp_path, flag):
     checkpoint = str(artifact.checkpoint("micro-tp1"))
     told = CliRunner().invoke(cli.main, ["build", checkpoint, str(tmp_path / "m"), "--format", "savedmodel", *flag])
     assert told.exit_code == 2
-    assert told.stderr.endswith(f"Error: --format: expected no {flag[0]} beside it, found one.\n")
+    assert told.stderr.endswith(f"Error: --format: expected no {flag[0]} with it, found one.\n")
 
 
 def test_a_missing_extra_is_named_before_any_work(monkeypatch, tmp_path):
