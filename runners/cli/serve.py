@@ -189,13 +189,12 @@ def route(
     require("route", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic", "h11")
     from ling3export.runners.route.app import Router, RoutingPolicy, workers_of
     from ling3export.runners.route.app import serve as run
-    from ling3export.runners.serve.connection import ConnectionLimits
     from ling3export.runners.serve.run import opened
 
     listener, policy = opened(server, "", server.max_connections)
     how = RoutingPolicy(most_local=max_local_prefill, most_queued=max_queue)
     router = Router(workers_of(prefill, policy.api_key, timeout), workers_of(decode, policy.api_key, timeout), how)
-    run(router, policy, listener, ConnectionLimits(server.max_connections), server.grace)
+    run(router, policy, listener, server.max_connections, server.grace)
 
 
 @click.command("ffn-worker", cls=Command)

@@ -28,8 +28,7 @@ from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint, Reply
 from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, least_loaded, prefill_body, prefilled
 from ling3export.runners.serve.answers import event, unless_left
-from ling3export.runners.serve.app import Policy, RequestMiddleware, check_kind, no_route, received
-from ling3export.runners.serve.connection import ConnectionLimits
+from ling3export.runners.serve.app import Policy, RequestMiddleware, check_kind, no_route
 from ling3export.runners.serve.page import page_routes
 from ling3export.runners.serve.run import affordable, begin, http_server
 from ling3export.runners.serve.schema import ApiError, parse, refused
@@ -297,7 +296,7 @@ def application(router: Router, policy: Policy) -> Starlette:
         data = bytearray()
         try:
             check_kind(request)
-            async for chunk in received(request, policy.max_body):
+            async for chunk in request.stream():  # which RequestMiddleware bounds
                 data += chunk
                 router.bodies += len(chunk)
                 if router.bodies > BODIES:
@@ -346,9 +345,9 @@ def application(router: Router, policy: Policy) -> Starlette:
     )
 
 
-def serve(router: Router, policy: Policy, listener: socket.socket, bounds: ConnectionLimits, grace: int) -> None:
+def serve(router: Router, policy: Policy, listener: socket.socket, connections: int, grace: int) -> None:
     """Serves at the address of ``listener`` until SIGTERM or SIGINT; prints it once clients may connect."""
-    server = http_server(application(router, policy), affordable(bounds), grace)
+    server = http_server(application(router, policy), affordable(connections), grace)
 
     async def run() -> None:
         async with router.watching():

@@ -4,7 +4,7 @@ import asyncio
 import hmac
 import re
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 HEALTH = "/health"
 SMALL = 1 << 16  # bytes of a body that is read at once
-BODIES = 16  # of the largest size may be held at once, beside small ones
+BODY_SECONDS = 60.0  # from the headers to the end of a body
 LEFT = 499  # the status for a client that left: only the metrics show it
 
 
@@ -123,8 +123,6 @@ class _Endpoints:
         self._engine, self._events = engine, events
         self._policy = policy
         self._since = int(time.time())
-        self._held = 0  # bytes of large bodies that are being received or read
-        self._piece = asyncio.Lock()  # held while a piece of a large body is taken
         self._readers = ThreadPoolExecutor(2, "ling3-read")
         self._slow_readers = ThreadPoolExecutor(1, "ling3-read-large")
         self._grammar_readers = ThreadPoolExecutor(2 * PROCESSES, "ling3-read-grammar")
@@ -181,35 +179,20 @@ class _Endpoints:
         return Response(self.counters.text(), media_type="text/plain; version=0.0.4")
 
     async def _read(self, request: Request, read: Callable[[dict[str, Any]], Read]) -> Read:
-        """What a request asks for: its body is received, and read in one of a few threads.
+        """Receives a body, and reads it in one of a few threads.
 
-        Not in the event loop, which must not wait while long texts are tokenized; and not in a thread each, since many
-        large bodies at once would leave nobody else any time or memory. Small ones wait for no large one, and those
-        without a grammar for none with one, which may take seconds to try.
+        The event loop does not wait while long texts are tokenized. Small bodies wait for no large one, and bodies
+        without a grammar wait for none with one, whose trial may take seconds.
         """
         check_kind(request)
-        most = self._policy.max_body
-        data, held = bytearray(), 0
-        try:
-            async for chunk in received(request, most):
-                data += chunk
-                if len(data) > SMALL:
-                    self._held += len(data) - held
-                    held = len(data)
-                    if self._held > BODIES * most:
-                        found = f"expected at most {BODIES * most} bytes of them at once, found more"
-                        raise ApiError(503, f"bodies: {found}", code="busy", headers={"Retry-After": "1"})
-                    async with self._piece:  # one piece in a turn of the event loop, whoever sends it
-                        await asyncio.sleep(0)
-            elements = max(ELEMENTS, self._engine.limits.context)
-            readers = self._readers if len(data) <= SMALL else self._slow_readers
-            loop = asyncio.get_running_loop()
-            body = await loop.run_in_executor(readers, parse, bytes(data), elements)
-            if may_have_grammar(body):
-                readers = self._grammar_readers
-            return await loop.run_in_executor(readers, read, body)
-        finally:
-            self._held -= held
+        data = await request.body()
+        elements = max(ELEMENTS, self._engine.limits.context)
+        readers = self._readers if len(data) <= SMALL else self._slow_readers
+        loop = asyncio.get_running_loop()
+        body = await loop.run_in_executor(readers, parse, data, elements)
+        if may_have_grammar(body):
+            readers = self._grammar_readers
+        return await loop.run_in_executor(readers, read, body)
 
     def _model(self) -> dict[str, Any]:
         return {
@@ -233,24 +216,8 @@ def check_kind(request: Request) -> None:
         raise ApiError(415, message, code="unsupported_media_type")
 
 
-async def received(request: Request, most: int) -> AsyncGenerator[bytes, None]:
-    """The pieces of a request's body as they come.
-
-    Raises:
-        ApiError: It has more than ``most`` bytes. The header is looked at first: such a body is not even received.
-    """
-    claimed, length = request.headers.get("content-length", "0"), 0
-    if claimed.isdecimal() and int(claimed) > most:
-        raise _too_large(most, int(claimed))
-    async for chunk in request.stream():
-        length += len(chunk)
-        if length > most:
-            raise _too_large(most, length)
-        yield chunk
-
-
 class RequestMiddleware:
-    """Counts responses by route and status, and refuses calls for what their headers say.
+    """Counts responses by route and status, refuses calls for their headers, and bounds bodies in bytes and seconds.
 
     Paths that are no routes count as ``other``: clients choose them, without a bound.
     """
@@ -274,14 +241,43 @@ class RequestMiddleware:
 
         headers = Headers(scope=scope)
         error = _misframed(scope, headers) or self._misdirected(headers) or self._unknown(scope, headers)
+        error = error or self._oversized(headers)
         try:
-            await (self._app if error is None else self._refused(scope, error))(scope, receive, counted)
+            app = self._app if error is None else self._refused(scope, error)
+            await app(scope, self._bounded(receive), counted)
         except asyncio.CancelledError:  # so uvicorn ends what runs when the grace is over
             over = ApiError(503, "server: expected the call to end before the server, found it running", code="ending")
             if begun is None:
                 await refused(over, scope["path"])(scope, receive, counted)
             else:  # a stream: nothing else takes time between its start and its end
                 await send({"type": "http.response.body", "body": event(over.body(scope["path"])).encode()})
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """Receives a body of at most ``max_body`` bytes within BODY_SECONDS, else raises an ApiError."""
+        deadline, length, complete = asyncio.get_running_loop().time() + BODY_SECONDS, 0, False
+
+        async def bounded() -> Message:
+            nonlocal length, complete
+            if complete:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                found = f"body: expected all of it within {BODY_SECONDS:g} s, found a part"
+                raise ApiError(408, found, code="request_timeout", headers={"Connection": "close"}) from None
+            length += len(message.get("body", b""))
+            complete = not message.get("more_body", False)
+            if length > self._policy.max_body:
+                raise _too_large(self._policy.max_body, length)
+            return message
+
+        return bounded
+
+    def _oversized(self, headers: Headers) -> ApiError | None:
+        """The refusal of a body whose header claims too many bytes; it is not received."""
+        claimed, most = headers.get("content-length", "0"), self._policy.max_body
+        return _too_large(most, int(claimed)) if claimed.isdecimal() and int(claimed) > most else None
 
     def _refused(self, scope: Scope, error: ApiError) -> ASGIApp:
         """Refuses a call, so that a page that may call can read why; but what CORS asks beforehand gets no yes."""

@@ -32,11 +32,10 @@ from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.load.loader import say
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.config import ServerConfig
-from ling3export.runners.serve.connection import Connection, ConnectionLimits
 
 LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
 BACKLOG = 512  # connections that the system keeps until they are taken
-TURN = 16  # of them are taken at once
+KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
 LAST = 5.0  # seconds that threads have to end behind the last answer
 SPARE = 64  # files beside connections that a server may open, connections that were just taken or ended among them
 WINDOW = 600.0  # seconds in which restarts are counted
@@ -106,8 +105,7 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
             say(f"serve: {host} may be reached by other machines, and no key is asked for: see --api-key-file")
         if events is not None and not is_loopback(events.host):
             say(f"serve: who reaches {events.host} reads in the events which tokens prompts have: see --kv-events")
-        bounds = affordable(ConnectionLimits(config.max_connections))
-        server = http_server(application(engine, policy, events), bounds, config.grace)
+        server = http_server(application(engine, policy, events), affordable(config.max_connections), config.grace)
         begin(server, listener)
         server.run(sockets=[listener])
         say("serve: ended")
@@ -159,23 +157,24 @@ def _watch(engine: Engine, restarts: int, report: Callable[[str], None], left: t
         attempt("restart", partial(restart, error), lambda failure: attempts.append(time.monotonic()), report)
 
 
-def http_server(app: ASGIApp, bounds: ConnectionLimits, grace: float) -> uvicorn.Server:
-    """A server of ``app`` that holds its clients to ``bounds``, and ends as ``serve`` says."""
+def http_server(app: ASGIApp, connections: int, grace: float) -> uvicorn.Server:
+    """A server of ``app`` for at most so many connections at once, which ends as ``serve`` says."""
     # The same event loop and the same parser wherever it runs: uvicorn would take others where they are installed.
     config = uvicorn.Config(
         app,
-        http=cast("type[Connection]", partial(Connection, bounds)),
+        http="h11",
         loop="asyncio",
         ws="none",
         lifespan="off",
-        backlog=TURN,
-        timeout_keep_alive=bounds.idle,
+        backlog=BACKLOG,
+        limit_concurrency=connections,
+        timeout_keep_alive=KEEP_ALIVE,
         timeout_graceful_shutdown=cast("int", grace),
         log_config=None,
         access_log=False,
         server_header=False,
     )
-    return _Server(config)
+    return uvicorn.Server(config)
 
 
 def begin(server: uvicorn.Server, listener: socket.socket) -> None:
@@ -188,21 +187,13 @@ def begin(server: uvicorn.Server, listener: socket.socket) -> None:
     print(address(listener), flush=True)
 
 
-class _Server(uvicorn.Server):
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        for listener in sockets or ():
-            listener.listen(BACKLOG)  # asyncio lets as many wait as it takes in one turn
-
-
-def affordable(bounds: ConnectionLimits) -> ConnectionLimits:
-    """``bounds`` with no more connections than this process may still open files."""
+def affordable(connections: int) -> int:
+    """``connections``, but no more than this process may still open files."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0] - len(os.listdir("/proc/self/fd")) - SPARE
-    if bounds.connections <= most:
-        return bounds
-    most = max(most, TURN)
-    say(f"serve: {most} connections at once instead of {bounds.connections}: few files may be open (ulimit -n)")
-    return replace(bounds, connections=most)
+    if connections <= most:
+        return connections
+    say(f"serve: {max(most, 1)} connections at once instead of {connections}: few files may be open (ulimit -n)")
+    return max(most, 1)
 
 
 def own_names(listener: socket.socket, more: Sequence[str]) -> frozenset[str] | None:

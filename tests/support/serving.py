@@ -10,7 +10,6 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -20,7 +19,6 @@ import pytest
 
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.serve.app import Policy, application
-from ling3export.runners.serve.connection import ConnectionLimits
 from ling3export.runners.serve.run import bound, http_server
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
@@ -99,17 +97,17 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(app: Any, grace: float = LATE, **bounds: Any) -> Iterator[tuple[str, int]]:
+def serving(app: Any, grace: float = LATE, connections: int = 512) -> Iterator[tuple[str, int]]:
     """The address of a server of an application in this process; it is asked to end with the block.
 
     Args:
         app: It.
         grace: Seconds for its calls to end.
-        bounds: Of ``ConnectionLimits``.
+        connections: At most so many at once.
     """
     with bound("127.0.0.1", 0) as listener:
         listener.listen()
-        server = http_server(app, replace(ConnectionLimits(), **bounds), grace)
+        server = http_server(app, connections, grace)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
         try:
