@@ -18,7 +18,7 @@ RUNNER = "ling3export.runners.cli"
 QUESTION = "Question: Hana has 17 apples, buys 8 and drops 6. How many now?\nAnswer:"
 ANSWER_TOKENS = 21
 SPOKEN = "Hana has 63 apples, buys 85 and drops 96. How many now?"  # larger than it knows by itself
-RUN = ROOT / "build" / "demo-run"  # stays, since the evaluation names the report in it
+RUN = ROOT / "build" / "demo-run.jsonl"  # stays, for `eval report`
 STAGES = ("imports", PREPARATION, "programs", "weights", "state", "first step", "whole")
 
 

@@ -83,7 +83,7 @@ class Requirements:
 
 @dataclass(frozen=True)
 class EvalScore:
-    """The success rate of an evaluation, and the digest of its run.json."""
+    """The success rate of an evaluation, and the digest of its file."""
 
     suite: str
     score: float

@@ -67,8 +67,8 @@ def publish(
 
     layout, score = parse_store(store), None
     if evaluation is not None:
-        suite, rate, results = finished_run(evaluation, read_manifest(artifact).sha256)
-        score = EvalScore(suite, rate, f"sha256:{file_record(evaluation, results[0]).sha256}")
+        suite, rate = finished_run(evaluation, read_manifest(artifact).sha256)
+        score = EvalScore(suite, rate, f"sha256:{file_record(evaluation.parent, evaluation.name).sha256}")
     signed: list[str] = []
     result = verify_artifact(artifact, None, run=not no_run, report=signed.append)
     if not result.passed:

@@ -16,80 +16,59 @@ from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
-from ling3export.runners.evals.tasks import Prompt
+from ling3export.runners.evals.run_file import Prompt
 from ling3export.runners.evals.trials import EvalError, InfraError
 from ling3export.runners.fleet.cluster import Cluster, Work
-
-OVERLAP = False  # of the reference evaluation
 
 
 @dataclass(frozen=True)
 class PromptRequest:
-    """One prompt of an evaluation, with how it is to be answered.
+    """A prompt of an evaluation, and the settings of its answer."""
 
-    Attributes:
-        name: What messages call it.
-        prompt: A text, token ids, or messages.
-        max_tokens: Most tokens that are generated.
-        sampling: How tokens are taken from logits.
-        stop: Strings that end the text.
-        logits: Whether the completion has the logits of each token, too.
-    """
-
-    name: str
+    name: str  # for messages
     prompt: Prompt
     max_tokens: int
     sampling: Sampling = field(default_factory=Sampling)
-    stop: tuple[str, ...] = ()
-    logits: bool = False
+    stop: tuple[str, ...] = ()  # strings that end the text
 
 
 @dataclass(frozen=True)
 class PromptResult:
-    """What came of one prompt.
+    """The result of a prompt."""
 
-    Attributes:
-        said: The completion, or the error that ended it.
-        attempts: The errors of attempts that failed, in order.
-    """
-
-    said: Completion | Exception
-    attempts: tuple[InfraError, ...] = ()
-
-
-def _untold() -> None:
-    """Nobody asks how far a batch is."""
+    outcome: Completion | Exception
+    attempts: tuple[InfraError, ...] = ()  # the errors of attempts that failed, in order
 
 
 class EvalBackend(Protocol):
-    """What an evaluation needs: answers to batches, and what decides them.
+    """Answers the prompts of an evaluation.
 
     Attributes:
         ended: Called as each prompt of a batch ends, where answers are made in this process.
     """
 
-    ended: Callable[[], None] = staticmethod(_untold)
+    ended: Callable[[], None] = staticmethod(lambda: None)
 
     def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
         """The answers to each batch, in order.
 
         Args:
-            batches: Taken one at a time by a single engine, and ahead by several.
-            retry: How often a prompt is tried again after an infrastructure error.
+            batches: A single engine takes one at a time; a cluster takes all before it starts.
+            retry: Further attempts at a prompt after an infrastructure error.
         """
 
     def stats(self) -> dict[str, Any]:
         """The engine's counters since its start."""
 
     def digests(self) -> Sequence[bytes]:
-        """The digest of the tokens that each host read since the last call, by host; nothing on one host alone."""
+        """The digest of the tokens that each host read since the last call, by host; empty on one host."""
 
     def environment(self) -> dict[str, Any]:
-        """What decides the tokens beside the prompts: artifact, versions, devices, paddings, as JSON."""
+        """All that decides the tokens with the prompts: artifact, versions, devices, paddings, as JSON."""
 
 
 class EngineBackend(EvalBackend, AbstractContextManager["EngineBackend"]):
-    """An artifact, loaded by an engine, which is closed with this."""
+    """An engine in this process, which is closed with this."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -97,17 +76,17 @@ class EngineBackend(EvalBackend, AbstractContextManager["EngineBackend"]):
     def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
         return (answered(self, batch, retry) for batch in batches)
 
-    def check(self, ask: PromptRequest) -> None:
+    def check(self, prompt: PromptRequest) -> None:
         """Raises RequestError for a prompt that can never be served: it is too long, for example."""
-        self._engine.check(self._request(ask))
+        self._engine.check(self._request(prompt))
 
-    def generate(self, asks: Sequence[PromptRequest]) -> list[Completion]:
+    def generate(self, prompts: Sequence[PromptRequest]) -> list[Completion]:
         """Completes a batch, in order.
 
         Raises:
             RequestError: One of the prompts can never be served; then none is started.
         """
-        return self._engine.complete([self._request(ask) for ask in asks], self.ended)
+        return self._engine.complete([self._request(prompt) for prompt in prompts], self.ended)
 
     def stats(self) -> dict[str, Any]:
         return self._engine.stats()
@@ -146,9 +125,9 @@ class EngineBackend(EvalBackend, AbstractContextManager["EngineBackend"]):
             "git_commit": git_commit(Path(__file__).resolve()),
         }
 
-    def _request(self, ask: PromptRequest) -> Request:
+    def _request(self, prompt: PromptRequest) -> Request:
         return self._engine.request(
-            ask.prompt, ask.max_tokens, ask.sampling, stop=ask.stop, logits=ask.logits, name=ask.name
+            prompt.prompt, prompt.max_tokens, prompt.sampling, stop=prompt.stop, name=prompt.name
         )
 
     def __exit__(self, *_: object) -> None:
@@ -185,55 +164,53 @@ def _description(engine: Engine) -> dict[str, Any]:
     return EngineBackend(engine).environment()
 
 
-def answered(backend: EngineBackend, asks: Sequence[PromptRequest], retry: int) -> list[PromptResult]:
+def answered(backend: EngineBackend, prompts: Sequence[PromptRequest], retry: int) -> list[PromptResult]:
     """The answers to a batch. Prompts that are refused are left out first."""
     refused: dict[int, PromptResult] = {}
     served: list[PromptRequest] = []
-    for place, ask in enumerate(asks):
+    for place, prompt in enumerate(prompts):
         try:
-            backend.check(ask)
-            served.append(ask)
+            backend.check(prompt)
+            served.append(prompt)
         except RequestError as error:
             refused[place] = PromptResult(error)
     # The failure of a batch says nothing yet about any one of its prompts: each gets another attempt in any case.
     done = iter(_answers(backend, served, retry if len(served) == 1 else max(retry, 1)) if served else ())
-    return [refused[place] if place in refused else next(done) for place in range(len(asks))]
+    return [refused[place] if place in refused else next(done) for place in range(len(prompts))]
 
 
 def _answers(
-    backend: EngineBackend, asks: Sequence[PromptRequest], tries: int, failed: tuple[InfraError, ...] | None = None
+    backend: EngineBackend, prompts: Sequence[PromptRequest], tries: int, failed: tuple[InfraError, ...] | None = None
 ) -> list[PromptResult]:
     """Completes a batch. After an error it tries the halves, down to the prompts that are at fault.
 
     Args:
-        backend: Answers.
-        asks: The batch.
-        tries: How often a prompt alone is tried again.
-        failed: The error of the whole batch, once it has failed, and those of a prompt alone; None before.
+        tries: Further attempts at a single prompt.
+        failed: The error of the whole batch, once it has failed, and those of a single prompt; None before.
     """
     try:
-        done = backend.generate(asks)
-        if len(done) != len(asks):
-            raise EvalError(f"backend: expected {len(asks)} completions, found {len(done)}")
-        return [PromptResult(each, failed or ()) for each in done]
+        done = backend.generate(prompts)
+        if len(done) != len(prompts):
+            raise EvalError(f"backend: {len(prompts)} prompts got {len(done)} completions")
+        return [PromptResult(completion, failed or ()) for completion in done]
     except (RankDivergence, EngineStopped):
         raise
     except Exception as error:
-        # What is refused was not started, and that is said of one prompt alone.
+        # A refused prompt was not started, and the refusal is about that prompt only.
         attempt = () if isinstance(error, RequestError) else (InfraError.of(error),)
-        if len(asks) == 1:
+        if len(prompts) == 1:
             failed = (*(failed or ()), *attempt)
             final = not attempt or tries == 0
-            return [PromptResult(error, failed)] if final else _answers(backend, asks, tries - 1, failed)
+            return [PromptResult(error, failed)] if final else _answers(backend, prompts, tries - 1, failed)
         failed = attempt if failed is None else failed
-    halves = asks[: len(asks) // 2], asks[len(asks) // 2 :]
-    return [each for half in halves for each in _answers(backend, half, tries - (len(half) == 1), failed)]
+    halves = prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]
+    return [result for half in halves for result in _answers(backend, half, tries - (len(half) == 1), failed)]
 
 
 def git_commit(file: Path) -> str | None:
-    """The commit that is checked out where ``file`` lies; None if that repository does not track it.
+    """The commit that is checked out in the folder of ``file``; None if that repository does not track it.
 
-    An installed package may lie in a repository of something else: in a project's virtual environment, for example.
+    An installed package may lie in another project's repository, in its virtual environment for example.
     """
     for command in (["ls-files", "--error-unmatch", str(file)], ["rev-parse", "HEAD"]):
         try:

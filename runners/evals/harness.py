@@ -19,9 +19,9 @@ class MinimalEvalHarness:
     Args:
         agent: ``async (input, env) -> (transcript, outcome)``; ``env`` has task_id, trial and seed. An exception of the
             agent is an infrastructure error, not an answer.
-        n_trials: Number of tries at each task.
-        seed: The run's seed; each trial's seed follows from it.
-        retry: How often a trial is tried again after an infrastructure error.
+        n_trials: Tries at each task.
+        seed: The seeds of all trials follow from it.
+        retry: Further attempts at a trial after an infrastructure error.
         timeout: Seconds that one attempt may take; None for any time.
     """
 
@@ -29,18 +29,14 @@ class MinimalEvalHarness:
         self, agent: Agent, n_trials: int = 5, *, seed: int = 0, retry: int = 1, timeout: float | None = None
     ) -> None:
         if n_trials < 1:
-            raise EvalError(f"n_trials: expected 1 or more, found {n_trials}")
-        self.agent = agent
-        self.n_trials = n_trials
-        self.seed = seed
-        self.retry = retry
-        self.timeout = timeout
+            raise EvalError(f"n_trials: {n_trials} is less than 1")
+        self.agent, self.n_trials, self.seed, self.retry, self.timeout = agent, n_trials, seed, retry, timeout
 
     async def run_suite(self, tasks: Sequence[Task]) -> Summary:
         """Runs every task ``n_trials`` times.
 
         Raises:
-            GraderError: A grader failed, or the agent returned no pair; neither says anything about a trial.
+            GraderError: A grader failed, or the agent returned no pair.
         """
         trials = [await self.run_trial(task, number) for task in tasks for number in range(self.n_trials)]
         return Summary(
@@ -53,7 +49,7 @@ class MinimalEvalHarness:
         env = {"task_id": task.id, "trial": number, "seed": trial.seed}
         for _ in range(1 + self.retry):
             try:
-                answer = await asyncio.wait_for(self.agent(task.input, env), self.timeout)
+                answer = await asyncio.wait_for(self.agent(task.input.record(), env), self.timeout)
             except RequestError as error:
                 trial.refuse(error)
                 return trial
@@ -61,14 +57,14 @@ class MinimalEvalHarness:
                 trial.attempts.append(InfraError.of(error))
                 continue
             if not isinstance(answer, tuple) or len(answer) != 2:
-                raise GraderError(f"agent: expected (transcript, outcome), found {answer!r}, for task `{task.id}`")
+                raise GraderError(f"agent: it returned {answer!r}, not (transcript, outcome), for task `{task.id}`")
             return graded(trial, task, *answer)
         trial.status = "infra_error"
         return trial
 
 
 def graded(trial: Trial, task: Task, transcript: Any, outcome: Any) -> Trial:
-    """Adds to a trial what was said, what came of it, and the grades.
+    """Adds transcript, outcome and grades to a trial.
 
     Raises:
         GraderError: A grader failed.

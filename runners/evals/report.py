@@ -1,4 +1,4 @@
-"""report.md: the score and what it is worth, failures by cause, and the settings under which it was reached."""
+"""The report of a run in Markdown: scores with their intervals, failures by cause, and all settings."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -7,14 +7,13 @@ from statistics import median
 from typing import Any
 
 from ling3export.foundation.errors import listed
-from ling3export.runners.evals.folder import Prediction, RunRecord
+from ling3export.runners.evals.run_file import Header, Prediction, Run
 from ling3export.runners.evals.statistics import Summary, completion_line, wilson
 from ling3export.runners.evals.suites import REFERENCE_SETTINGS
-from ling3export.runners.evals.tasks import TaskRecord
 from ling3export.runners.evals.trials import REFUSED
 
 SHOWN = 10  # names in a list
-# Why a trial failed; it belongs to the first group that fits.
+# Causes of failures; a trial belongs to the first one that fits.
 GROUPS = {
     "infra": "ended in an infrastructure error",
     "refused": "the prompt was refused: it can never be served",
@@ -31,55 +30,50 @@ EARLY = 16  # tokens
 STOP_CANDIDATES = ("\nQuestion:", "</s>", "<|im_end|>")
 
 
-def report(run: RunRecord, records: Sequence[Prediction], summary: Summary, tasks: Sequence[TaskRecord]) -> str:
-    """The report of a run as Markdown. It depends on its arguments only: no clock, no path.
-
-    Args:
-        run: The run's record.
-        records: The records of all trials.
-        summary: Their totals.
-        tasks: The records of the suite's tasks.
-    """
-    differing = [(name, _json(wanted), _json(here)) for name, wanted, here in reference_differences(run)]
+def report(run: Run) -> str:
+    """The report of a run as Markdown. It depends on the run's file only: no clock, no path."""
+    header, summary = run.header, run.summary
+    differing = [(name, _json(reference), _json(value)) for name, reference, value in reference_differences(header)]
     rates = [
         (rate.k, rate.tasks, *map(_number, (rate.at_k, rate.hat_k, rate.plug_at_k, rate.plug_hat_k)))
-        for rate in summary.rates(run.config.trials)
+        for rate in summary.rates(header.config.trials)
     ]
-    suite = {name: getattr(run.suite, name) for name in ("tasks", "files", "tasks_sha256", "notes")}
+    suite = {name: getattr(header.suite, name) for name in ("tasks", "files", "tasks_sha256", "notes")}
     sections = {
         "pass@k and pass^k": _table(("k", "tasks", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rates),
-        "Categories": _categories(records, tasks),
+        "Categories": _categories(run),
         "Tasks": _solved(summary),
-        "Failures": _failures(records),
-        "Tokens": _tokens(records),
+        "Failures": _failures(run.trials),
+        "Tokens": _tokens(run.trials),
         "Against the reference evaluation": _table(("setting", "reference", "here"), differing)
         or ["All its settings are the same."],
         "Suite": _settings(suite),
-        "Settings": _settings(asdict(run.config)),
-        "Environment": _settings(run.environment),
+        "Settings": _settings(asdict(header.config)),
+        "Environment": _settings(header.environment),
     }
-    lines = [f"# {run.suite.name}", *_score(run, summary)]
-    for title, found in sections.items():
-        lines += ["", f"## {title}", "", *found] if found else []
-    return "\n".join([*lines, "", f"Record of the run: {run.sha256}"]) + "\n"
+    lines = [f"# {header.suite.name}", *_score(header, summary)]
+    for title, content in sections.items():
+        lines += ["", f"## {title}", "", *content] if content else []
+    return "\n".join([*lines, "", f"Record of the run: {header.sha256}"]) + "\n"
 
 
-def reference_differences(run: RunRecord) -> list[tuple[str, Any, Any]]:
-    """Settings that differ from the reference evaluation: (name, reference, here)."""
-    here = {**run.environment, **asdict(run.config), "stop": list(run.config.stop)}
-    return [(name, wanted, here.get(name)) for name, wanted in REFERENCE_SETTINGS.items() if here.get(name) != wanted]
+def reference_differences(header: Header) -> list[tuple[str, Any, Any]]:
+    """Settings that differ from the reference evaluation: (name, reference, value)."""
+    values = {**header.environment, **asdict(header.config), "stop": list(header.config.stop)}
+    rows = [(name, reference, values.get(name)) for name, reference in REFERENCE_SETTINGS.items()]
+    return [row for row in rows if row[1] != row[2]]
 
 
 def invalid_line(summary: Summary, max_infra: float) -> str:
-    """Why a run with too many infrastructure errors does not count."""
+    """The reason why a run with too many infrastructure errors does not count."""
     return f"INVALID: infra rate {summary.infra_rate:.4f} > {max_infra:.4f}"
 
 
-def _score(run: RunRecord, summary: Summary) -> list[str]:
+def _score(header: Header, summary: Summary) -> list[str]:
     lines = ["", completion_line(summary.passed, summary.total), ""]
-    if summary.invalid(run.config.max_infra):
-        lines[1:1] = [f"**{invalid_line(summary, run.config.max_infra)}**", ""]
-    reference = run.suite.reference
+    if summary.invalid(header.config.max_infra):
+        lines[1:1] = [f"**{invalid_line(summary, header.config.max_infra)}**", ""]
+    reference = header.suite.reference
     rows = [
         ("success rate (C / N)", f"{_number(summary.success_rate)} {_interval(summary.passed, summary.total)}"),
         (
@@ -93,12 +87,12 @@ def _score(run: RunRecord, summary: Summary) -> list[str]:
     return [*lines, *_table(("rate", "value, Wilson 95 %"), rows)]
 
 
-def _categories(records: Sequence[Prediction], tasks: Sequence[TaskRecord]) -> list[str]:
-    category = {task.id: task.category for task in tasks}
+def _categories(run: Run) -> list[str]:
+    category = {task.id: task.category for task in run.tasks}
     if not any(category.values()):
         return []
     counts: dict[str, list[int]] = {}
-    for record in records:
+    for record in run.trials:
         row = counts.setdefault(category[record.task_id] or "none", [0, 0])
         row[0] += record.passed is True
         row[1] += 1
@@ -114,10 +108,10 @@ def _solved(summary: Summary) -> list[str]:
 
 
 def _failures(records: Sequence[Prediction]) -> list[str]:
-    rows = [(GROUPS[name], len(found), listed(found, 5)) for name, found in diagnose(records).items()]
+    rows = [(GROUPS[name], len(labels), listed(labels, 5)) for name, labels in diagnose(records).items()]
     count = sum(goes_on(record.text) for record in records)
-    behind = f"{count} of {len(records)} texts go on behind a stop candidate (a next question, an end mark)."
-    return [*(_table(("group", "trials", "which"), rows) or ["None."]), "", behind]
+    line = f"{count} of {len(records)} texts go on after a stop candidate (a next question, an end mark)."
+    return [*(_table(("group", "trials", "which"), rows) or ["None."]), "", line]
 
 
 def _tokens(records: Sequence[Prediction]) -> list[str]:
@@ -161,7 +155,7 @@ def diagnose(records: Sequence[Prediction]) -> dict[str, list[str]]:
     for record in records:
         if not record.passed:
             groups[_group(record)].append(record.label)
-    return {name: found for name, found in groups.items() if found}
+    return {name: labels for name, labels in groups.items() if labels}
 
 
 def loops(ids: Sequence[int]) -> bool:
@@ -178,7 +172,7 @@ def loops(ids: Sequence[int]) -> bool:
 
 
 def goes_on(text: str) -> bool:
-    """Whether text stands behind a stop candidate."""
+    """Whether text follows a stop candidate."""
     places = [(text.find(stop), len(stop)) for stop in STOP_CANDIDATES]
     return any(place >= 0 and text[place + size :].strip() for place, size in places)
 

@@ -1,9 +1,9 @@
-"""What a run came to: rates with infrastructure errors apart, pass@k and pass^k, Wilson's interval, McNemar's test."""
+"""Statistics of a run: rates with infrastructure errors apart, pass@k and pass^k, Wilson's interval, McNemar's test."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import comb
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ling3export.runners.evals.trials import MAX_INFRA, Trial
 
@@ -73,7 +73,7 @@ class Summary:
     results: list[tuple[str, bool | None]]
     # By task id, the share of scored trials that must pass for the task to count as solved; 1 by default.
     thresholds: dict[str, float] = field(default_factory=dict)
-    trials: Sequence[Trial] = ()  # the trials themselves, if they are at hand
+    trials: Sequence[Trial] = ()  # of the minimal harness
 
     @property
     def total(self) -> int:
@@ -134,21 +134,7 @@ class Summary:
             rows.append(Rate(k, sum(n >= k for n, _ in counts), at, hat, *plug))
         return rows
 
-    def record(self) -> dict[str, Any]:
-        """The totals as JSON."""
-        return {
-            "tasks": len(self.by_task),
-            "trials": self.total,
-            "passed": self.passed,
-            "infra": self.infra,
-            "success_rate": self.success_rate,
-            "adjusted_success_rate": self.adjusted_success_rate,
-            "infra_rate": self.infra_rate,
-            "wilson95": wilson(self.passed, self.total),
-            "solved": len(self.solved),
-        }
-
 
 def completion_line(passed: int, total: int) -> str:
-    """The last line of a run, in the form that scripts look for: ``正确率: 1121/1319 = 0.8499``."""
+    """The last line of a run, in a form for scripts: ``正确率: 1121/1319 = 0.8499``."""
     return f"正确率: {passed}/{total} = {passed / total:.4f}"

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from ling3export.foundation.errors import listed
 from ling3export.runners.evals.demo import SEED, demo_records
-from ling3export.runners.evals.folder import PARTIAL
 from ling3export.runners.evals.graders import LETTERS, GraderSpec, Verdict
 from ling3export.runners.evals.task_files import check_unique, load_tasks, read_records
-from ling3export.runners.evals.tasks import FieldError, Task
+from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import EvalError, Outcome
 
 SHOTS = 4
@@ -144,7 +145,13 @@ def mmlu_pro(data: Path | None) -> Suite:
 def product_smoke(data: Path | None) -> Suite:
     """Four tasks whose graders look at counters and files only, never at what the model said."""
     tasks = [
-        Task(f"product-smoke-{name}", {"prompt_ids": [*range(1, length + 1)]}, graders=[_look(each) for each in looks])
+        Task.model_validate(
+            {
+                "id": f"product-smoke-{name}",
+                "input": {"prompt_ids": [*range(1, length + 1)]},
+                "graders": list(map(_look, looks)),
+            }
+        )
         for name, (length, looks) in SMOKE.items()
     ]
     settings = {"batch": 1, "max_tokens": 8, "transcripts": True}
@@ -179,9 +186,10 @@ def _suite(name: str, tasks: list[Task], files: Sequence[Path] = (), **more: Any
 
 def _task(name: str, prompt: Any, grader: str, **fields: Any) -> Task:
     try:
-        return Task(name, {"prompt": prompt}, graders=[grader], **fields)
-    except FieldError as error:
-        raise EvalError(f"{error.what}, in record {name}") from None
+        return Task.model_validate({"id": name, "input": {"prompt": prompt}, "graders": [grader], **fields})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise EvalError(f"`{first['loc'][-1]}`: {first['msg']}, in record {name}") from None
 
 
 def _given(suite: str, data: Path | None, wanted: str) -> Path:
@@ -237,13 +245,12 @@ def _looks(task: Task, state: dict[str, Any]) -> dict[str, tuple[str, object, ob
     """What the graders of product-smoke look at, by name: in words, what it has to be, and what it is."""
     delta = state["delta"]
     prefills = sum(cell["calls"] for name, cell in delta["cells"].items() if name.startswith("prefill@"))
-    lines = state["files"].get(PARTIAL, {}).get("lines")
     return {
         "tokens_in": ("tokens in", len(task.prompt), delta["tokens_in"]),
         "tokens_out": ("tokens out", state["output"], delta["tokens_out"]),
         "nothing_compiles": ("compile events", 0, delta["compile_events"]),
         "one_prefill": ("prefill calls", 1, prefills),
-        "records": ("lines in the predictions file", state["records"], lines),
+        "records": ("lines in the run's file", state["lines"]["written"], state["lines"]["on_disk"]),
     }
 
 

@@ -1,293 +1,142 @@
-"""Tasks: what is asked, and how the answer is graded. A task comes from a file or a suite, or is written in Python.
+"""Tasks: a prompt, and the graders of its answers. A task comes from a file or a suite, or is written in Python."""
 
-Every message names the field that is wrong and where it stands.
-"""
-
-import hashlib
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field, fields
-from typing import Annotated, Any, cast
+from collections.abc import Callable, Mapping
+from functools import cache
+from inspect import signature
+from typing import Annotated, Any
 
-from ling3export.artifacts.records import Rule, Text, WrongRecordError, canonical, from_json, within
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    InstanceOf,
+    StrictBool,
+    StrictInt,
+    StrictStr,
+    ValidationInfo,
+    create_model,
+    model_validator,
+)
+
 from ling3export.foundation.errors import listed
-from ling3export.runners.evals.graders import KINDS, Grader, GraderSpec, Verdict, arguments_of, parse_path
-from ling3export.runners.evals.trials import EvalError
+from ling3export.runners.evals.graders import COMPARISONS, KINDS, Grader, GraderSpec, Verdict, parse_path
+from ling3export.runners.evals.run_file import PROMPTS, Prompt, TaskRecord, prompt_of
 
-FieldPath = tuple[object, ...]  # names and indices that lead from a task's root to a field
-Prompt = str | list[int] | list[dict[str, str]]
 Predicates = Mapping[str, Callable[..., Any]]
-PROMPTS = ("prompt", "messages", "prompt_ids", "message", "user_message")
-Message = Annotated[
-    dict[str, Any], Rule("an object with role and content", lambda value: {"role", "content"} <= value.keys())
-]
 
 
-class FieldError(EvalError):
-    """A field of a task is missing or unknown, or has a value that it cannot have.
+class Fields(BaseModel):
+    """An object that has only its own fields."""
 
-    Attributes:
-        what: The message without the place.
-        path: Leads to the field.
-    """
-
-    def __init__(self, what: str, path: FieldPath = (), hint: str | None = None) -> None:
-        super().__init__(f"{what}, in `{'.'.join(map(str, path))}`" if path else f"{what}, in the task", hint)
-        self.what, self.path = what, path
+    model_config = ConfigDict(extra="forbid")
 
 
-@contextmanager
-def _at(*path: object) -> Iterator[None]:
-    """What goes wrong within is at this path."""
+def _message(message: dict[str, Any]) -> dict[str, Any]:
+    if not {"role", "content"} <= message.keys():
+        raise ValueError("a message needs role and content")
+    return message
+
+
+class TaskInput(Fields):
+    """One of PROMPTS; a text can have a context."""
+
+    prompt: StrictStr | None = None
+    prompt_ids: list[StrictInt] | None = None
+    messages: list[Annotated[dict[str, Any], AfterValidator(_message)]] | None = None
+    message: StrictStr | None = None
+    user_message: StrictStr | None = None
+    context: Any = None
+
+    @model_validator(mode="after")
+    def _one_prompt(self) -> "TaskInput":
+        names = [name for name in PROMPTS if getattr(self, name) is not None]
+        if len(names) != 1:
+            raise ValueError(f"give one of {', '.join(PROMPTS)}; there is {' and '.join(names) or 'none'}")
+        if self.context is not None and names[0] in ("prompt_ids", "messages"):
+            raise ValueError(f"a context goes with a text, not with {names[0]}")
+        return self
+
+    def record(self) -> dict[str, Any]:
+        """The fields that are set, as JSON."""
+        return self.model_dump(exclude_none=True)
+
+
+class Grading(Fields):
+    """How a task counts: the share of its trials that must pass for it to be solved."""
+
+    threshold: float = Field(default=1.0, gt=0, le=1)
+
+
+class _GraderFields(Fields):
+    kind: StrictStr
+    name: StrictStr
+    required: StrictBool = True
+    weight: float = Field(default=1.0, ge=0)
+
+
+def _pattern(pattern: str) -> str:
     try:
-        yield
-    except FieldError as error:
-        raise FieldError(error.what, (*path, *error.path), error.hint) from None
-    except WrongRecordError as error:
-        whole = (*path, *reversed(error.path))
-        if error.unknown is not None:
-            found = f"key `{error.unknown}`: expected {error.expected}, found `{error.unknown}`"
-            raise FieldError(found, (*whole, error.unknown)) from None
-        name = next((each for each in reversed(whole) if isinstance(each, str)), "task")
-        raise FieldError(f"`{name}`: expected {error.expected}, found {error.found}", whole) from None
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(str(error)) from error
+    return pattern
 
 
-@dataclass(frozen=True)
-class TaskInput:
-    """What an input may have: one of PROMPTS, and beside a text a context."""
-
-    prompt: Text | None = None
-    prompt_ids: tuple[int, ...] | None = None
-    messages: tuple[Message, ...] | None = None
-    message: Text | None = None
-    user_message: Text | None = None
-    context: Any | None = None
+def _path(path: str) -> str:
+    parse_path(path)
+    return path
 
 
-@dataclass(frozen=True)
-class Grading:
-    """What ``grading`` may have."""
-
-    threshold: Annotated[float, Rule("a number above 0, at most 1", lambda value: 0 < value <= 1)] = 1.0
-
-
-@dataclass(frozen=True)
-class GraderFields:
-    """What the object of a grader has beside its arguments."""
-
-    kind: Text
-    name: Text
-    required: bool = True
-    weight: Annotated[float, within(0, 2**53)] = 1.0
+_CHECKED = {
+    "pattern": Annotated[StrictStr, AfterValidator(_pattern)],
+    "path": Annotated[StrictStr, AfterValidator(_path)],
+}
 
 
-@dataclass(frozen=True)
-class ExpectedOutcome:
-    """What ``expected_outcome`` may have: shorthands of graders."""
-
-    state_checks: tuple[dict[str, Any], ...] = ()
-    tool_calls_required: tuple[Text, ...] | None = None
-    response_contains: tuple[Text, ...] | Text | None = None
-    transcript_constraints: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class TaskRecord:
-    """What decides a task's result, as a run keeps it; callables by name."""
-
-    id: Text
-    suite: Text
-    input: dict[str, Any]
-    target: Text
-    choices: list[Text] | None
-    category: Text | None
-    threshold: float
-    graders: list[dict[str, Any]]
-
-    @property
-    def prompt_sha256(self) -> str:
-        """Digest of the prompt: of a text's UTF-8, else of its canonical JSON."""
-        prompt = prompt_of(self.input)
-        return hashlib.sha256(prompt.encode() if isinstance(prompt, str) else canonical(prompt)).hexdigest()
-
-
-@dataclass
-class Task:
-    """One thing to be done, with what tells whether it was done.
-
-    Attributes:
-        id: Unique within a suite.
-        input: One of ``prompt``, ``prompt_ids``, ``messages``, ``message`` and ``user_message``, and ``context``.
-        suite: The suite's name; for tasks of a file, by default the file's name.
-        target: The right answer, in the form that the graders read.
-        choices: The options of a multiple-choice question.
-        graders: Each is a GraderSpec, a callable, the name of a kind, or an object with ``kind`` and its arguments. All
-            are GraderSpec once the task is made, those of ``expected_outcome`` and ``grader`` included.
-        metadata: Anything.
-        difficulty: A word for reports.
-        category: A word for reports, which count by it.
-        grading: ``threshold``: share of the task's trials that must pass for it to count as solved; 1 by default.
-        reference_solution: A text that passes all graders.
-
-    Args:
-        expected_outcome: Shorthand for graders.
-        grader: Shorthand for one callable grader.
-        predicates: What state checks call by name, such as ``database``: ``(arguments, outcome) -> bool``.
-
-    Raises:
-        FieldError: A field is missing or unknown, or has the wrong type.
-    """
-
-    id: Annotated[Text, Rule("a text that is not empty", bool)]
-    input: dict[str, Any]
-    suite: Text = ""
-    target: Text = ""
-    choices: list[Text] | None = None
-    graders: list[Any] = field(default_factory=list)
-    metadata: dict[str, Any] = field(default_factory=dict)
-    difficulty: Text | None = None
-    category: Text | None = None
-    grading: dict[str, float] = field(default_factory=dict)
-    reference_solution: Text | None = None
-    expected_outcome: InitVar[dict[str, Any] | None] = None
-    grader: InitVar[Grader | None] = None
-    predicates: InitVar[Predicates | None] = None
-
-    def __post_init__(self, expected_outcome: object, grader: Grader | None, predicates: Predicates | None) -> None:
-        for each in fields(self):
-            with _at(each.name):
-                from_json(cast("type[Any]", each.type), getattr(self, each.name))
-        with _at("input"):
-            _check_input(self.input)
-        with _at("grading"):
-            from_json(Grading, self.grading)
-        for number, each in enumerate(self.graders):
-            with _at("graders", number):
-                self.graders[number] = _grader(each)
-        if expected_outcome is not None:
-            with _at("expected_outcome"):
-                self.graders += _expected_graders(expected_outcome, predicates or {})
-        if grader is not None:
-            with _at("grader"):
-                self.graders.append(_grader(grader))
-
-    @property
-    def threshold(self) -> float:
-        """Share of trials that must pass for the task to count as solved."""
-        return self.grading.get("threshold", 1.0)
-
-    @property
-    def prompt(self) -> Prompt:
-        """What the model gets."""
-        return prompt_of(self.input)
-
-    def record(self) -> TaskRecord:
-        """What decides the task's result."""
-        graders = [
-            {"kind": g.kind, "name": g.name, "arguments": g.arguments, "required": g.required, "weight": g.weight}
-            for g in self.graders
-        ]
-        return TaskRecord(
-            self.id, self.suite, self.input, self.target, self.choices, self.category, self.threshold, graders
-        )
-
-
-def prompt_of(given: dict[str, Any]) -> Prompt:
-    """What the model gets of a task's input: a text, token ids, or messages. A context follows a text as JSON."""
-    value = next((given[name] for name in PROMPTS if name in given), None)
-    if not isinstance(value, (str, list, tuple)):
-        raise EvalError(f"task: expected a text, token ids or messages under one of {', '.join(PROMPTS)}, found none")
-    if "context" in given:
-        value = f"{value}\n\n{canonical(given['context']).decode()}"
-    return cast("Prompt", value)
-
-
-def task_from(value: object, suite: str, predicates: Predicates | None) -> Task:
-    """A task from JSON. A field that is null counts as one that is not there.
-
-    Raises:
-        FieldError: A field is missing or unknown, or has the wrong type.
-    """
-    with _at():
-        given = {name: each for name, each in from_json(dict[Text, Any], value).items() if each is not None}
-    check_keys(given, [*(each.name for each in fields(Task)), "expected_outcome"])
-    for name in ("id", "input"):
-        if name not in given:
-            raise FieldError(f"task `{given.get('id', '?')}`: expected the field {name}, found none")
-    task = Task(**{"suite": suite, **given}, predicates=predicates)
-    if not task.graders:
-        hint = "add graders: or expected_outcome:"
-        raise FieldError(f"task `{task.id}`: expected at least one grader, found none", (), hint)
-    return task
-
-
-def check_keys(given: Mapping[str, Any], names: Collection[str]) -> None:
-    """Refuses a field that has none of the names.
-
-    Raises:
-        FieldError: There is one.
-    """
-    for name in given:
-        if name not in names:
-            raise FieldError(f"key `{name}`: expected only the fields {', '.join(names)}, found `{name}`", (name,))
+@cache
+def _arguments_model(kind: str) -> type[BaseModel]:
+    """The arguments of a kind in a task file: those of its function after the first three."""
+    fields: dict[str, Any] = {}
+    for argument in list(signature(KINDS[kind]).parameters.values())[3:]:
+        if argument.kind is argument.VAR_KEYWORD:
+            fields |= dict.fromkeys(COMPARISONS, (Any, None))
+        else:
+            default = ... if argument.default is argument.empty else argument.default
+            fields[argument.name] = (_CHECKED.get(argument.name, argument.annotation), default)
+    return create_model(kind, __base__=Fields, **fields)
 
 
 def _grader(value: object) -> GraderSpec:
-    """A grader in any of the forms that ``Task.graders`` may have."""
+    """A grader: a GraderSpec, a callable, the name of a kind, or an object with ``kind`` and its arguments."""
     if isinstance(value, GraderSpec):
         return value
     if callable(value):
         return GraderSpec("callable", getattr(value, "__name__", "grader"), {}, value)
-    arguments = {"kind": value} if isinstance(value, str) else dict(from_json(dict[Text, Any], value))
+    arguments = {"kind": value} if isinstance(value, str) else dict(value) if isinstance(value, dict) else {}
     kind = arguments.get("kind")
     if kind not in KINDS:
-        raise FieldError(f"grader: expected one of {', '.join(KINDS)}, found {kind!r}")
-    own = {each.name: arguments.pop(each.name) for each in fields(GraderFields) if each.name in arguments}
-    given = from_json(GraderFields, {"name": kind, **own})
-    for name, found in vars(from_json(arguments_of(kind), arguments)).items():
-        if name in ("pattern", "path"):
-            try:
-                (re.compile if name == "pattern" else parse_path)(found)
-            except (ValueError, re.error) as error:
-                raise FieldError(f"`{name}`: {error}", (name,)) from error
-    return GraderSpec(kind, given.name, arguments, None, given.required, given.weight)
+        raise ValueError(f"a grader is one of {', '.join(KINDS)}")
+    own = {name: arguments.pop(name) for name in _GraderFields.model_fields if name in arguments}
+    fields = _GraderFields.model_validate({"name": kind, **own})
+    _arguments_model(kind).model_validate(arguments)
+    return GraderSpec(kind, fields.name, arguments, None, fields.required, fields.weight)
 
 
-def _expected_graders(value: object, predicates: Predicates) -> list[GraderSpec]:
-    """The graders that ``expected_outcome`` stands for."""
-    expected, graders = from_json(ExpectedOutcome, value), list[GraderSpec]()
-    for number, check in enumerate(expected.state_checks):
-        with _at("state_checks", number):
-            graders.append(_state_check(check, predicates))
-    for name, kind, arguments in (
-        ("tool_calls_required", "steps_required", {"steps": _listed(expected.tool_calls_required)}),
-        ("response_contains", "response_contains", {"value": _listed(expected.response_contains)}),
-        ("transcript_constraints", "transcript_constraints", expected.transcript_constraints or {}),
-    ):
-        if getattr(expected, name) is not None:
-            with _at(name):
-                graders.append(_grader({"kind": kind, "name": name, **arguments}))
-    return graders
-
-
-def _listed(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
-def _state_check(check: dict[str, Any], predicates: Predicates) -> GraderSpec:
-    if "path" in check:
+def _state_check(check: Any, info: ValidationInfo) -> GraderSpec:
+    """A path with comparisons, or a predicate of the caller by name."""
+    if isinstance(check, dict) and "path" in check:
         return _grader({"kind": "state_check", "name": f"state_check {check['path']}", **check})
-    if len(check) != 1:
-        raise FieldError(f"state check: expected path:, or one predicate by name, found {listed(list(check))}")
+    if not isinstance(check, dict) or len(check) != 1:
+        raise ValueError("a state check has path:, or one predicate by name")
+    predicates: Predicates = (info.context or {}).get("predicates") or {}
     name, arguments = next(iter(check.items()))
     if name not in predicates:
-        raise FieldError(
-            f"state check `{name}`: expected a predicate of this name, found "
-            f"{listed(sorted(predicates)) or 'none at all'}",
-            (name,),
-            f'pass one: load_tasks(file, predicates={{"{name}": lambda arguments, outcome: ...}})',
-        )
+        names = listed(sorted(predicates)) or "none"
+        example = f'pass one: load_tasks(file, predicates={{"{name}": lambda arguments, outcome: ...}})'
+        raise ValueError(f"no predicate `{name}`, there is {names}; {example}")
     predicate = predicates[name]
 
     def function(task: Task, transcript: object, outcome: object) -> Verdict:
@@ -296,10 +145,88 @@ def _state_check(check: dict[str, Any], predicates: Predicates) -> GraderSpec:
     return GraderSpec("state_check", f"state_check {name}", {}, function)
 
 
-def _check_input(given: dict[str, Any]) -> None:
-    from_json(TaskInput, {name: _listed(each) for name, each in given.items()})
-    names = [name for name in PROMPTS if name in given]
-    if len(names) != 1:
-        raise FieldError(f"input: expected one of {', '.join(PROMPTS)}, found {' and '.join(names) or 'none'}")
-    if "context" in given and names[0] in ("prompt_ids", "messages"):
-        raise FieldError(f"`context`: expected it beside a text, found it beside {names[0]}", ("context",))
+def _constraints(value: Any) -> GraderSpec:
+    return _grader({"kind": "transcript_constraints", "name": "transcript_constraints", **value})
+
+
+class ExpectedOutcome(Fields):
+    """Shorthands of graders."""
+
+    state_checks: list[Annotated[InstanceOf[GraderSpec], BeforeValidator(_state_check)]] = []
+    tool_calls_required: list[StrictStr] | None = None
+    response_contains: list[StrictStr] | StrictStr | None = None
+    transcript_constraints: Annotated[InstanceOf[GraderSpec], BeforeValidator(_constraints)] | None = None
+
+    @property
+    def graders(self) -> list[GraderSpec]:
+        """The graders that this stands for."""
+        calls, texts, constraints = self.tool_calls_required, self.response_contains, self.transcript_constraints
+        return [
+            *self.state_checks,
+            *([] if calls is None else [GraderSpec("steps_required", "tool_calls_required", {"steps": calls})]),
+            *([] if texts is None else [GraderSpec("response_contains", "response_contains", {"value": texts})]),
+            *([] if constraints is None else [constraints]),
+        ]
+
+
+class Task(Fields):
+    """A prompt, and the graders of its answers.
+
+    Attributes:
+        id: Unique within a suite.
+        suite: The suite's name; for tasks of a file, by default the file's name.
+        target: The right answer, in the form that the graders read.
+        choices: The options of a multiple-choice question.
+        graders: Each is a GraderSpec, a callable, the name of a kind, or an object with ``kind`` and its arguments.
+            They include those of ``expected_outcome`` and ``grader`` once the task is made.
+        category: A word by which reports count.
+        reference_solution: A text that passes all graders.
+        expected_outcome: Shorthand for graders.
+        grader: Shorthand for one grader.
+
+    Raises:
+        pydantic.ValidationError: A field is missing or unknown, or has the wrong type.
+    """
+
+    id: StrictStr = Field(min_length=1)
+    input: TaskInput
+    suite: StrictStr = ""
+    target: StrictStr = ""
+    choices: list[StrictStr] | None = None
+    graders: list[Annotated[InstanceOf[GraderSpec], BeforeValidator(_grader)]] = []  # pydantic copies it
+    metadata: dict[str, Any] = {}
+    difficulty: StrictStr | None = None
+    category: StrictStr | None = None
+    grading: Grading = Grading()
+    reference_solution: StrictStr | None = None
+    expected_outcome: ExpectedOutcome | None = Field(default=None, exclude=True)
+    grader: Grader | None = Field(default=None, exclude=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, value: Any) -> Any:
+        return {name: field for name, field in value.items() if field is not None} if isinstance(value, dict) else value
+
+    @model_validator(mode="after")
+    def _all_graders(self) -> "Task":
+        self.graders += self.expected_outcome.graders if self.expected_outcome else []
+        self.graders += [_grader(self.grader)] if self.grader else []
+        return self
+
+    @property
+    def threshold(self) -> float:
+        """Share of trials that must pass for the task to count as solved."""
+        return self.grading.threshold
+
+    @property
+    def prompt(self) -> Prompt:
+        """The model's input."""
+        return prompt_of(self.input.record())
+
+    def record(self) -> TaskRecord:
+        """All that decides the task's result."""
+        names = ("kind", "name", "arguments", "required", "weight")
+        graders = [{name: getattr(grader, name) for name in names} for grader in self.graders]
+        return TaskRecord(
+            self.id, self.suite, self.input.record(), self.target, self.choices, self.category, self.threshold, graders
+        )

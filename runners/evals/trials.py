@@ -12,7 +12,7 @@ from ling3export.runners.engine.request import Sampling
 MAX_INFRA = 0.01
 INFRA_KINDS = ("oom", "timeout", "device_lost", "tokenizer_error", "rank_divergence", "nan_logits", "unknown")
 REFUSED = "refused"  # a prompt that can never be served: no infrastructure error, and no answer
-# Exceptions, and what runtimes write into messages in lower case, with the kind that they show. The first row counts.
+# Exceptions, and words of runtimes' messages in lower case, with the kind that they show. The first row counts.
 _TYPES: tuple[tuple[str, type[Exception]], ...] = (
     ("rank_divergence", RankDivergence),
     ("oom", MemoryError),
@@ -41,18 +41,15 @@ class RunConfig:
     """Settings of a run. The defaults are those of the reference evaluation.
 
     Attributes:
-        trials: Number of tries at each task.
-        max_tokens: Most tokens that one trial may generate.
-        temperature: 0 takes the most likely token.
-        top_k: Sample among the k most likely tokens; 0 keeps all.
-        top_p: Then among the fewest that hold this probability.
-        stop: Strings that end the text. None by default: the reference evaluation names only the end-of-text token.
-        seed: The run's seed; each trial's seed follows from it.
-        batch: Number of trials that are given to the backend together.
-        retry: How often a trial is tried again after an infrastructure error.
+        trials: Tries at each task.
+        max_tokens: Of one trial.
+        stop: Strings that end the text. Empty by default: the reference evaluation names only the end-of-text token.
+        seed: The seeds of all trials follow from it.
+        batch: Trials that are given to the backend together.
+        retry: Further attempts at a trial after an infrastructure error.
         max_infra: The run is invalid if a larger share of its trials ends in infrastructure errors.
         threshold: Share of a task's trials that must pass, in place of each task's own threshold.
-        transcripts: Also write transcripts/IDX-TRIAL.json with outcome and grades.
+        transcripts: Also record transcripts, outcomes and grades.
 
     Raises:
         RequestError: A sampling setting is out of bounds.
@@ -85,37 +82,26 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class TranscriptStep:
-    """One step of a transcript.
+    """One step of a transcript."""
 
-    Attributes:
-        t_ms: Milliseconds since the trial began.
-        kind: ``prefill``, ``score``, ``decode`` or ``tool``.
-        bucket: Padding of the program that ran.
-        n_tokens: Number of the trial's tokens that the step took.
-        name: A tool call's name.
-    """
-
-    t_ms: float
-    kind: str
-    bucket: int = 0
-    n_tokens: int = 0
-    name: str | None = None
+    t_ms: float  # milliseconds since the trial began
+    kind: str  # ``prefill``, ``score``, ``decode`` or ``tool``
+    bucket: int = 0  # padding of the program that ran
+    n_tokens: int = 0  # number of the trial's tokens that the step took
+    name: str | None = None  # of a tool call
 
 
 @dataclass
 class Transcript:
-    """What was said. ``"Hi" in transcript`` looks into its text.
+    """A trial's course. ``"Hi" in transcript`` looks into its text.
 
     Attributes:
-        text: What the model wrote.
-        prompt_token_ids: The prompt as it was run.
-        output_token_ids: The generated tokens.
         stop_reason: ``eos``, ``length``, ``stop``, ``error`` or ``refused``.
-        steps: The steps in order, if the agent knows them.
-        artifact: Digests of what ran, by name.
+        steps: In order; empty if the agent does not record them.
+        artifact: Digests of the programs, by name.
         ttft_ms: Milliseconds to the first token.
         e2e_ms: Milliseconds to the last token.
-        turns: How often the model was asked.
+        turns: Number of answers of the model.
     """
 
     text: str = ""
@@ -134,53 +120,34 @@ class Transcript:
 
 @dataclass
 class Outcome:
-    """The final state of the environment, which is not what the model said.
-
-    Attributes:
-        state: Any JSON object.
-    """
+    """The final state of the environment, as a JSON object. It is not the model's text."""
 
     state: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class GraderResult:
-    """The verdict of one grader on one trial.
-
-    Attributes:
-        name: What reports call the grader.
-        score: From 0 to 1.
-        passed: Whether the trial passes this grader.
-        answer: What the grader took for the answer, if it looks for one.
-        explanation: Why.
-        required: Whether the trial fails if this grader does not pass it.
-        weight: How much the score counts in the trial's score.
-    """
+    """The verdict of one grader on one trial."""
 
     name: str
-    score: float
+    score: float  # from 0 to 1
     passed: bool
-    answer: str | None = None
+    answer: str | None = None  # as the grader read it
     explanation: str = ""
-    required: bool = True
-    weight: float = 1.0
+    required: bool = True  # a trial passes only if all required graders pass
+    weight: float = 1.0  # of the score in the trial's score
 
 
 @dataclass(frozen=True)
 class InfraError:
-    """An attempt that failed outside grading.
+    """An attempt that failed outside grading."""
 
-    Attributes:
-        kind: One of INFRA_KINDS; REFUSED for a prompt that was not tried.
-        message: The exception's type and message.
-    """
-
-    kind: Text
-    message: Text
+    kind: Text  # one of INFRA_KINDS; REFUSED for a prompt that was not tried
+    message: Text  # the exception's type and message
 
     @classmethod
     def of(cls, error: Exception) -> "InfraError":
-        """Classifies an exception by its type, else by what its message says."""
+        """Classifies an exception by its type, else by its message."""
         message = f"{type(error).__name__}: {error}"
         lower = message.lower()
         kinds = [kind for kind, type_ in _TYPES if isinstance(error, type_) or isinstance(error.__cause__, type_)]
@@ -193,14 +160,12 @@ class Trial:
     """One try at a task.
 
     Attributes:
-        task_id: Which task.
         trial: Number of the try, from 0.
-        seed: Seed of its sampling.
         status: ``ok``, ``infra_error``, or ``refused``: the prompt can never be served.
-        attempts: Errors of the attempts that failed, those before an attempt that worked included; or the refusal.
-        transcript: What was said: a Transcript, or whatever the agent returned. None after an infrastructure error.
-        outcome: What came of it: an Outcome, or whatever the agent returned.
-        grades: The verdict of every grader, the most authoritative first.
+        attempts: Errors of the attempts that failed, those before a successful attempt included; or the refusal.
+        transcript: A Transcript, or the agent's own object. None after an infrastructure error.
+        outcome: An Outcome, or the agent's own object.
+        grades: The verdicts of all graders, the most authoritative first.
         passed: Whether all required graders pass; None after an infrastructure error, False after a refusal.
         score: Weighted mean of the grades.
     """
@@ -217,22 +182,17 @@ class Trial:
     score: float | None = None
 
     @property
-    def pair(self) -> tuple[str, int]:
-        """Which trial this is: the task's id and the try's number."""
-        return self.task_id, self.trial
-
-    @property
     def infra(self) -> InfraError | None:
         """The error that the trial ended in."""
         return self.attempts[-1] if self.status == "infra_error" else None
 
     @property
     def answer(self) -> str | None:
-        """What the first grader that looks for an answer took for it."""
+        """The answer as the first grader that looks for one read it."""
         return next((grade.answer for grade in self.grades if grade.answer is not None), None)
 
     def refuse(self, error: RequestError) -> None:
-        """Ends the trial as a failure of its own kind: the prompt is too long, for example. Nothing was generated."""
+        """Ends the trial as a failure without an answer: the prompt is too long, for example."""
         self.status, self.passed, self.score = REFUSED, False, 0.0
         self.attempts.append(InfraError(REFUSED, error.message))
 

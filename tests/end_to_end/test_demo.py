@@ -165,13 +165,13 @@ def test_training_computes_what_the_reference_computes(weights):
 
 def test_the_demo_solves_what_was_kept_from_it(artifact, tmp_path):
     """Through prebuilt programs, in bf16, four shots."""
-    words = ["-m", "ling3export.runners.cli", "eval", "run", artifact("demo-tp1"), tmp_path / "run"]
+    words = ["-m", "ling3export.runners.cli", "eval", "run", artifact("demo-tp1"), tmp_path / "run.jsonl"]
     done = run(sys.executable, *words, "--suite", "demo", "--limit", 100)
     passed, total, rate = re.fullmatch(r"正确率: (\d+)/(\d+) = (0\.\d{4}|1\.0000)\n", done.stdout).groups()
     assert (total, rate) == ("100", f"{int(passed) / 100:.4f}")
     assert float(rate) >= SCORE
-    record = json.loads((tmp_path / "run/run.json").read_text())
-    assert record["environment"]["verdicts"] == ["OPTIMAL"]
+    header = json.loads((tmp_path / "run.jsonl").read_text().partition("\n")[0])
+    assert header["environment"]["verdicts"] == ["OPTIMAL"]
 
 
 def test_the_demo_speaks_the_dialect_that_it_was_trained_on(artifact):

@@ -26,7 +26,7 @@ PACKAGES = {
     "runners.cli": {"click", "numpy"},
     "runners.endpoint": {"h11"},
     "runners.engine": {"numpy"},
-    "runners.evals": {"numpy", "scipy", "yaml"},
+    "runners.evals": {"numpy", "pydantic", "scipy", "yaml"},
     "runners.ffn": {"numpy"},
     "runners.fleet": {"pyarrow", "ray"},
     "runners.hosts": {"jax"},

@@ -1,7 +1,6 @@
 """Damaged input of the runner: prompt files on a running engine, folders of evaluations, and task files."""
 
 import json
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,8 +10,7 @@ from random import Random
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.generate import line_names, read_prompts
 from ling3export.runners.engine.request import Request, Sampling
-from ling3export.runners.evals import compare, report, task_files
-from ling3export.runners.evals import folder as folders
+from ling3export.runners.evals import compare, report, run_file, task_files
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import RunConfig
@@ -146,24 +144,17 @@ def request_at_random(rng: Random, context: int, vocab: int) -> Request:
 
 @contextmanager
 def evaluations(folder: Path) -> Iterator[Case]:
-    """The folder of a run, finished or not: read, compared, exported, reported, and gone on with."""
+    """The file of a run, finished or not: read, reported, compared, and continued."""
     suite, config = Suite("s", numbered(4)), RunConfig(batch=2)
-    whole, begun, copy = folder / "whole", folder / "begun", folder / "copy"
+    whole, copy = folder / "whole", folder / "copy"
     run_suite(suite, FakeBackend(half), whole, config)
-    shutil.copytree(whole, begun)
-    (begun / folders.REPORT).unlink()
-    lines = (begun / folders.PREDICTIONS).read_bytes().split(b"\n")
-    (begun / folders.PARTIAL).write_bytes(b"\n".join(lines[:2]) + b"\n" + lines[2][:30])
-    (begun / folders.PREDICTIONS).unlink()
+    finished = whole.read_bytes()
+    begun = b"".join(finished.splitlines(keepends=True)[:7]) + b'{"kind": "trial", "idx": 2, "ta'
 
     def case(rng: Random) -> None:
-        original = rng.choice((whole, begun))
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(original, copy)
-        path = rng.choice(sorted(path for path in copy.iterdir() if path.name != folders.REPORT))
-        path.write_bytes(_damaged(rng, path.read_bytes(), in_lines=path.name != folders.RUN))
+        copy.write_bytes(_damaged(rng, rng.choice((finished, begun))))
         refusals = []
-        for look in (read, compared, resumed):
+        for look in (reported, compared, resumed):
             try:
                 look()
             except Ling3Error as error:
@@ -171,19 +162,17 @@ def evaluations(folder: Path) -> Iterator[Case]:
         if refusals:
             raise refusals[0]
 
-    def read() -> None:
-        records = folders.read_predictions(copy)
-        report.diagnose(records)
+    def reported() -> None:
+        report.report(run_file.read_run(copy))
 
     def compared() -> None:
         compare.diff(whole, copy)
         compare.diff(copy, whole)
 
     def resumed() -> None:
-        if not (copy / folders.PREDICTIONS).exists():
-            done = run_suite(suite, FakeBackend(half), copy, config)
-            if done.total != 4:
-                raise WrongResultError(f"{done.total} trials of 4")
+        done = run_suite(suite, FakeBackend(half), copy, config).summary
+        if done.total != 4:
+            raise WrongResultError(f"{done.total} trials of 4")
 
     yield case
 
@@ -192,8 +181,15 @@ def evaluations(folder: Path) -> Iterator[Case]:
 def tasks(folder: Path) -> Iterator[Case]:
     """A task file, JSON or YAML: read, and its tasks checked."""
     made = folder / "made.json"
-    task_files.new_task(made)
-    task = json.loads(made.read_text())["task"]
+    task = {
+        "id": "made",
+        "input": {"prompt": "Question: How many legs do 3 cats have?\nAnswer:"},
+        "target": "12",
+        "graders": ["last_numeric"],
+        "grading": {"threshold": 1.0},
+        "reference_solution": "3 cats have 3 * 4 = 12 legs.",
+    }
+    made.write_text(json.dumps({"task": task}))
     problem = {"question": "2 + 3?", "answer": 5}
     kinds = {"choices": ["a", "b"], "target": "A", "graders": [{"type": "choice"}], "threshold": 1}
 
@@ -219,11 +215,11 @@ def tasks(folder: Path) -> Iterator[Case]:
     yield case
 
 
-def _damaged(rng: Random, data: bytes, in_lines: bool) -> bytes:
-    """A JSON text, or one line of several, as a tree or as bytes."""
+def _damaged(rng: Random, data: bytes) -> bytes:
+    """A line of JSON, as a tree or as bytes."""
     if rng.random() < 0.2:
         return mutated_bytes(rng, data)
-    parts = data.split(b"\n") if in_lines else [data]
+    parts = data.split(b"\n")
     at = rng.randrange(max(1, len(parts) - 1))
     try:
         parts[at] = json_text(mutated(rng, json.loads(parts[at])))

@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.evals.backend import EngineBackend, PromptRequest
 from ling3export.runners.evals.graders import GraderSpec
@@ -47,21 +45,18 @@ class FakeBackend(EngineBackend):
         self.delay = delay
         self.batches: list[list[PromptRequest]] = []
 
-    def check(self, ask: PromptRequest) -> None:
+    def check(self, prompt: PromptRequest) -> None:
         pass
 
-    def generate(self, asks: Sequence[PromptRequest]) -> list[Completion]:
-        self.batches.append(list(asks))
+    def generate(self, prompts: Sequence[PromptRequest]) -> list[Completion]:
+        self.batches.append(list(prompts))
         time.sleep(self.delay)
-        return [self.complete(ask) for ask in asks]
+        return [self.complete(prompt) for prompt in prompts]
 
     def complete(self, ask: PromptRequest) -> Completion:
         shown = ask.prompt if isinstance(ask.prompt, str) else "".join(map(chr, ask.prompt))
         text, prompt = self.answer(shown), [ord(c) for c in shown]
-        logits = np.zeros((1, 1 << 16), np.float32) if ask.logits else None
-        if logits is not None:
-            logits[0, ord("X")] = 1.5
-        return Completion(prompt, [ord(c) for c in text][: ask.max_tokens], text, self.stop_reason, 10.0, 20.0, logits)
+        return Completion(prompt, [ord(c) for c in text][: ask.max_tokens], text, self.stop_reason, 10.0, 20.0)
 
     def digests(self) -> list[bytes]:
         return []
@@ -88,7 +83,8 @@ class FakeBackend(EngineBackend):
 
 def numbered(count: int, **fields: Any) -> list[Task]:
     """Tasks ``t0`` … whose prompts are ``0`` … and whose answer is 42."""
-    return [Task(id=f"t{n}", input={"prompt": str(n)}, target="42", graders=[NUMERIC], **fields) for n in range(count)]
+    common = {"target": "42", "graders": [NUMERIC], **fields}
+    return [Task.model_validate({"id": f"t{n}", "input": {"prompt": str(n)}, **common}) for n in range(count)]
 
 
 def half(prompt: str) -> str:
@@ -99,7 +95,7 @@ def half(prompt: str) -> str:
 
 
 def main() -> None:
-    """Runs 40 tasks in batches of one, slowly enough to be killed: ``eval_fakes.py FOLDER DELAY``."""
+    """Runs 40 tasks in batches of one, slowly enough to be killed: ``eval_fakes.py RUN DELAY``."""
     backend = FakeBackend(half, delay=float(sys.argv[2]))
     run_suite(Suite("slow", numbered(40)), backend, Path(sys.argv[1]), RunConfig(batch=1))
 

@@ -21,13 +21,14 @@ from ling3export.artifacts.schema import WeightsRecord as Stored
 from ling3export.artifacts.signing import make_key, public_path, sign
 from ling3export.cli import main as cli
 from ling3export.foundation.errors import ArtifactError, CatalogError, TrustError, UnsafePath, VersionExists
-from ling3export.foundation.shards import WHOLE
 from ling3export.runners.cli import main as runner_cli
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.evals.folder import RunRecord, SuiteRecord, json_line
+from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.trials import RunConfig
 from tests.support import toy_artifact
 from tests.support.catalog_kills import contents, kill_publishers, kill_pulls, started
+from tests.support.eval_fakes import FakeBackend, numbered
 from tests.support.manifests import noted
 from tests.support.refusals import refusal, said
 
@@ -168,25 +169,28 @@ def test_weights_are_stored_once_for_many_programs_and_pulled_files_are_second_n
 
 
 def test_the_score_of_an_evaluation_stands_in_the_record(toy, store, tmp_path):
-    def run(name: str, rate: float, **changes: Any) -> Path:
-        environment = {"artifact": read_manifest(toy).sha256}
-        record = RunRecord.of(SuiteRecord(name, 1, {}, [], None, "0" * 64), RunConfig(), environment, WHOLE)
-        record = replace(record, status="complete", totals={"success_rate": rate, "invalid": False})
-        (folder := tmp_path / name).mkdir()
-        (folder / "run.json").write_bytes(json_line(replace(record, **changes)))
-        return folder
+    def run(name: str, passed: int) -> Path:
+        class Backend(FakeBackend):
+            def environment(self) -> dict[str, Any]:
+                return {"artifact": read_manifest(toy).sha256}
+
+        path, backend = tmp_path / f"{name}.jsonl", Backend(lambda prompt: "42" if int(prompt) < passed else "41")
+        run_suite(Suite(name, numbered(4)), backend, path, RunConfig())
+        return path
 
     words = ("catalog", "publish", toy, store, "--id", "toy", "--version", "1.0.0", "--no-run", "--eval")
-    digest = said(cli.main, *words, run("sums", 0.75))
-    assert said(cli.main, *words, tmp_path / "sums") == digest
-    assert "expected a new one, found one with other content" in refusal(cli.main, *words, run("differences", 0.5))
-    run_digest = hashlib.sha256((tmp_path / "sums/run.json").read_bytes()).hexdigest()
+    digest = said(cli.main, *words, run("sums", 3))
+    assert said(cli.main, *words, tmp_path / "sums.jsonl") == digest
+    assert "expected a new one, found one with other content" in refusal(cli.main, *words, run("differences", 2))
+    run_digest = hashlib.sha256((tmp_path / "sums.jsonl").read_bytes()).hexdigest()
     record = json.loads(said(cli.main, "catalog", "info", f"{store}/toy"))
     assert record["eval"] == {"suite": "sums", "score": 0.75, "run_digest": f"sha256:{run_digest}"}
-    running = run("running", 0.5, status="running")
-    assert "expected one that is finished, whole and valid, found another" in refusal(cli.main, *words, running)
+    (running := tmp_path / "running").write_bytes(
+        b"".join((tmp_path / "sums.jsonl").read_bytes().splitlines(True)[:-1])
+    )
+    assert "3 of 4 trials are there" in refusal(cli.main, *words, running)
     noted(toy, "changed")
-    assert "expected one of artifact " in refusal(cli.main, *words, tmp_path / "sums")
+    assert "it evaluated artifact " in refusal(cli.main, *words, tmp_path / "sums.jsonl")
 
 
 def test_programs_alone_are_published_as_such(toy, store):

@@ -15,7 +15,6 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import LogitsError
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.evals.backend import EngineBackend
-from ling3export.runners.evals.folder import read_predictions
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.tasks import Task
@@ -117,8 +116,8 @@ def test_an_evaluation_records_which_trial(spoiled: Path, tmp_path: Path):
     prompts = {"good": [1, 2, 3], "bad": [ROW], "also": [5] * 20}
     tasks = [Task(id=name, input={"prompt_ids": ids}, target="42", graders=[NUMERIC]) for name, ids in prompts.items()]
     with EngineBackend(Engine(spoiled, check="programs", overlap=False, prefix_cache=False)) as backend:
-        run_suite(Suite("nan", tasks), backend, tmp_path / "run", RunConfig(max_tokens=4))
-    good, bad, also = read_predictions(tmp_path / "run")
+        run = run_suite(Suite("nan", tasks), backend, tmp_path / "run", RunConfig(max_tokens=4))
+    good, bad, also = run.trials
     assert bad.infra is not None and bad.infra.ended
     assert bad.infra.attempts[-1].message.startswith(f"LogitsError: logits of task `bad`: {SAID}")
     for record, name in ((good, "good"), (also, "also")):

@@ -1,17 +1,15 @@
-"""What looks at runs and tasks: diagnose, diff, determinism, new and check."""
+"""Causes of failures, the comparison of two runs, and the check of task files."""
 
 import json
-from dataclasses import asdict
 
 import pytest
 from click.testing import CliRunner
 
 from ling3export.runners.cli.main import main
-from ling3export.runners.evals.backend import PromptRequest
-from ling3export.runners.evals.compare import determinism, diff
-from ling3export.runners.evals.folder import read_predictions
+from ling3export.runners.evals.compare import Divergence, diff
 from ling3export.runners.evals.report import diagnose, goes_on
 from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.run_file import read_run
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import EvalError, RunConfig
@@ -22,9 +20,9 @@ def call(*arguments):
     return CliRunner().invoke(main, ["eval", *map(str, arguments)])
 
 
-def finished(folder, answer, tasks=None, stop_reason="eos", **settings):
-    run_suite(Suite("s", tasks or numbered(10)), FakeBackend(answer, stop_reason), folder, RunConfig(**settings))
-    return folder
+def finished(path, answer, tasks=None, stop_reason="eos", **settings):
+    run_suite(Suite("s", tasks or numbered(10)), FakeBackend(answer, stop_reason), path, RunConfig(**settings))
+    return path
 
 
 @pytest.mark.parametrize(
@@ -43,28 +41,13 @@ def finished(folder, answer, tasks=None, stop_reason="eos", **settings):
 )
 def test_failures_are_grouped_by_cause(tmp_path, text, stop_reason, group):
     run = finished(tmp_path / "r", lambda prompt: text, numbered(1), stop_reason)
-    assert diagnose(read_predictions(run)) == {group: ["t0"]}
+    assert diagnose(read_run(run).trials) == {group: ["t0"]}
 
 
 def test_texts_that_go_on():
     assert goes_on("42\n\nQuestion: next")
     assert not goes_on("42\n\nQuestion:")
     assert not goes_on("Question: first")
-
-
-def test_diagnose_prints_groups(tmp_path):
-    def answer(prompt):
-        if prompt == "3":
-            raise RuntimeError("UNAVAILABLE: gone")
-        return half(prompt)
-
-    done = call("diagnose", finished(tmp_path / "r", answer))
-    assert done.stdout.splitlines() == [
-        "infra             1  ended in an infrastructure error: t3",
-        "wrong_answer      4  an answer, but not the right one: t1, t5, t7, t9",
-        "5 of 10 trials failed",
-    ]
-    assert call("diagnose", tmp_path).exit_code == 1
 
 
 def test_diff_blocks_regressions(tmp_path):
@@ -80,9 +63,12 @@ def test_diff_blocks_regressions(tmp_path):
         "fixed   t1",
         "fixed   t3",
         "2 broken, 2 fixed, 3 solved by both, 3 by neither; McNemar's exact p = 1.0000",
+        "differs t0 at token 0: 84, 52",
+        *[f"differs t{n} at token 0: 84, 52" for n in range(1, 10)],
+        "0 of 10 trials have the same tokens",
     ]
     done = call("diff", a, finished(tmp_path / "c", lambda prompt: "42"))
-    assert (done.exit_code, done.stdout.splitlines()[-1]) == (
+    assert (done.exit_code, done.stdout.splitlines()[5]) == (
         0,
         "0 broken, 5 fixed, 5 solved by both, 0 by neither; McNemar's exact p = 0.0625",
     )
@@ -106,85 +92,59 @@ def test_diff_counts_a_task_by_its_threshold(tmp_path):
 
 def test_diff_needs_tasks_in_common(tmp_path):
     a = finished(tmp_path / "a", half)
-    b = finished(tmp_path / "b", half, [Task(id="t0", input={"prompt": "00"}, graders=[NUMERIC])])
-    with pytest.raises(EvalError, match="expected tasks in common, found none with the same prompt"):
+    b = finished(
+        tmp_path / "b", half, [Task.model_validate({"id": "t0", "input": {"prompt": "00"}, "graders": [NUMERIC]})]
+    )
+    with pytest.raises(EvalError, match="no task has the same prompt in both"):
         diff(a, b)
 
 
 class Flips(FakeBackend):
-    """Says another token at place 4 of task 2 in the second run."""
+    """Answers task 2 with another token at place 4, and ends task 0 at place 3."""
 
-    def complete(self, ask):
-        done = super().complete(ask)
-        if ask.prompt == "2" and sum(ask.prompt == "2" for batch in self.batches for ask in batch) == 2:
+    def complete(self, prompt):
+        done = super().complete(prompt)
+        if prompt.prompt == "2":
             done.token_ids[4] = ord("X")
+        if prompt.prompt == "0":
+            del done.token_ids[3:]
         return done
 
 
-ASKS = [PromptRequest(f"t{n}", str(n), 20) for n in range(3)]
+def test_diff_finds_an_injected_flip(tmp_path):
+    """A8: the same suite twice must give the same tokens."""
+    a = finished(tmp_path / "a", half, numbered(4))
+    run_suite(Suite("s", numbered(4)), Flips(half), tmp_path / "b", RunConfig())
+    flips = [Divergence("t0", 3, ord(" "), None), Divergence("t2", 4, ord("a"), ord("X"))]
+    assert (diff(a, tmp_path / "b").divergences, diff(a, tmp_path / "b").trials) == (flips, 4)
+    done = call("diff", a, tmp_path / "b", "--tokens")
+    assert (done.exit_code, done.stdout.splitlines()[-1]) == (3, "2 of 4 trials have the same tokens")
+    assert call("diff", a, tmp_path / "b").exit_code == 0
+    again = finished(tmp_path / "c", half, numbered(4))
+    assert call("diff", a, again, "--tokens").exit_code == 0
 
 
-def test_determinism_finds_an_injected_flip():
-    """A8."""
-    found = determinism(Flips(half), ASKS)
-    assert asdict(found) == {
-        "identical": "2/3",
-        "first_divergence": [{"task": "t2", "pos": 4, "id_a": ord("a"), "id_b": ord("X"), "logit_gap": -1.5}],
-        "batch_invariance": None,
-    }
-    assert determinism(FakeBackend(half), ASKS, runs=3).identical == "3/3"
-
-
-def test_batch_invariance_is_reported_not_judged():
-    class Alone(FakeBackend):
-        def generate(self, asks):
-            done = super().generate(asks)
-            if len(asks) == 1 and asks[0].prompt == "0":
-                del done[0].token_ids[3:]
-            return done
-
-    found = determinism(Alone(half), ASKS, alone=2)
-    assert (found.identical, found.first_divergence) == ("3/3", [])
-    assert found.batch_invariance is not None
-    assert asdict(found.batch_invariance) == {
-        "identical": "1/2",
-        "first_divergence": [{"task": "t0", "pos": 3, "id_a": ord(" "), "id_b": None, "logit_gap": None}],
-    }
-
-
-@pytest.mark.parametrize(("backend", "code"), [(Flips(half), 3), (FakeBackend(half), 0)])
-def test_determinism_command(tmp_path, monkeypatch, backend, code):
-    monkeypatch.setattr("ling3export.runners.cli.eval.open_backend", lambda *_: backend)
-    suite = tmp_path / "t.json"
-    suite.write_text(json.dumps([{"prompt": str(n), "answer": 42} for n in range(3)]))
-    done = call("determinism", "artifact", "--suite", suite)
-    assert done.exit_code == code
-    assert json.loads(done.stdout)["identical"] == ("2/3" if code else "3/3")
-
-
-@pytest.mark.parametrize("name", ["cats.yaml", "cats.json"])
-def test_a_new_task_is_sound(tmp_path, name):
-    path = tmp_path / name
-    assert call("new", path).exit_code == 0
+def test_a_sound_task_passes_the_check(tmp_path):
+    path = tmp_path / "cats.yaml"
+    path.write_text(
+        "task:\n  id: cats\n  input: {prompt: 'How many legs do 3 cats have?'}\n  target: '12'\n"
+        "  graders: [last_numeric]\n  reference_solution: 3 * 4 = 12\n"
+    )
     done = call("check", path)
     assert (done.exit_code, done.stdout) == (0, "1 tasks: the reference solution passes, an empty answer fails\n")
-    done = call("new", path)
-    assert (done.exit_code, "expected no such file, found one" in done.stderr) == (1, True)
-    assert call("new", path, "--force").exit_code == 0
-    assert call("new", tmp_path / "cats.txt").exit_code == 1
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"graders": ["last_numeric"]}, "expected a reference_solution, found none: nothing shows it can be solved"),
+        ({"graders": ["last_numeric"]}, "it has no reference_solution, so nothing shows that it can be solved"),
         (
             {"graders": ["last_numeric"], "reference_solution": "41"},
-            "expected its reference solution to pass, found: last_numeric (expected 42, found 41)",
+            "its reference solution fails last_numeric (expected 42, found 41)",
         ),
         (
             {"graders": [{"kind": "regex", "pattern": ".*"}], "reference_solution": "42"},
-            "expected an empty answer to fail, found that it passes: it grades nothing",
+            "an empty answer passes, so it grades nothing",
         ),
     ],
 )
@@ -194,4 +154,4 @@ def test_check_finds_what_is_not_sound(tmp_path, fields, message):
     done = call("check", path)
     assert done.exit_code == 1
     assert f"task `a`: {message}\n" in done.stderr
-    assert "error: check `t.json`: expected 1 sound tasks, found 1 mistakes" in done.stderr
+    assert "error: check `t.json`: 1 tasks have 1 mistakes" in done.stderr

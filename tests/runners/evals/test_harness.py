@@ -106,9 +106,9 @@ def test_broken_graders_fail_the_run():
     async def no_pair(input, env):
         return "text"
 
-    with pytest.raises(GraderError, match=r"agent: expected \(transcript, outcome\), found 'text', for task `a`"):
+    with pytest.raises(GraderError, match=r"agent: it returned 'text', not \(transcript, outcome\), for task `a`"):
         run(no_pair, Task(id="a", input={"prompt": "?"}, grader=lambda *_: {"passed": True}))
-    with pytest.raises(EvalError, match="n_trials: expected 1 or more, found 0"):
+    with pytest.raises(EvalError, match="n_trials: 0 is less than 1"):
         MinimalEvalHarness(agent, 0)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ling3export.runners.evals.folder import read_predictions
+from ling3export.runners.evals.run_file import read_run
 from tests.support import diverging
 from tests.support.hosting import ENDED, RUNNER, hosting, wait_until_following
 from tests.support.waiting import until
@@ -52,21 +52,20 @@ def test_a_killed_process_ends_the_run_and_the_same_command_finishes_it(command,
     assert [out for out, _ in said] == [""] * COUNT
     assert said[0][1].endswith(ENDED.format(2))
     killed = kept(run)
-    assert len(lines) <= len(killed) < len(TASKS) and not (run / "predictions.jsonl").exists()
+    assert len(lines) <= len(killed) < len(TASKS)
     with hosting([command] * COUNT, folders=folders) as processes:
         said = [process.communicate(timeout=120) for process in processes]
         assert [process.returncode for process in processes] == [0] * COUNT, said
     assert [out for out, _ in said] == [f"正确率: {len(TASKS)}/{len(TASKS)} = 1.0000\n", "", "", ""]
-    records = read_predictions(run)
-    assert [record.task_id for record in records] == [task["id"] for task in TASKS]
-    assert (run / "predictions.jsonl").read_text().splitlines()[: len(killed)] == killed
-    assert not kept(run) and [list(folder.iterdir()) for folder in folders[1:]] == [[], [], []]
+    assert [record.task_id for record in read_run(run).trials] == [task["id"] for task in TASKS]
+    assert kept(run)[: len(killed)] == killed
+    assert [list(folder.iterdir()) for folder in folders[1:]] == [[], [], []]
 
 
 def kept(run: Path) -> list[str]:
-    """The finished lines of a run that goes on."""
-    partial = run / "predictions.jsonl.partial"
-    return partial.read_text().split("\n")[:-1] if partial.exists() else []
+    """The lines of finished trials."""
+    lines = run.read_text().split("\n")[:-1] if run.exists() else []
+    return [line for line in lines if line.startswith('{"kind": "trial"')]
 
 
 def test_a_process_that_samples_other_tokens_is_named_by_all(command, folders):

@@ -8,6 +8,7 @@ import pytest
 
 from ling3export.runners.evals.graders import grade
 from ling3export.runners.evals.run import run_suite
+from ling3export.runners.evals.run_file import read_run
 from ling3export.runners.evals.suites import load_suite
 from ling3export.runners.evals.trials import EvalError, RunConfig
 from tests.support.eval_fakes import FakeBackend
@@ -89,11 +90,9 @@ def test_records_without_their_fields_are_named(tmp_path):
 
 
 def test_product_smoke_grades_the_state_alone(tmp_path):
-    summary = run_suite(
-        load_suite("product-smoke"), FakeBackend(lambda prompt: "whatever"), tmp_path / "r", RunConfig()
-    )
-    assert (summary.passed, summary.total) == (4, 4)
-    assert len(list((tmp_path / "r/transcripts").iterdir())) == 4
+    run = run_suite(load_suite("product-smoke"), FakeBackend(lambda prompt: "whatever"), tmp_path / "r", RunConfig())
+    assert (run.summary.passed, run.summary.total) == (4, 4)
+    assert all(record.details for record in run.trials)
 
 
 class Compiles(FakeBackend):
@@ -105,10 +104,9 @@ class Compiles(FakeBackend):
 
 
 def test_product_smoke_finds_what_is_wrong(tmp_path):
-    run = tmp_path / "r"
-    summary = run_suite(load_suite("product-smoke"), Compiles(lambda prompt: "whatever"), run, RunConfig())
-    assert summary.passed == 0
-    grades = json.loads((run / "transcripts/0-0.json").read_text())["grades"]
+    run = run_suite(load_suite("product-smoke"), Compiles(lambda prompt: "whatever"), tmp_path / "r", RunConfig())
+    assert run.summary.passed == 0
+    grades = read_run(tmp_path / "r").trials[0].details["grades"]
     assert [item["explanation"] for item in grades] == [
         "tokens in: expected 5, found 4",
         "compile events: expected 0, found 1",

@@ -65,3 +65,38 @@ def test_an_actor_that_is_killed_in_the_middle_of_a_batch_loses_nothing(tmp_path
     timeless = [re.sub(r'"created": \d+', "", (tmp_path / name).read_text()) for name in ("out", "whole")]
     assert timeless[0] == timeless[1]
     assert timeless[0].count("\n") == 2001
+
+
+def test_an_evaluation_on_a_cluster_is_that_of_one_engine(tmp_path):
+    graded = {"graders": ["last_numeric"], "target": "42"}
+    tasks = tmp_path / "tasks.json"
+    tasks.write_text(
+        json.dumps([{"id": f"t{n}", "input": {"prompt_ids": [n % 9 + 1, 2]}, **graded} for n in range(40)])
+    )
+    options = ["--suite", tasks, "--batch", 4, "--max-tokens", 5]
+    one = call("eval", "run", toy_artifact.shared(), tmp_path / "one", *options)
+    many = call("eval", "run", toy_artifact.shared(), tmp_path / "many", *options, *RAY)
+    assert one == many
+    lines = [
+        [json.loads(line) | {"ttft_ms": 0, "e2e_ms": 0} for line in (tmp_path / name).read_text().splitlines()]
+        for name in ("one", "many")
+    ]
+    assert lines[0] == lines[1]
+    assert len(lines[0]) == 1 + 40 + 40
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["batch", "in.jsonl", "out"], "error: ray: artifact `nothing`: "),
+        (["eval", "run", "run", "--suite", "product-smoke"], "suite `product-smoke` reads the counters of one engine"),
+    ],
+)
+def test_work_that_a_cluster_cannot_do_is_refused(tmp_path, words, message):
+    (tmp_path / "in.jsonl").write_text('{"prompt_ids": [1]}\n')
+    (tmp_path / "nothing").mkdir()
+    command, paths = words[: -2 if words[0] == "batch" else -3], words[-2 if words[0] == "batch" else -3 :]
+    paths = [path if path.startswith("-") or path == "product-smoke" else tmp_path / path for path in paths]
+    process = started(*command, tmp_path / "nothing", *paths, *RAY)
+    _, err = process.communicate(timeout=300)
+    assert (process.returncode, message in err) == (1, True), err

@@ -1,0 +1,331 @@
+"""A run as one file of JSON lines, which only grows: a header, the suite's tasks, and a line for each finished trial.
+
+A run that was killed is continued from its whole lines. The files of a run's shards, one after the other, are the file
+of the run.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO, Literal
+
+from ling3export.artifacts.files import open_own, writing
+from ling3export.artifacts.records import Digest, Text, WrongRecordError, canonical, from_json, sha256_of
+from ling3export.foundation.errors import Ling3Error, listed
+from ling3export.foundation.reading import opened
+from ling3export.foundation.shards import Shard
+from ling3export.foundation.strict_json import parse_json
+from ling3export.runners.evals.statistics import Summary
+from ling3export.runners.evals.trials import REFUSED, EvalError, InfraError, RunConfig, Transcript, Trial
+
+UNCHANGED = "nothing was changed: choose another file, or begin again with --force"
+LINE = 1 << 30  # bytes
+Pair = tuple[str, int]  # task id, number of the try
+Prompt = str | list[int] | list[dict[str, str]]
+PROMPTS = ("prompt", "messages", "prompt_ids", "message", "user_message")  # fields of a task's input
+
+
+@dataclass(frozen=True)
+class TaskRecord:
+    """The line of a task: all that decides its result. Callables are there by name."""
+
+    id: Text
+    suite: Text
+    input: dict[str, Any]
+    target: Text
+    choices: list[Text] | None
+    category: Text | None
+    threshold: float
+    graders: list[dict[str, Any]]
+
+    @property
+    def prompt_sha256(self) -> str:
+        """Digest of the prompt: of a text's UTF-8, else of its canonical JSON."""
+        prompt = prompt_of(self.input)
+        return hashlib.sha256(prompt.encode() if isinstance(prompt, str) else canonical(prompt)).hexdigest()
+
+
+@dataclass(frozen=True)
+class Attempts:
+    """The failures of a trial: whether it ended in an infrastructure error, and the error of each attempt.
+
+    An attempt's kind is ``refused`` for a prompt that can never be served.
+    """
+
+    ended: bool
+    attempts: list[InfraError]
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """The line of a trial."""
+
+    idx: int  # the task's place in the suite
+    task_id: Text
+    trial: int  # number of the try, from 0
+    prompt_sha256: Digest
+    text: Text  # the answer; empty if there is none
+    output_token_ids: list[int]
+    stop_reason: Text  # ``eos``, ``length`` or ``stop``; ``error`` after an infrastructure error; ``refused``
+    answer: Text | None  # as a grader read it
+    target: Text  # the right answer
+    passed: bool | None  # None after an infrastructure error
+    infra: Attempts | None  # None if nothing failed
+    ttft_ms: float | None  # milliseconds to the first token
+    e2e_ms: float | None  # milliseconds to the last token
+    n_prompt: int | None  # number of prompt tokens
+    n_output: int  # number of generated tokens
+    details: dict[Text, Any] | None = None  # the whole trial, with ``--transcripts``
+
+    @classmethod
+    def of(cls, idx: int, task: TaskRecord, trial: Trial, *, details: bool) -> "Prediction":
+        """The line of a trial at the task with the place ``idx``."""
+        ran, reason = trial.transcript is not None, REFUSED if trial.status == REFUSED else "error"
+        transcript = trial.transcript or Transcript(stop_reason=reason)
+        return cls(
+            idx,
+            task.id,
+            trial.trial,
+            task.prompt_sha256,
+            transcript.text,
+            transcript.output_token_ids,
+            transcript.stop_reason,
+            trial.answer,
+            task.target,
+            trial.passed,
+            Attempts(trial.infra is not None, trial.attempts) if trial.attempts else None,
+            round(transcript.ttft_ms, 3) if ran else None,
+            round(transcript.e2e_ms, 3) if ran else None,
+            len(transcript.prompt_token_ids) if ran else None,
+            len(transcript.output_token_ids),
+            trial.record() if details else None,
+        )
+
+    @property
+    def pair(self) -> Pair:
+        """The task's id and the number of the try."""
+        return self.task_id, self.trial
+
+    @property
+    def label(self) -> str:
+        """The trial's name in reports: its task, with ``#trial`` for a repeated try."""
+        return f"{self.task_id}#{self.trial}" if self.trial else self.task_id
+
+
+@dataclass(frozen=True)
+class SuiteRecord:
+    """A suite in the header of a run."""
+
+    name: Text
+    tasks: int
+    files: dict[Text, Digest]  # sha256 of every file that the tasks came from
+    notes: list[Text]
+    reference: float | None  # score of the reference evaluation
+    tasks_sha256: Digest
+
+
+@dataclass(frozen=True)
+class Header:
+    """The first line of a run: all that decides its trials."""
+
+    format: Literal[1]
+    suite: SuiteRecord
+    config: RunConfig
+    environment: dict[Text, Any]  # ``EvalBackend.environment``
+    shard: Text  # the share of the batches, as ``I/N``
+
+    @property
+    def decided(self) -> dict[str, dict[str, Any]]:
+        """The parts that are equal in all shards of a run, as JSON."""
+        return {"suite": asdict(self.suite), "config": asdict(self.config), "environment": self.environment}
+
+    @property
+    def sha256(self) -> str:
+        """Digest of ``decided``."""
+        return sha256_of(json.loads(json.dumps(self.decided)))
+
+    def differing(self, other: "Header") -> list[str]:
+        """Names of the settings that differ from another run's."""
+        parts = [(part, before, other.decided[part]) for part, before in self.decided.items()]
+        names = [(part, name, old, new) for part, old, new in parts for name in sorted({*old, *new})]
+        return [f"{part}.{name}" for part, name, old, new in names if old.get(name) != new.get(name)]
+
+    def pairs(self, tasks: Sequence[TaskRecord]) -> dict[Pair, tuple[int, str]]:
+        """All trials in their order, each with its task's place and its prompt's digest."""
+        places = [(task.id, (place, task.prompt_sha256)) for place, task in enumerate(tasks)]
+        return {(name, trial): place for name, place in places for trial in range(self.config.trials)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that was read.
+
+    Attributes:
+        trials: In the order of the suite.
+    """
+
+    header: Header
+    tasks: list[TaskRecord]
+    trials: list[Prediction]
+
+    @property
+    def summary(self) -> Summary:
+        """The totals."""
+        everywhere = self.header.config.threshold
+        thresholds = {task.id: task.threshold if everywhere is None else everywhere for task in self.tasks}
+        return Summary([(record.task_id, record.passed) for record in self.trials], thresholds)
+
+
+class RunFile:
+    """The file of a run that is being written.
+
+    Attributes:
+        lines: Number of lines.
+        done: The finished trials.
+    """
+
+    def __init__(self, path: Path, file: BinaryIO, lines: int, done: dict[Pair, Prediction]) -> None:
+        self.path, self._file, self.lines, self.done = path, file, lines, done
+
+    def add(self, record: Prediction) -> None:
+        """Writes the line of a trial. A kill of this process no longer loses it when this returns."""
+        self._file.write(_line("trial", record))
+        self._file.flush()
+        self.lines += 1
+        self.done[record.pair] = record
+
+
+@contextmanager
+def open_run(path: Path, header: Header, tasks: Sequence[TaskRecord], *, force: bool = False) -> Iterator[RunFile]:
+    """Begins a run, or continues one with the same header and tasks.
+
+    Raises:
+        EvalError: The file is that of another run or something else, or another process writes it.
+    """
+    head = b"".join([_line("run", header), *(_line("task", task) for task in tasks)])
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    with writing(path), open_own(path, append=True) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            hint = "wait until it ends, or choose another file"
+            raise EvalError(f"run `{path.name}`: another process writes it, in {path.parent}", hint) from error
+        data = b"" if force else file.read()
+        done: dict[Pair, Prediction] = {}
+        if not data.startswith(head):
+            if not head.startswith(data):
+                old = _parsed(path, data[: data.rfind(b"\n") + 1], whole=False).header
+                other = old.differing(header) or [f"shard, {old.shard}"]
+                raise EvalError(f"run `{path.name}`: it differs in {listed(other)}, in {path.parent}", UNCHANGED)
+            file.truncate(0)
+            file.write(head)
+            file.flush()
+        else:
+            end = data.rfind(b"\n") + 1
+            done = {record.pair: record for record in _parsed(path, data[:end], whole=False).trials}
+            file.truncate(end)  # cuts away a line that was broken off
+        yield RunFile(path, file, 1 + len(tasks) + len(done), done)
+        os.fsync(file.fileno())
+
+
+def read_run(*paths: Path, whole: bool = True) -> Run:
+    """The run of a file, or of the files of its shards.
+
+    Args:
+        paths: One file or more.
+        whole: Whether all trials of the run must be there.
+
+    Raises:
+        EvalError: A file cannot be read, holds something else or lines of several runs, or a trial is missing.
+    """
+    data = []
+    for path in paths:
+        try:
+            with opened(path.parent, path.name, links=True) as file:
+                data.append(file.read())
+        except OSError as error:
+            raise EvalError(f"run `{path.name}`: it cannot be read: {error.strerror}, in {path.parent}") from error
+    return _parsed(paths[0], b"".join(data), whole=whole)
+
+
+def _parsed(path: Path, data: bytes, *, whole: bool) -> Run:
+    headers: list[Header] = []
+    tasks: dict[str, TaskRecord] = {}
+    trials: list[tuple[int, Prediction]] = []
+    *lines, rest = data.split(b"\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            record = _record(line)
+            if isinstance(record, Header):
+                if headers and record.sha256 != headers[0].sha256:
+                    raise ValueError(f"another run, which differs in {listed(record.differing(headers[0]))}")
+                headers.append(record)
+            elif not headers:
+                raise ValueError("no header stands before it")
+            elif isinstance(record, TaskRecord):
+                if tasks.setdefault(record.id, record) != record:
+                    raise ValueError(f"another task `{record.id}`")
+            else:
+                trials.append((number, record))
+        except (ValueError, Ling3Error) as error:
+            raise EvalError(f"run `{path.name}`: line {number}: {error}, in {path.parent}") from error
+    if not headers:
+        raise EvalError(f"run `{path.name}`: it has no line of a run, in {path.parent}")
+    header = headers[0]
+    if tasks_digest(tasks.values()) != header.suite.tasks_sha256:
+        raise EvalError(f"run `{path.name}`: its tasks are not those of its header, in {path.parent}")
+    pairs, done = header.pairs([*tasks.values()]), dict[Pair, Prediction]()
+    for number, record in trials:
+        if record.pair in done or pairs.get(record.pair) != (record.idx, record.prompt_sha256):
+            problem = "a trial that is there already" if record.pair in done else "a trial of another run"
+            hint = None if whole else UNCHANGED
+            raise EvalError(f"run `{path.name}`: line {number}: {problem}, in {path.parent}", hint)
+        done[record.pair] = record
+    if whole and (rest or len(done) < len(pairs)):
+        hint = "finish it with the command that began it; for a run in shards, name the files of all shards"
+        raise EvalError(f"run `{path.name}`: {len(done)} of {len(pairs)} trials are there, in {path.parent}", hint)
+    return Run(header, [*tasks.values()], [done[pair] for pair in pairs if pair in done])
+
+
+def prompt_of(task_input: dict[str, Any]) -> Prompt:
+    """The model's input: a text, token ids, or messages. A context follows a text as JSON."""
+    prompt = next((task_input[name] for name in PROMPTS if name in task_input), None)
+    if not isinstance(prompt, (str, list)):
+        raise EvalError(f"task: its input has none of {', '.join(PROMPTS)}")
+    return f"{prompt}\n\n{canonical(task_input['context']).decode()}" if "context" in task_input else prompt
+
+
+def tasks_digest(tasks: Iterable[TaskRecord]) -> str:
+    """The sha256 of a suite's tasks."""
+    return sha256_of([asdict(task) for task in tasks])
+
+
+def _line(kind: str, record: Any) -> bytes:
+    fields = {name: value for name, value in asdict(record).items() if name != "details" or value is not None}
+    return (json.dumps({"kind": kind, **fields}, ensure_ascii=False, allow_nan=False) + "\n").encode()
+
+
+def _record(line: bytes) -> Header | TaskRecord | Prediction:
+    fields = from_json(dict[Text, Any], parse_json(line, LINE))
+    kind = fields.pop("kind", None)
+    if kind == "task":
+        return from_json(TaskRecord, fields)
+    if kind == "run":
+        config = from_json(dict[Text, Any], fields.get("config"))
+        fields["config"] = {name: value for name, value in config.items() if value is not None}
+        header = from_json(Header, fields)
+        Shard.parse(header.shard, {})
+        replace(header.config)  # checks its bounds
+        return header
+    if kind != "trial":
+        raise ValueError(f"kind {kind!r}: it is none of run, task and trial")
+    record = from_json(Prediction, fields)
+    if record.passed is None and record.infra is None:
+        raise WrongRecordError("an error of a trial without a verdict", "none", ("infra",))
+    return record
