@@ -84,7 +84,7 @@ def test_generate_says_which_prompt(spoiled: Path, tmp_path: Path):
 def test_a_line_of_a_batch_gets_the_error_as_its_answer(spoiled: Path, tmp_path: Path):
     source, output = tmp_path / "in", tmp_path / "out"
     source.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in ([1, 2, 3], [ROW], [5] * 20)))
-    command = ["batch", "run", spoiled, source, output, "--max-tokens", 4, "--temperature", 0, "--check", "programs"]
+    command = ["batch", spoiled, source, output, "--max-tokens", 4, "--temperature", 0, "--check", "programs"]
     said(main, *command)
     good, bad, also = (json.loads(line)["response"] for line in output.read_text().splitlines())
     assert (good["status_code"], bad["status_code"], also["status_code"]) == (200, 500, 200)
