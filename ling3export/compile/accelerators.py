@@ -34,15 +34,13 @@ LARGE_TILES = {"xla_tpu_scoped_vmem_limit_kib": "98304"}
 
 
 def compiler_options(target: TargetSpec, geometry: Geometry) -> dict[str, str]:
-    """What the compiler is told beside the program; nothing but for 8-bit weights on one v6e chip."""
+    """Options for the compiler: LARGE_TILES for 8-bit weights on one v6e chip, else none."""
     large = target.kind == "v6e" and target.tp == 1 and geometry.weights == "int8-channel"
     return dict(LARGE_TILES) if large else {}
 
 
 def topology_mesh(target: TargetSpec) -> Mesh:
     """All devices of ``target`` on the one mesh axis, a slice's in the ring order that jax chooses for them.
-
-    None of the devices is here, apart from the one of an autotuned target.
 
     Raises:
         PlanError: The compiler does not know the topology, or jax's first card is another one than the target's.
@@ -86,7 +84,6 @@ class Direct:
 
 
 def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, target: TargetSpec) -> Direct:
-    """Lowers one cell for ``target``."""
     started = time.perf_counter()
     mesh = topology_mesh(target)
     _, function, arguments = prepared(config, geometry, phase, padding, mesh)
@@ -107,11 +104,7 @@ def compile_for(
 
 
 def compiled_for(direct: Direct, cell: str, target: TargetSpec) -> tuple[bytes, Compiled, str]:
-    """What the compiler alone says: the serialized executable, what describes it, and its text.
-
-    Raises:
-        PlanError: As :func:`compile_for`.
-    """
+    """The serialized executable, the compiler's record of it, and its text. Raises as :func:`compile_for`."""
     started = time.perf_counter()
     with pjrt.no_compilation_cache():
         try:
@@ -126,7 +119,7 @@ def compiled_for(direct: Direct, cell: str, target: TargetSpec) -> tuple[bytes, 
 def priced(
     record: Compiled, text: str, config: Config, geometry: Geometry, phase: str, padding: int, target: TargetSpec
 ) -> Compiled:
-    """``record`` with what follows from the compiler's ``text`` and the cell: estimates, and bounds."""
+    """``record`` with estimates, which follow from the compiler's ``text``, and bounds."""
     assert target.chip is not None
     tokens = min(TOKENS, geometry.max_pages * geometry.page_size)
     record = replace(
@@ -150,8 +143,8 @@ def _too_large(error: Exception, target: TargetSpec, cell: str) -> Exception:
     if "RESOURCE_EXHAUSTED" not in text:
         return error
     assert target.chip is not None
-    said = re.sub(r"^.*?RESOURCE_EXHAUSTED:\s*", "", text, flags=re.S).split("\n")[0]
+    reason = re.sub(r"^.*?RESOURCE_EXHAUSTED:\s*", "", text, flags=re.S).split("\n")[0]
     return PlanError(
-        f"memory of `{target.text}`: expected {cell} to fit {readable(target.chip.memory)} a device, found: {said}",
+        f"memory of `{target.text}`: expected {cell} to fit {readable(target.chip.memory)} a device, found: {reason}",
         "lower --memory-fraction, --pages, --max-running or the padding, or take a larger topology",
     )

@@ -39,19 +39,15 @@ def attach(
         artifact: Programs alone, or a whole artifact.
         checkpoint: A checkpoint with the configuration that the programs were compiled for.
         out: The folder to make; None replaces ``artifact``.
-        report: Told of every stage.
         force: Replace ``out`` if it is there, or the weights that ``artifact`` has.
         ignore: Fields of the checkpoint's config.json to ignore.
         run: Whether the programs are run for receipts; otherwise nothing of ``artifact`` is executed. Receipts of the
             same weights stay, also those of programs that this machine cannot run.
         allow_rounding: Whether weights may be rounded that the programs' dtype does not hold.
 
-    Returns:
-        The manifest.
-
     Raises:
         Ling3Error: Another configuration, a damaged program, programs that no trusted key has signed, a cell outside
-            of its tolerance, a full disk; what was there is as before.
+            of its tolerance, a full disk. Both folders are then as before.
     """
     source, signed = Checkpoint.open(checkpoint, ignore=ignore), list[str]()
     with staged(out or artifact, force=force or out is None) as folder:
@@ -74,8 +70,8 @@ def attach(
         weights = write_weights(folder, source, manifest.plan.dtype, report, form)
         context = min(manifest.plan.context, *pools)
         vectors = write_vectors(source, folder, context, manifest.plan.dtype, report, form)
-        here = [name for name in manifest.targets if run and plan_of(manifest, name).target.runs_here]
-        vectors = still_measured(manifest, weights, vectors, here, report)
+        runnable = [name for name in manifest.targets if run and plan_of(manifest, name).target.runs_here]
+        vectors = still_measured(manifest, weights, vectors, runnable, report)
         manifest = replace(
             manifest,
             source=named(source.path, source.digests(), source),
@@ -84,8 +80,8 @@ def attach(
             tokenizer=tokenizer,
             config=manifest.config | {"eos_token_id": source.config.eos_token_ids},
         )
-        report.start("receipts", len(here))
-        for name in here:
+        report.start("receipts", len(runnable))
+        for name in runnable:
             vectors.receipts[name] = receipts(folder, manifest, name)
             report.advance("receipts", 1)
         return write_manifest(folder, manifest)
@@ -94,18 +90,18 @@ def attach(
 def still_measured(
     manifest: Manifest, weights: WeightsRecord, vectors: Vectors, again: Sequence[str], report: Reporter
 ) -> Vectors:
-    """The vectors with the receipts of ``manifest``, whose programs stay, if weights and expectations are the same.
+    """The vectors with the receipts of ``manifest``, if weights and expectations are the same.
 
-    If they are not, ``report`` is told which receipts went and are not measured ``again`` now.
+    Else ``report`` gets a note for each dropped receipt that is not measured ``again`` now.
     """
     old = manifest.vectors
     if manifest.weights == weights and replace(old, receipts={}, portable=None) == vectors:
         return replace(vectors, receipts=dict(old.receipts), portable=old.portable)
     for name in sorted({*old.receipts, *(old.portable or {})} - {*again}):
-        how = " --portable" * (name not in old.receipts)
+        option = " --portable" * (name not in old.receipts)
         report.note(
             f"{name}: its receipts were those of other weights and are dropped; measure it again with: "
-            f"ling3export verify ARTIFACT --target {name}{how}"
+            f"ling3export verify ARTIFACT --target {name}{option}"
         )
     return vectors
 
@@ -116,9 +112,9 @@ def check_config(source: Checkpoint, manifest: Manifest, artifact: Path) -> None
     Raises:
         CheckpointError: Fields differ; it names them, with both values.
     """
-    wanted, found = config_of(manifest).semantic(), source.config.semantic()
-    if other := [name for name in wanted if wanted[name] != found[name]]:
-        fields = [f"{name} {shown(found[name])} instead of {shown(wanted[name])}" for name in other]
+    wanted, actual = config_of(manifest).semantic(), source.config.semantic()
+    if other := [name for name in wanted if wanted[name] != actual[name]]:
+        fields = [f"{name} {shown(actual[name])} instead of {shown(wanted[name])}" for name in other]
         raise CheckpointError(
             f"checkpoint `{source.path.name}`: expected the config that `{artifact.name}` was built from, "
             f"found {listed(fields)}, in {source.path}",

@@ -47,10 +47,10 @@ DEMO = Path(ling3export.__file__).parent / "demo"
 
 
 class Reporter(Progress, Protocol):
-    """Where a build tells how far it is, and shows its cells."""
+    """Gets a build's progress."""
 
     def failed(self, outcomes: Sequence[BuildOutcome]) -> None:
-        """Cells did not build: what became of each."""
+        """Shows the cells of a build in which some did not build."""
         ...
 
 
@@ -74,18 +74,15 @@ def build(
         checkpoint: A folder in the published layout; without weights a config.json, or a folder that holds one, of
             which nothing else is read.
         artifact: The folder to make.
-        options: What to build.
-        report: Told of every stage.
-        no_weights: Build the programs alone, for weights that are attached later.
-        dummy: Then the seed of weights that the programs are run with, and that are not kept; None runs nothing.
+        options: Targets, sizes and forms.
+        report: Gets progress and notes.
+        no_weights: Build only programs, for weights that are attached later.
+        dummy: With ``no_weights`` the seed of weights to run the programs with, which are not kept; None runs nothing.
         force: Replace an artifact that is there.
         ignore: Fields of config.json to ignore.
-        cache: How compiled programs of earlier builds are used.
+        cache: The cache of compiled programs, and its policy.
         prove: Whether portable programs of machines that are not here are run on the processor; None for small models.
         allow_rounding: Whether weights may be rounded that ``options.dtype`` does not hold.
-
-    Returns:
-        The manifest.
 
     Raises:
         Ling3Error: The checkpoint, the plan or the disk do not allow it; nothing is left behind.
@@ -118,10 +115,10 @@ def build(
             outcomes = compiled()
         manifest = complete(folder, body, outcomes, report, cells, prove=prove)
         if no_weights and dummy is not None:
-            for each in ("weights", "vectors"):
-                remove_tree(folder / each)
-            said = f"{manifest.vectors.source}; dummy weights of seed {dummy}, not kept"
-            kept = replace(manifest.vectors, expected=None, source=said)
+            for name in ("weights", "vectors"):
+                remove_tree(folder / name)
+            origin_text = f"{manifest.vectors.source}; dummy weights of seed {dummy}, not kept"
+            kept = replace(manifest.vectors, expected=None, source=origin_text)
             manifest = write_manifest(folder, replace(manifest, weights=schema.WeightsRecord({}, {}), vectors=kept))
         programs = (cell for target in manifest.targets.values() for cell in target.cells.values())
         report.note(summary(programs, cache))
@@ -129,8 +126,8 @@ def build(
 
 
 def named(path: Path, digests: dict[str, schema.SourceFile], source: Checkpoint | None = None) -> schema.SourceRecord:
-    """What the manifest says of a checkpoint, or of the config alone, without ``source``."""
-    name = "".join(each if each.isprintable() else "?" for each in path.resolve().name)
+    """The manifest's record of a checkpoint; without ``source`` of a config alone."""
+    name = "".join(char if char.isprintable() else "?" for char in path.resolve().name)
     if source is None or source.form is None:
         return schema.SourceRecord(name, digests)
     counts = {row.name: sum(key in source.forms for key in row.keys) for row in parameters(source.config)}
@@ -145,15 +142,8 @@ def described(config: Config, source: schema.SourceRecord, options: Options, pla
         source=source,
         config=config.semantic() | {"eos_token_id": config.eos_token_ids},
         plan=schema.PlanRecord(
-            plan.paddings,
-            plan.decode_paddings,
-            geometry.slots,
-            geometry.page_size,
-            plan.context,
-            geometry.dtype,
-            options.memory_fraction,
-            options.state_memory,
-            None if geometry.weights == PLAIN else geometry.weights,
+            *(plan.paddings, plan.decode_paddings, geometry.slots, geometry.page_size, plan.context, geometry.dtype),
+            *(options.memory_fraction, options.state_memory, None if geometry.weights == PLAIN else geometry.weights),
         ),
         targets={},
         weights=schema.WeightsRecord({}, {}),
@@ -164,7 +154,7 @@ def described(config: Config, source: schema.SourceRecord, options: Options, pla
 
 
 def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
-    """``plans``, whose compilers were found installed and whose notes were told."""
+    """``plans``, after a check that their compilers are installed; ``report`` gets their notes."""
     for plan in plans:
         check_toolchain(plan.target)
         for note in plan.named_notes:
@@ -187,13 +177,13 @@ def compiling(
 
     Args:
         config: The model.
-        options: What was asked for.
+        options: The number of jobs is read.
         plans: One a target.
         folder: Gets ``programs/TARGET/`` for every target that has no such folder yet.
         cells: The cache.
-        report: Told of every cell; shown the table of a build in which one failed.
+        report: Gets each cell, and the outcomes if a cell fails.
         taken: By target the cells whose files are in the folder already.
-        shard: Which share of the cells.
+        shard: Compiles only this share of the cells.
 
     Yields:
         A function that waits for the outcomes. It raises a PlanError where a cell failed or does not fit a device, and
@@ -201,16 +191,16 @@ def compiling(
     """
     compilers = []
     for plan in plans:
-        programs, there = folder / "programs" / plan.target.name, taken.get(plan.target.name, {})
+        programs, ready = folder / "programs" / plan.target.name, taken.get(plan.target.name, {})
         programs.mkdir(parents=True, exist_ok=True)
-        compilers.append(Compilers(plan, config, programs, options.jobs, cells, taken=there, tell=report.note))
+        compilers.append(Compilers(plan, config, programs, options.jobs, cells, taken=ready, tell=report.note))
     number = itertools.count()
     shares = [[cell for cell in plan.cells if shard.has(next(number))] for plan in plans]
     report.start("programs", sum(map(len, shares)))
 
     def run() -> list[BuildOutcome]:
         work = zip(compilers, shares, strict=True)
-        return [each.run(share, lambda cell, built: report.advance("programs", 1)) for each, share in work]
+        return [group.run(share, lambda cell, built: report.advance("programs", 1)) for group, share in work]
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run)
@@ -227,8 +217,8 @@ def compiling(
         try:
             yield finished
         except BaseException:  # so that the compilers' thread can be joined
-            for each in compilers:
-                each.stop()
+            for group in compilers:
+                group.stop()
             raise
 
 
@@ -246,15 +236,12 @@ def complete(
 
     Args:
         folder: The artifact's folder, every other file in place.
-        manifest: What is to be written; a target of the same name is replaced.
-        outcomes: The targets.
-        report: Told of the receipts.
+        manifest: A target of the same name is replaced.
+        outcomes: One a target.
+        report: Gets progress.
         cells: The cache, which forgets the programs of a target whose receipts are refused.
         programs: By target the name of its folder in ``programs/``, where that is not the target's.
         prove: As in :func:`build`.
-
-    Returns:
-        The manifest as written.
 
     Raises:
         ArtifactError: A cell differs from its expectation by more than its tolerance, does not run, or the disk is
@@ -263,8 +250,8 @@ def complete(
     for outcome in outcomes:
         name, plan = outcome.plan.target.name, outcome.plan
         path = f"programs/{programs.get(name, name)}"
-        kept = {each: found for each, found in manifest.vectors.receipts.items() if each != name}
-        proven = {each: found for each, found in (manifest.vectors.portable or {}).items() if each != name}
+        kept = {other: row for other, row in manifest.vectors.receipts.items() if other != name}
+        proven = {other: row for other, row in (manifest.vectors.portable or {}).items() if other != name}
         manifest = replace(
             manifest,
             targets=manifest.targets | {name: target_record(folder, manifest, plan, outcome.built, path)},
@@ -272,20 +259,20 @@ def complete(
             producer={**toolchain(plan.target), **manifest.producer},
             notes=(*(note for note in manifest.notes if not note.startswith(f"{name}: ")), *plan.named_notes),
         )
-    run = [each for each in outcomes if manifest.has_weights and _is_run(manifest, each.plan, prove, report)]
+    run = [outcome for outcome in outcomes if manifest.has_weights and _is_run(manifest, outcome.plan, prove, report)]
     vectors = manifest.vectors
     report.start("receipts", len(run))
     for outcome in run:
         name = outcome.plan.target.name
         try:
-            found = receipts(folder, manifest, name, portable=not outcome.plan.target.runs_here)
+            measured = receipts(folder, manifest, name, portable=not outcome.plan.target.runs_here)
         except ArtifactError:
             cells.forget(built.program for built in outcome.built.values())
             raise
-        if isinstance(found, PortableReceipts):
-            vectors = replace(vectors, portable=(vectors.portable or {}) | {name: found})
+        if isinstance(measured, PortableReceipts):
+            vectors = replace(vectors, portable=(vectors.portable or {}) | {name: measured})
         else:
-            vectors = replace(vectors, receipts=vectors.receipts | {name: found})
+            vectors = replace(vectors, receipts=vectors.receipts | {name: measured})
         report.advance("receipts", 1)
     return write_manifest(folder, replace(manifest, vectors=vectors))
 
@@ -344,15 +331,9 @@ def receipts(folder: Path, manifest: Manifest, name: str, *, portable: bool = Fa
 def build_share(
     checkpoint: Path, options: Options, report: Reporter, shard: Shard, *, ignore: Sequence[str] = (), cache: CacheUse
 ) -> None:
-    """Compiles every N-th cell of a build, counted over its targets, and keeps them in the cache alone.
+    """Compiles every N-th cell of a build, counted over its targets, and keeps them only in the cache.
 
-    Args:
-        checkpoint: A checkpoint's folder, of which only config.json is read; or that file.
-        options: What to build.
-        report: Told of every cell.
-        shard: Which share.
-        ignore: Fields of config.json to ignore.
-        cache: Where programs are kept.
+    Of ``checkpoint``, a folder or a config.json, only config.json is read.
 
     Raises:
         PlanError: A cell failed, or the cache cannot be written.
@@ -360,19 +341,12 @@ def build_share(
     config = Config.from_path(checkpoint, ignore)
     plans = announced(make_plans(config, as_stored(options, checkpoint)), report)
     cells = opened(cache, report.note)
-    written(cells, "--shard")
+    if not cells.use.writes:
+        raise PlanError(
+            f"--shard: expected a cache that is written, found {cells.use.policy}",
+            "write it with --cache on, in a folder of your own, or one that all shares share: --cache-dir",
+        )
     with tempfile.TemporaryDirectory(prefix="ling3-share-") as folder:
         with compiling(config, options, plans, Path(folder), cells, report, shard=shard) as compiled:
             outcomes = compiled()
-        report.note(summary((built.program for each in outcomes for built in each.built.values()), cache))
-
-
-def written(cells: Cells, option: str) -> None:
-    """Refuses a cache that keeps nothing.
-
-    Raises:
-        PlanError: It is one; ``option`` needs another.
-    """
-    if not cells.use.writes:
-        hint = "write it with --cache on, in a folder of your own, or one that all shares share: --cache-dir"
-        raise PlanError(f"{option}: expected a cache that is written, found {cells.use.policy}", hint)
+        report.note(summary((built.program for outcome in outcomes for built in outcome.built.values()), cache))

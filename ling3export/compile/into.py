@@ -1,13 +1,11 @@
 """``build --into ARTIFACT``: more targets for an artifact that is there, over the weights that it has.
 
-Programs need the configuration alone, which the manifest has. What the manifest names is checked first: no new one
-vouches for damaged files. Files are added under names that no manifest knows yet, then the
-manifest is replaced by rename: killed at any moment, the artifact loads as before or with the new targets. What a
-killed addition leaves is removed by the next.
+Programs need only the configuration, which the manifest has. The files that the manifest names are checked first: no
+new manifest vouches for damaged files. New files get names that no manifest has yet, then the manifest is replaced by
+rename. So a kill at any moment leaves the old artifact or the new one; the next addition removes the rest.
 
-With ``--score-paddings`` a target that is there gets score programs besides: it is replaced by one that has the same
-programs and more. What it had is copied byte by byte, and only what is missing is compiled; so it must have been made
-by the same sources and compilers, or it is refused.
+``--score-paddings`` replaces a target by one with the same programs and score programs. The old programs are copied,
+and the new ones compiled, so the same sources and compilers must have made both.
 """
 
 import os
@@ -54,7 +52,7 @@ PROGRAM_FILE = re.compile(r"[a-z_]+@\d+\.(stablehlo|exec)|kernels\.so|state\.exe
 def add_targets(
     artifact: Path,
     options: Options,
-    given: set[str],
+    chosen: set[str],
     report: Reporter,
     *,
     force: bool = False,
@@ -65,11 +63,11 @@ def add_targets(
 
     Args:
         artifact: The folder.
-        options: What to build; what all targets share comes from the artifact.
-        given: Names of the options that the user gave: one that contradicts the artifact is refused.
-        report: Told of every stage.
+        options: The targets; values that all targets share come from the artifact.
+        chosen: Names of the options that the user gave: one that contradicts the artifact is refused.
+        report: Gets progress and notes.
         force: Replace targets that are there.
-        cache: How compiled programs of earlier builds are used.
+        cache: As in :func:`~ling3export.compile.build.build`.
         prove: As in :func:`~ling3export.compile.build.build`.
 
     Returns:
@@ -88,15 +86,15 @@ def add_targets(
                 for left in leftovers(folder / "trial"):
                     remove(left)
                 try_writing(folder)
-        _check_shared(options, given, manifest, artifact)
-        recorded = {name: getattr(manifest.plan, name) for name in SIZING if name not in given}
+        _check_shared(options, chosen, manifest, artifact)
+        recorded = {name: getattr(manifest.plan, name) for name in SIZING if name not in chosen}
         options = replace(options_of(manifest, options), **recorded)
-        plans = announced(_plans(artifact, manifest, options, given, force), report)
+        plans = announced(_plans(artifact, manifest, options, chosen, force), report)
         report.note(signed[0])
         check_digests(artifact, manifest)
         _remove_unnamed(artifact, manifest)
-        there = {} if force else manifest.targets
-        taken = {name: _copied(artifact, staging, name, there.get(name)) for name in (p.target.name for p in plans)}
+        kept = {} if force else manifest.targets
+        taken = {name: _copied(artifact, staging, name, kept.get(name)) for name in (p.target.name for p in plans)}
         with compiling(config_of(manifest), options, plans, staging, cells, report, taken) as compiled:
             outcomes = compiled()
         written = _take_in(staging, artifact, manifest, outcomes, report, cells, prove)
@@ -105,17 +103,17 @@ def add_targets(
         return written, list(taken)
 
 
-def _plans(artifact: Path, manifest: Manifest, options: Options, given: set[str], force: bool) -> list[Plan]:
+def _plans(artifact: Path, manifest: Manifest, options: Options, chosen: set[str], force: bool) -> list[Plan]:
     """The plans of new targets, and of those that are there and get score programs."""
-    scored, there = options.score_paddings, manifest.targets
+    scored, targets = options.score_paddings, manifest.targets
     if scored and options.afd:
         raise PlanError("--afd: expected no --score-paddings beside it with --into, found both", "add one at a time")
-    if scored and not {"targets", "tp"} & given:
-        return [extended(manifest, name, scored) for name in there]
+    if scored and not {"targets", "tp"} & chosen:
+        return [extended(manifest, name, scored) for name in targets]
     plans = make_plans(config_of(manifest), options)
     if not force and scored:
-        return [extended(manifest, p.target.name, scored) if p.target.name in there else p for p in plans]
-    doubled = [plan.target.name for plan in plans if plan.target.name in there]
+        return [extended(manifest, p.target.name, scored) if p.target.name in targets else p for p in plans]
+    doubled = [plan.target.name for plan in plans if plan.target.name in targets]
     if doubled and not force:
         raise PlanError(
             f"--target: expected targets that `{artifact.name}` does not have, found {listed(doubled)} in it",
@@ -124,11 +122,11 @@ def _plans(artifact: Path, manifest: Manifest, options: Options, given: set[str]
     return plans
 
 
-def _check_shared(options: Options, given: set[str], manifest: Manifest, artifact: Path) -> None:
+def _check_shared(options: Options, chosen: set[str], manifest: Manifest, artifact: Path) -> None:
     for name, wanted in shared(manifest).items():
         value = getattr(options, name)
-        if name in given and value not in (wanted, AS_STORED):
-            shown = [",".join(map(str, each)) if isinstance(each, tuple) else each for each in (wanted, value)]
+        if name in chosen and value not in (wanted, AS_STORED):
+            shown = [",".join(map(str, row)) if isinstance(row, tuple) else row for row in (wanted, value)]
             raise PlanError(
                 f"--{name.replace('_', '-')}: expected {shown[0]}, which the targets of `{artifact.name}` share, "
                 f"found {shown[1]}",
@@ -137,12 +135,7 @@ def _check_shared(options: Options, given: set[str], manifest: Manifest, artifac
 
 
 def extended(manifest: Manifest, name: str, paddings: Sequence[int]) -> Plan:
-    """The plan of a target that is there, with more score programs.
-
-    Args:
-        manifest: The artifact's.
-        name: The target.
-        paddings: Token slots of the new programs.
+    """The plan of a target that is there, with score programs of more ``paddings``.
 
     Raises:
         PlanError: It has them already, or was built by other sources or compilers than these.
@@ -160,11 +153,7 @@ def extended(manifest: Manifest, name: str, paddings: Sequence[int]) -> Plan:
 
 
 def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> dict[str, Built]:
-    """Copies the programs that a target has; returns them as a compiler gives them.
-
-    Raises:
-        ArtifactError: A program that is there is damaged, or the disk is full.
-    """
+    """Copies the programs that a target has; returns them as a compiler gives them."""
     folder = staging / "programs" / name
     folder.mkdir(parents=True)
     if target is None:
@@ -175,7 +164,7 @@ def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> 
     for cell in target.cells.values():
         for tier, record in zip(SUFFIXES, cell.files, strict=True):
             write_new(folder / f"{cell.name}.{tier}", read_checked(artifact, record))
-    return {each: Built(cell, target.requires, target.mesh) for each, cell in target.cells.items()}
+    return {key: Built(cell, target.requires, target.mesh) for key, cell in target.cells.items()}
 
 
 def _take_in(
@@ -187,7 +176,7 @@ def _take_in(
     cells: Cells,
     prove: bool | None,
 ) -> Manifest:
-    """Moves the programs in, runs what runs here, and replaces the manifest."""
+    """Moves the programs in, measures receipts, and replaces the manifest."""
     sync_tree(staging)
     moved: dict[str, str] = {}
     try:
@@ -212,10 +201,10 @@ def _free_name(artifact: Path, target: str) -> str:
 
 
 def _remove_unnamed(artifact: Path, manifest: Manifest) -> None:
-    """Removes folders of programs that the manifest does not name: what a killed addition or a replacement left.
+    """Removes folders of programs that a killed addition or a replacement left: the manifest does not name them.
 
-    A folder goes only if it and all that is in it have names that a build gives; links are never followed. What cannot
-    be removed stays: readers tolerate it.
+    A folder goes only if it and all its files have names that a build gives; links are never followed. A folder that
+    cannot be removed stays, and readers tolerate it.
     """
     named = {Path(path).parts[1] for path in recorded_files(manifest) if path.startswith("programs/")}
     with suppress(OSError):

@@ -38,7 +38,7 @@ def put_library(folder: Path, kernels: str, cells: Cells) -> None:
 
 
 def _headers() -> tuple[str, str]:
-    """The folder of the headers of XLA's foreign function interface, and the version that they belong to."""
+    """The folder of the headers of XLA's foreign function interface, and their version."""
     import jax.ffi
 
     return jax.ffi.include_dir(), version("jaxlib")
@@ -60,6 +60,8 @@ def _run(command: list[Any]) -> str:
             f"kernels: expected {command[0]} to run, found: {error}", "or build with --kernels off"
         ) from None
     if done.returncode:
-        said = "\n".join(done.stderr.splitlines()[:5])
-        raise PlanError(f"kernels: expected {command[0]} to compile them, found: {said}", "or build with --kernels off")
+        reason = "\n".join(done.stderr.splitlines()[:5])
+        raise PlanError(
+            f"kernels: expected {command[0]} to compile them, found: {reason}", "or build with --kernels off"
+        )
     return done.stdout

@@ -43,17 +43,12 @@ LOCATION_OPTIONS = {"jax_traceback_in_locations_limit": 0}
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """What a compiler made of one program, without its bytes. The fields but ``executable`` are those of a Program.
-
-    Attributes:
-        executable: What it needs, its devices, and how it is called.
-        collectives: None where only the lowered program was counted.
-    """
+    """A compiled program without its bytes. All fields but ``executable`` are those of a Program."""
 
     executable: schema.Executable
     compile_seconds: float
     memory: Memory
-    collectives: dict[str, Collective] | None = None
+    collectives: dict[str, Collective] | None = None  # None where only the lowered program was counted
     flops: float | None = None
     bytes_accessed: float | None = None
     estimate: Estimate | None = None
@@ -69,7 +64,7 @@ class Lowered(LoweredProgram):
     blob: bytes  # as ``machine/portable.py`` writes it, for one platform
 
     def program(self, compiled: Compiled, origin: Origin | None = None) -> Program:
-        """What the manifest says of the cell, once it is compiled; the compiler's counts go before the lowering's."""
+        """The manifest's record of the compiled cell; the compiler's counts replace the lowering's."""
         lowered = {name: value for name, value in vars(self).items() if name != "blob"}
         found = {name: value for name, value in vars(compiled).items() if name != "executable" and value is not None}
         return Program(**lowered | found, call=compiled.executable.call, origin=origin)
@@ -89,12 +84,11 @@ def _leaves(groups: Sequence[str], values: Sequence[Any], specs: Sequence[Any]) 
 
 def collective_counts(text: str) -> dict[str, Collective]:
     """Collectives in a StableHLO module's text; those in a loop's body count once."""
-    found = Counter(re.findall(r"stablehlo\.(" + "|".join(COLLECTIVES) + r")\b", text))
-    return {kind: Collective(count) for kind, count in sorted(found.items())}
+    counts = Counter(re.findall(r"stablehlo\.(" + "|".join(COLLECTIVES) + r")\b", text))
+    return {kind: Collective(count) for kind, count in sorted(counts.items())}
 
 
 def with_shardings(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Abstract values that carry their shardings."""
     return jax.tree.map(
         lambda value, spec: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec)),
         tree,
@@ -180,8 +174,8 @@ def compile_with_kernels(
     with pjrt.no_compilation_cache():
         compiled = function.lower(*arguments).compile()
         raw, executable = pjrt.serialized(compiled)
-    found = described(compiled, executable, round(time.perf_counter() - started, 3))
-    return raw, replace(found, lowering=Lowering(direct=True, forward_compatible=False))
+    record = described(compiled, executable, round(time.perf_counter() - started, 3))
+    return raw, replace(record, lowering=Lowering(direct=True, forward_compatible=False))
 
 
 def compile_state(rows: Sequence[StateArray], mesh: Mesh) -> bytes:
@@ -207,7 +201,7 @@ def compile_state(rows: Sequence[StateArray], mesh: Mesh) -> bytes:
 
 
 def described(compiled: Any, executable: schema.Executable, seconds: float) -> Compiled:
-    """How a program is called; flops, bytes and memory as the compiler counts them (a loop's body once)."""
+    """The record of a compiled program; the compiler counts a loop's body once."""
     analysis, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     return Compiled(
         executable=executable,

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from types import MappingProxyType
+from typing import Any
 
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.records import from_json, sha256_of, to_json
@@ -27,30 +28,29 @@ from ling3export.plan.memory import check_memory
 from ling3export.plan.plan import Plan, PlannedCell
 
 Done = Callable[[PlannedCell, Built], None]
-WHAT = "the program that gives the state"
 
 
 @dataclass(frozen=True)
 class BuildOutcome:
-    """What became of a target's cells."""
+    """The cells of one target, by name: those that were built, and why the others were not."""
 
-    plan: Plan  # the target's plan
-    built: dict[str, Built]  # each cell that was built, by name
-    failures: dict[str, Failure]  # why each of the others was not, by name
+    plan: Plan
+    built: dict[str, Built]
+    failures: dict[str, Failure]
 
 
 class Compilers:
     """Worker processes that take the cells of one target from one queue until it is empty.
 
     Args:
-        plan: Says the target and the geometry.
+        plan: The target and its geometry.
         config: The model.
-        folder: Where the programs are written.
+        folder: Gets the programs.
         jobs: Processes; None is one a core.
-        cells: The cache; what it has is not compiled. None uses none.
+        cells: The cache; its cells are not compiled. None uses none.
         taken: Cells whose files are in ``folder`` already.
-        shown: The workers' stderr is ours; else its end is kept, for the message of one that dies.
-        tell: Given a line as each cell begins to be compiled, and one with the seconds as it ends.
+        shown: Show the workers' stderr; else its end is kept, for the message of one that dies.
+        tell: Gets a line when a cell begins to be compiled, and one with the seconds when it ends.
     """
 
     def __init__(
@@ -134,29 +134,22 @@ class Compilers:
                     done(cell, built)
 
     def _timed(self, worker: Child, cell: PlannedCell) -> Built | Failure:
-        """What ``made`` gives, told of: the compiler itself may be silent for minutes."""
+        """:meth:`made` with a line before and after: the compiler itself may be silent for minutes."""
         name, started = f"{self.plan.target.name}, {cell.name}", time.perf_counter()
         self._tell(f"{name}: compiling")
         made = self.made(worker, cell)
         if not self._stopped:
-            how = "failed" if isinstance(made, Failure) else "done"
-            self._tell(f"{name}: {how} in {time.perf_counter() - started:.1f} s")
+            outcome = "failed" if isinstance(made, Failure) else "done"
+            self._tell(f"{name}: {outcome} in {time.perf_counter() - started:.1f} s")
         return made
 
     def made(self, worker: Child, cell: PlannedCell) -> Built | Failure:
         """A cell that a worker makes now, kept in the cache; or why it failed."""
-        worker.send(asdict(cell))
-        reply = worker.receive()
-        if reply is None:
-            code, said = worker.ended()
-            hint = "if the memory was full: compile fewer at a time with --jobs" if code < 0 else None
-            return Failure(f"the compiling process {said}", hint)
-        if "failure" in reply:
-            return Failure(**reply["failure"])
+        reply = _reply(worker, self.job, asdict(cell))
+        if isinstance(reply, Failure):
+            return reply
         for message in reply["messages"]:
             self._cells.report(message)
-        if changed := self.job.sources.changed():
-            return Failure(f"expected no source to change during the build, {listed(changed)} did", "build again")
         return self._cells.keep(self.job.config, self.plan, cell, self.job.folder, from_json(Built, reply["built"]))
 
     def _alive(self, worker: Child | None, stack: contextlib.ExitStack) -> Child | None:
@@ -174,19 +167,31 @@ class Compilers:
             return worker
 
 
+def _reply(worker: Child, job: CompileJob, message: dict[str, Any]) -> dict[str, Any] | Failure:
+    """The answer of a compiling process; a Failure if it has none, or if a source has changed meanwhile."""
+    worker.send(message)
+    reply = worker.receive()
+    if reply is None:
+        code, reason = worker.ended()
+        hint = "if the memory was full: compile fewer at a time with --jobs" if code < 0 else None
+        return Failure(f"the compiling process {reason}", hint)
+    if "failure" in reply:
+        return Failure(**reply["failure"])
+    if changed := job.sources.changed():
+        return Failure(f"expected no source to change during the build, {listed(changed)} did", "build again")
+    return reply
+
+
 def check(config: Config, outcomes: Sequence[BuildOutcome], kept: bool) -> None:
     """Refuses a build in which a cell failed, or whose cells a device cannot hold.
 
-    Args:
-        config: The model.
-        outcomes: One a target.
-        kept: Whether the cells that were built are in the cache.
+    ``kept`` is whether the cells that were built are in the cache.
 
     Raises:
         PlanError: Names each failed cell with its reason, up to three.
         ArtifactError: The disk is full.
     """
-    failures = [(each.plan.target.name, *item) for each in outcomes for item in each.failures.items()]
+    failures = [(outcome.plan.target.name, *item) for outcome in outcomes for item in outcome.failures.items()]
     if not failures:
         for outcome in outcomes:
             programs = {name: built.program for name, built in outcome.built.items()}
@@ -209,7 +214,7 @@ def check(config: Config, outcomes: Sequence[BuildOutcome], kept: bool) -> None:
 
 
 def put_state_program(folder: Path, config: Config, plan: Plan, cells: Cells) -> None:
-    """Writes the program of a target for the processor into ``folder`` unless it is there; for others there is none.
+    """Writes the program that gives the state into ``folder`` unless it is there; only cpu targets have one.
 
     Raises:
         PlanError: It does not compile.
@@ -226,13 +231,7 @@ def put_state_program(folder: Path, config: Config, plan: Plan, cells: Cells) ->
 def _compiled(job: CompileJob) -> bytes:
     with Child(MODULE) as worker:
         worker.send({"job": to_json(job)})
-        worker.send(STATE_PROGRAM)
-        reply = worker.receive()
-        if reply is None:
-            raise PlanError(f"{WHAT}: the compiling process {worker.ended()[1]}")
-    if "failure" in reply:
-        failure = Failure(**reply["failure"])
-        raise PlanError(f"{WHAT}: {failure.error}", failure.hint)
-    if changed := job.sources.changed():
-        raise PlanError(f"{WHAT}: expected no source to change during the build, {listed(changed)} did", "build again")
+        reply = _reply(worker, job, STATE_PROGRAM)
+    if isinstance(reply, Failure):
+        raise PlanError(f"the program that gives the state: {reply.error}", reply.hint)
     return b64decode(reply["raw"])

@@ -1,8 +1,8 @@
 """``build --replay CELL``: one cell again, alone, with everything that its compiler says.
 
 A cell of an artifact is built as the manifest says, in a folder of its own, and its portable program is compared with
-the one that is recorded; the artifact stays as it is. Where there is none, since its build failed, the cell is
-built as the same options say, and put into the cache if it succeeds, so that the same build again finds it.
+the recorded one; the artifact stays as it is. If there is no artifact, since its build failed, the options say what to
+build. The cell then goes into the cache, where the next build finds it.
 """
 
 import tempfile
@@ -39,16 +39,16 @@ def replay(
     """Builds the cell ``text`` of ``artifact`` again; of an artifact that is not there, as the options say.
 
     Args:
-        artifact: The artifact, or what the build that failed was to make.
+        artifact: The artifact, or the folder that the failed build was to make.
         text: ``decode@16``, or ``cpu@16/decode@16`` where there are several targets.
-        cache: Where a cell of a build that failed goes. Nothing is read from it.
-        checkpoint: What that build was given; of it only config.json is read.
+        cache: Gets the cell of a build that failed. Nothing is read from it.
+        checkpoint: That build's; only config.json is read.
         options: That build's.
-        report: Told who signed the artifact.
+        report: Gets a line that says who signed the artifact.
         ignore: Fields of config.json to ignore.
 
     Returns:
-        Lines for the user, and whether the cell is what is recorded, if anything is.
+        Lines for the user, and whether the cell equals the recorded one, if there is one.
 
     Raises:
         ArtifactError: The artifact is damaged, no trusted key has signed it, or it has no such target.
@@ -78,18 +78,14 @@ def _target(targets: Collection[str], wanted: str) -> str:
 
 
 def _build(plan: Plan, config: Config, cell: str, folder: Path, cells: Cells | None = None) -> tuple[Program, str]:
-    """Builds one cell into ``folder``, its compiler's stderr being ours; a line says how long that took.
-
-    Raises:
-        PlanError: There is no such cell, or it does not build.
-    """
+    """Builds one cell into ``folder`` and shows its compiler's stderr; the line says how long that took."""
     name = plan.target.name
-    found = [each for each in plan.cells if each.name == cell]
-    if not found:
-        names = listed([each.name for each in plan.cells], 12)
+    planned = [row for row in plan.cells if row.name == cell]
+    if not planned:
+        names = listed([row.name for row in plan.cells], 12)
         raise PlanError(f"--replay: expected a cell of {name}: {names}; found `{cell}`")
     check_toolchain(plan.target)
-    outcome = Compilers(plan, config, folder, 1, cells, shown=True).run(found, lambda cell, built: None)
+    outcome = Compilers(plan, config, folder, 1, cells, shown=True).run(planned, lambda cell, built: None)
     if failure := outcome.failures.get(cell):
         raise PlanError(f"programs: expected {name} {cell} to build, found: {failure.error}", failure.hint)
     program = outcome.built[cell].program
@@ -116,19 +112,19 @@ def _recorded(manifest: Manifest, name: str, cell: str) -> tuple[list[str], bool
             unchanged = "neither sources nor toolchain changed since: report this"
             lines.append(f"               {f'it was built with {listed(changed)}' if changed else unchanged}")
         lines.append(f"  executable   {_compared(executable, old.exec)}")
-        both = [readable(each.memory.temporaries) for each in (program, old)]
+        both = [readable(cell.memory.temporaries) for cell in (program, old)]
         lines.append(f"  temporaries  {both[0]}, recorded {both[1]}")
     return lines, same
 
 
 def changes_since(manifest: Manifest, plan: Plan) -> list[str]:
-    """What decides a target's programs and was other when they were built: packages, or else sources or flags."""
-    target, here = manifest.targets[plan.target.name], toolchain(plan.target)
+    """Packages whose versions differ from those of a target's build; without any, sources or flags that differ."""
+    target, now = manifest.targets[plan.target.name], toolchain(plan.target)
     before = target.toolchain
     changed = [
-        f"{name} {before.get(name)}, here {here.get(name)}"
-        for name in {**before, **here}
-        if before.get(name) != here.get(name)
+        f"{name} {before.get(name)}, here {now.get(name)}"
+        for name in {**before, **now}
+        if before.get(name) != now.get(name)
     ]
     if not changed and fingerprint(config_of(manifest), plan) != target.fingerprint:
         return ["other sources of the model or of the lowering, or other flags"]

@@ -1,4 +1,4 @@
-"""What a manifest says of one target that was built: its programs, parameters, state, and what a machine must have."""
+"""The manifest's record of one target that was built: programs, parameters, state, and the machine that it needs."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ from ling3export.plan.recorded import config_of
 def target_record(
     folder: Path, manifest: Manifest, plan: Plan, built: Mapping[str, Built], programs: str
 ) -> schema.Target:
-    """What ``manifest`` is to say of one target, whose programs lie in ``programs`` of the artifact's folder."""
+    """The record of one target, whose programs lie in ``programs`` of the artifact's folder."""
     geometry, target, config = plan.geometry, plan.target, config_of(manifest)
     named = {}
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
@@ -64,14 +64,8 @@ def target_record(
         geometry=asdict(geometry),
         parameters=parameters,
         state=schema.State(
-            geometry.placement,
-            geometry.slots,
-            geometry.pages,
-            geometry.page_size,
-            geometry.max_pages,
-            CHUNK,
-            arrays,
-            geometry.snapshots or None,
+            *(geometry.placement, geometry.slots, geometry.pages, geometry.page_size, geometry.max_pages),
+            *(CHUNK, arrays, geometry.snapshots or None),
         ),
         cells=named,
         kernels=kernels,
@@ -109,13 +103,13 @@ def state_abi(config: Config, dtype: str) -> str:
 
 
 def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:
-    """What all of a target's executables need: one kind of machine and the same devices, every feature that one uses.
+    """One kind of machine, the same devices, and every feature that an executable uses.
 
     Raises:
         PlanError: They were compiled for different machines.
     """
-    features = {feature for each in built for feature in each.requires.cpu_features or ()}
-    needs = {(str(replace(each.requires, cpu_features=None)), each.mesh): each.requires for each in built}
+    features = {feature for cell in built for feature in cell.requires.cpu_features or ()}
+    needs = {(str(replace(cell.requires, cpu_features=None)), cell.mesh): cell.requires for cell in built}
     if len(needs) != 1:
         raise PlanError(
             f"programs: expected all compiled for the same machine and devices, found {len(needs)} kinds",

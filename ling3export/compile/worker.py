@@ -1,10 +1,9 @@
-"""The compiling process: its first message is a job, each later one a cell, answered with what was built or why not.
-STATE_PROGRAM in a cell's place asks for the program that gives the state.
+"""The compiling process: its first message is a job, each later one a cell, answered with the built cell or a failure.
+The message STATE_PROGRAM requests the program that gives the state.
 
 It is a process of its own because the number of virtual devices is fixed when jax starts, and because a compiler that
-dies must not take the build with it. For a cpu target of several hosts there are more such processes, its peers: an
-executable holds the ids of the devices and which process has which, so it is compiled where they are so. The peers
-have nothing to do but to be there.
+dies must not take the build with it. For a cpu target of several hosts it starts peers: an executable holds the ids of
+the devices and the process of each, so as many processes must exist. The peers compute nothing.
 """
 
 import hashlib
@@ -48,21 +47,20 @@ STATE_PROGRAM = {"state_program": True}
 
 @dataclass(frozen=True)
 class CompileJob:
-    """What a compiling process is told first."""
+    """The first message to a compiling process. ``folder`` gets the programs."""
 
-    target: TargetSpec  # the machine to compile for
-    geometry: Geometry  # parallelism, pools, dtype
-    config: Config  # the model
-    folder: Path  # where programs are written
-    cache: CacheUse  # how compiled programs of earlier builds are used
+    target: TargetSpec
+    geometry: Geometry
+    config: Config
+    folder: Path
+    cache: CacheUse
     sources: Sources  # at the start of the build
 
 
 def join_peers(target: TargetSpec) -> list[object]:
-    """Makes this process the first of the target's and starts its peers. Call it before jax starts.
+    """Makes this process the first of the target's and starts its peers, which live as long as the returned objects.
 
-    Returns:
-        What has to be kept for as long as the peers are needed.
+    Call it before jax starts.
     """
     port, devices = free_port(), target.tp // target.processes
     service = Service(LOOPBACK, port, target.processes, grace=1)
@@ -74,14 +72,7 @@ def join_peers(target: TargetSpec) -> list[object]:
 
 
 def become(port: int, processes: int, devices: int, number: int) -> None:
-    """Joins the other processes of a cpu target; returns when all of them see each other's devices.
-
-    Args:
-        port: Where they meet, on this machine.
-        processes: How many there are.
-        devices: How many virtual devices this one has.
-        number: Which of them this one is.
-    """
+    """Makes this process the given one of a cpu target's; returns when all see each other's devices."""
     prepare_cpu(devices)
     join(LOOPBACK, port, processes, number, START_TIMEOUT)
     import jax
@@ -104,13 +95,9 @@ def prepare(target: TargetSpec) -> list[object]:
 def compiled_program(
     cache: Cache, fields: dict[str, Any], sources: Sources, compile_it: "Compile"
 ) -> tuple[bytes, "Compiled", str]:
-    """The serialized executable of ``fields``, what describes it, and whether it was COMPILED now or is from the cache.
+    """The serialized executable, its record, and whether it was COMPILED now or is from the cache.
 
-    Args:
-        cache: Gets what is compiled.
-        fields: Everything that decides the executable; their digest is its key.
-        sources: Nothing is kept if one of them has changed.
-        compile_it: Compiles it.
+    The digest of ``fields`` is its key in the cache. Nothing is kept if a source has changed.
     """
     from ling3export.compile.lower import Compiled
 
@@ -126,8 +113,7 @@ def run_cell(job: CompileJob, cell: PlannedCell) -> dict[str, Any]:
     """Lowers and compiles one cell into the job's folder.
 
     Returns:
-        ``built``, with its ``origin``: whether the program was compiled or came from the cache, and what jax traced
-        and compiled. ``messages`` for the user.
+        ``built``, a Built with its origin; ``messages`` for the user.
     """
     from ling3export.compile.lower import lower_cell
     from ling3export.machine.pjrt import CompileCounter
