@@ -1,4 +1,4 @@
-"""The phases: for each, one record of what its programs take and give, and of the sizes that they are built for.
+"""The phases: for each one record of its programs' inputs and outputs, and of the sizes that they are built for.
 
 The model binds a function to each record (``model/program.py``). The plan, the check of manifests and the runner read
 the records. They lie in this room because the model imports no other room.
@@ -86,21 +86,22 @@ class ArraySpec:
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSpec:
-    """What programs of one phase take and give.
+    """The programs of one phase.
 
     Attributes:
         name: ``decode``.
         family: Phases that do one thing together. ``logits``: from tokens to logits that are sampled. ``on logits``:
             they take such logits. ``state``: they move one sequence's state and compute nothing. ``split``: a decode
             step cut at each layer's experts.
-        sizes: What its paddings are: the plan's prefill, score or decode paddings; ``rows`` of logits, as many as
-            programs of the family ``logits`` give; pairs of ``slots``; ``pages``; ``pairs`` of a token and an expert.
-        needs: Options of a build without which it is not built.
+        sizes: The unit of its paddings: tokens at the plan's ``prefill`` or ``score`` paddings; sequences at its
+            ``decode`` paddings; ``rows`` of logits, as many as programs of the family ``logits`` give; pairs of
+            ``slots``; ``pages``; ``pairs`` of a token and an expert.
+        needs: Options of a build; without one of them it is not built.
         fields: The packed fields, int32 or float32, in packing order.
-        batch: Arrays that it takes next to the packed vector.
-        out: What it gives.
+        batch: Inputs next to the packed vector.
+        out: Outputs next to the state.
         params: Parts of the parameters that it takes.
-        state: State arrays that it takes and gives back: names, or EVERY_ARRAY.
+        state: State arrays that it takes and returns: names, or EVERY_ARRAY.
         kernels: Whether its executables for cpu call native kernels.
     """
 

@@ -1,8 +1,8 @@
 """config.json, read strictly: every field that changes the numbers is stated, typed and checked; none has a default.
 
 A missing, unknown or ill-typed field is refused by name, because a reader that fills gaps in silence is known to build
-a wrong model. :class:`Config` is the table of the fields that are read. The tables behind it name the fields that may
-hold one modelled value alone, those that repeat others, and those without effect.
+a wrong model. :class:`Config` is the table of the fields that are read. The tables after it name the fields that may
+hold only one modelled value, those that repeat others, and those without effect.
 """
 
 import math

@@ -29,7 +29,7 @@ Batch = DecodeRows | Chunks
 
 
 class Layer(NamedTuple):
-    """Which row of which stack a layer uses; the indices are traced inside the loop over groups.
+    """The rows of the stacks that a layer uses; the indices are traced inside the loop over groups.
 
     ``mlp`` is ``dense``, ``moe``, or ``either``: decided when it runs, by ``mlp_index``, which then is the layer's.
     """
@@ -128,7 +128,7 @@ class Ling3(nnx.Module):
         """``x`` and the sum of all devices' ``out``.
 
         In the form ``tiles`` the first device's part has ``x`` in it: XLA:TPU adds it where it computes ``out``, and
-        an addition behind the all-reduce would be an operation of its own.
+        an addition after the all-reduce would be an operation of its own.
         """
         if self.geometry.tiled:
             return lax.psum(out + jnp.where(lax.axis_index(AXIS) == 0, x, 0.0), AXIS)

@@ -1,13 +1,12 @@
 """The programs that move one sequence's state: ``copy`` within the pools, ``offload`` out of them, ``onload`` into
 them.
 
-They compute nothing, so what was onloaded is offloaded again bit for bit. What leaves has the order of the whole
+They compute nothing, so an onloaded state is offloaded again bit for bit. An offloaded state has the order of the whole
 sequence, whatever the parallelism: heads 0 to H-1 in order, latents without the padding of their rows. A device gives
 and takes its own range of heads, as its pools have them, and all of a page that it holds.
 
-One pair of slots, or one page, is moved after the other: XLA:CPU takes ten times longer to gather and scatter whole
-states, and what is padding is not moved at all. Only accelerators offload all pages of a call at once, zeros for
-padding.
+Pairs of slots, and pages, are moved one after the other: XLA:CPU takes ten times longer to gather and scatter whole
+states, and padding is not moved at all. Only accelerators offload all pages of a call at once, zeros for padding.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a field of config.json may hold, and the error for one that does not."""
+"""Rules for the fields of config.json, and the error for a field that breaks one."""
 
 import json
 import math

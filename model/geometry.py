@@ -1,4 +1,4 @@
-"""What the programs of a target are compiled for besides the model: parallelism, pool sizes, dtype and form."""
+"""The geometry that the programs of a target are compiled for: parallelism, pool sizes, dtype and form."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -35,14 +35,14 @@ class Geometry:
         max_pages: Pages a sequence can have, ``ceil(context / page_size)``.
         latent_row: Stored width of a latent row, at least ``kv_lora_rank + qk_rope_head_dim``.
         form: ``"loops"``, ``"tiles"`` or ``"card"``.
-        snapshots: Slots behind the sequences' own that hold copies of their state.
+        snapshots: Slots after the sequences' own that hold copies of their state.
         kernels: The end of the names of the native kernels that executables for cpu call, ``LEVEL-DIGEST``; empty
             where they call none. Portable programs are lowered without.
-        token_dtype: What travels to the experts of a decode step that is cut there: ``"model"``, tokens in the model's
-            dtype, or ``"int8"``, tokens of 8 bits with an fp32 scale each.
+        token_dtype: Tokens that travel to the experts of a split decode step: ``"model"``, in the model's dtype, or
+            ``"int8"``, of 8 bits with an fp32 scale each.
         weights: The forms of the parameters, a key of ``model/parameters.py``'s WEIGHTS.
-        activations: What multiplies weights that are quantized by group: ``"bf16"``, activations in the model's dtype,
-            or ``"int8"``, activations rounded to 8 bits by group.
+        activations: Activations that multiply weights quantized by group: ``"bf16"``, in the model's dtype, or
+            ``"int8"``, rounded to 8 bits by group.
     """
 
     tp: int

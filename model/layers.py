@@ -20,7 +20,7 @@ NORM_L2_EPS = 1e-6  # KDA's q and k; added to the sum of squares, inside the roo
 
 
 def fill_rows(x: Shaped[Array, "T ..."], fewest: int) -> Shaped[Array, "rows ..."]:
-    """``x`` with rows of zeros behind it, up to ``fewest`` rows in all."""
+    """``x``, filled up with rows of zeros to at least ``fewest`` rows."""
     missing = max(0, fewest - x.shape[0])
     return jnp.pad(x, ((0, missing),) + ((0, 0),) * (x.ndim - 1)) if missing else x
 
@@ -39,10 +39,9 @@ def of_heads(weights: Weight, layer: Index) -> Shaped[Array, "H ..."]:
 def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None, parts: int = 1) -> Float32[Array, "*rows _"]:
     """The sum of squares over the last axis: ``[..., 1]``, or X times, ``[..., X]``, with ``sums``.
 
-    With ``sums``, ``Geometry.sums``, the squares are multiplied in that precision by a matrix of ones, which has one
-    column for what is wider than a latent; with ``parts``, by one in which each of so many parts of the axis meets
-    itself alone, so that each has a sum of its own. XLA:TPU fuses the root and the scaling that follow into a product,
-    but neither into a sum (docs/log/programs-tpu.md): one operation instead of three.
+    ``sums`` is ``Geometry.sums``: the squares are multiplied in that precision by a matrix of ones, of one column for
+    an axis wider than WIDE. With ``parts`` each part of the axis has a sum of its own. XLA:TPU fuses the root and the
+    scaling that follow into a product, but not into a sum (docs/log/programs-tpu.md): one operation instead of three.
     """
     if sums is None:
         assert parts == 1

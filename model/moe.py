@@ -196,7 +196,7 @@ def tile_rows(rows: int, experts: int) -> int:
 
 
 def touched(rows: int, config: Config) -> float:
-    """The share of the experts that so many rows choose, on average."""
+    """The mean share of the experts that so many rows choose."""
     return 1 - (1 - config.num_experts_per_tok / config.num_experts) ** rows
 
 
@@ -320,7 +320,7 @@ class MixtureOfExperts(nnx.Module):
         return jnp.sum(einsum("etf,edf->etd", hidden, down) * down_scale.reshape(local, 1, dim), axis=0)
 
     def some_local(self, x: Float[Array, "T D"], layer: Index, share: Float32[Array, "W T"]) -> Float32[Array, "T D"]:
-        """:meth:`all_local` that reads those experts alone that some row chose, one after the other."""
+        """:meth:`all_local` that reads only the experts that some row chose, one after the other."""
         stacks = self.experts_gate_up_proj, self.experts_down_proj
         layers = [of_layer(stack, layer, split=True) for stack in stacks]
         gate_up, down = (flattened(weights, len(share)) for weights in layers)

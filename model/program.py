@@ -1,8 +1,8 @@
 """The function of every phase, and the program of one cell: ``(params, state, batch) -> (state, out)``.
 
-What a phase takes and gives is its record in ``foundation/phases.py``; STEPS binds a function to each. ``build_step``
-returns a global function (``shard_map`` over one axis, ``tp``) of plain nested dicts, with the abstract values and
-partition specs of everything that it takes and gives.
+The records of the phases are in ``foundation/phases.py``; STEPS binds a function to each. ``build_step`` returns a
+global function (``shard_map`` over one axis, ``tp``) of plain nested dicts, with the abstract values and partition
+specs of its inputs and outputs.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,7 +33,7 @@ Fields = dict[str, jax.Array]
 
 
 class Unfilled(NamedTuple):
-    """What a phase that takes no parameters has in the place of the model."""
+    """Stands for the model in phases that take no parameters."""
 
     config: Config
     geometry: Geometry
@@ -181,8 +181,8 @@ def sharded(
     out_specs: Any,
 ) -> Callable[[Tree, Tree, Tree], tuple[Tree, Tree]]:
     if mesh is None:
-        alone = jax.vmap(body, in_axes=None, axis_name=AXIS, axis_size=1)
-        return lambda *arguments: jax.tree.map(lambda value: value[0], alone(*arguments))
+        single = jax.vmap(body, in_axes=None, axis_name=AXIS, axis_size=1)
+        return lambda *arguments: jax.tree.map(lambda value: value[0], single(*arguments))
     return jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False)
 
 
@@ -199,7 +199,7 @@ def build_step(
         config: The model.
         geometry: Parallelism, pools and dtype.
         phase: A key of PHASES.
-        padding: What the record's ``sizes`` says.
+        padding: Of the unit that the record's ``sizes`` names.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
     """

@@ -1,7 +1,7 @@
 """``quantization_config`` of config.json: which of the two published quantizations it names, and of which modules.
 
 It decides nothing: the tensors say by themselves how they are stored (ling3export/checkpoint/forms.py), and are
-compared with it. What changes the meaning of a stored number is refused by name.
+compared with it. A field that changes the meaning of a stored number is refused by name.
 """
 
 import re
@@ -14,7 +14,7 @@ from ling3export.model.fields import only, refused, shown
 
 HINT = "the bf16 checkpoint is read, and the official FP8 (fp8) and INT4 (compressed-tensors) ones"
 
-# What a field may hold where it is there; the tensors' names, dtypes and shapes say the same once more.
+# The value of a field that is there; the tensors' names, dtypes and shapes agree with it.
 _FP8 = {
     "fmt": "e4m3",
     "scale_fmt": "ue8m0",

@@ -1,10 +1,10 @@
 """Quantized matrices: what they are in a program, and products with them in plain XLA.
 
-A matrix ``[..., out, in]`` is a pair: ``q``, and ``scale`` for each group of values along the input, or for each output
-alone; a weight is ``q * scale``. XLA multiplies no groups, so weights are widened before a product, a TP shard, an
-expert or a piece of the vocabulary at a time, so that no more of them is ever in memory. The form ``loops`` widens to
-fp32, which holds ``q * scale`` exactly; accelerators multiply bf16, so there it is rounded once. A scale of one output
-is applied to the product: what is widened is q alone, exactly.
+A matrix ``[..., out, in]`` is a pair: ``q``, and a ``scale`` of each group of values along the input, or of each
+output; a weight is ``q * scale``. XLA multiplies no groups, so weights are widened before a product: a TP shard, an
+expert or a piece of the vocabulary at a time, to save memory. The form ``loops`` widens to fp32, which holds
+``q * scale`` exactly; accelerators multiply bf16, so it is rounded once. With a scale of each output only q is widened,
+exactly, and the product is scaled.
 
 Axis letters as in ``model/products.py``.
 """
@@ -95,7 +95,7 @@ def exact(weights: Matrix) -> Float32[Array, "*any out in"]:
 
 
 def widened(weights: Matrix, geometry: Geometry) -> tuple[Float[Array, "*any out in"], Float32[Array, "..."] | None]:
-    """What is multiplied, and the scale of each output that the product is multiplied by; None for none."""
+    """The matrix to multiply by, and the scale of each output of the product; None for none."""
     if not isinstance(weights, Quantized):
         return weights, None
     if _by_channel(weights):

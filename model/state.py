@@ -1,4 +1,4 @@
-"""The table of state arrays: what a sequence leaves behind between steps."""
+"""The table of state arrays, which hold a sequence's state between steps."""
 
 import math
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """``attach ARTIFACT CHECKPOINT``: other weights for programs that are there. Nothing is compiled.
 
-The whole folder is written anew beside the old one and takes its name at once, so at any moment there is the old
+The whole folder is written anew next to the old one and takes its name at once, so at any moment there is the old
 artifact or the new one.
 """
 

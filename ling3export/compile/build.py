@@ -1,6 +1,6 @@
 """Checkpoint to artifact: programs, weights, vectors and tokenizer files, checked, then named in one manifest.
 
-Everything is written to a hidden folder beside the destination, which takes the artifact's name only when the manifest
+Everything is written to a hidden folder next to the destination, which takes the artifact's name only when the manifest
 stands; a kill at any moment leaves nothing that looks whole.
 """
 

@@ -107,7 +107,7 @@ def _plans(artifact: Path, manifest: Manifest, options: Options, chosen: set[str
     """The plans of new targets, and of those that are there and get score programs."""
     scored, targets = options.score_paddings, manifest.targets
     if scored and options.afd:
-        raise PlanError("--afd: expected no --score-paddings beside it with --into, found both", "add one at a time")
+        raise PlanError("--afd: expected no --score-paddings with it and --into, found both", "add one at a time")
     if scored and not {"targets", "tp"} & chosen:
         return [extended(manifest, name, scored) for name in targets]
     plans = make_plans(config_of(manifest), options)

@@ -1,4 +1,4 @@
-"""Compiles the native kernels: one library for a target, which lies beside the programs that call it."""
+"""Compiles the native kernels: one library for a target, in the folder of its programs."""
 
 import platform
 import subprocess

@@ -154,7 +154,7 @@ class Compilers:
 
     def _alive(self, worker: Child | None, stack: contextlib.ExitStack) -> Child | None:
         """``worker``, or a new one if it has died; None once the workers are stopped."""
-        with self._lock:  # so that none starts behind `stop`
+        with self._lock:  # so that none starts after `stop`
             if self._stopped:
                 return None
             if worker is None or not worker.alive:

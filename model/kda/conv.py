@@ -50,10 +50,10 @@ def picks_of(
 ) -> BFloat16[Array, "J picked known"]:
     """Which rows a convolution of tiles takes, as zeros and ones.
 
-    ``width·L + size·width`` rows are picked: for each row of a tile the row 1, 2 … ``width`` before it, then the
-    ``width`` inputs up to the end of each chunk, the first one of all chunks before the second one. They are picked out
-    of ``L + width + size·width`` known rows: the tile's, the last ones of the tile before it, and what the pool holds,
-    in the same order.
+    It picks ``width·L + size·width`` rows: for each row of a tile the row 1, 2 … ``width`` before it, then the
+    ``width`` inputs up to the end of each chunk, the first one of all chunks before the second one. They come from
+    ``L + width + size·width`` known rows: the tile's, the last ones of the tile before it, and the pool's, in that
+    order.
 
     Args:
         first: A run of chunks starts here; N is a multiple of ``size``.
@@ -91,7 +91,7 @@ def convolve_tiles(
 
     Args:
         raw: Inputs, in the model dtype.
-        window: What the pool holds for each chunk's sequence, W-1 inputs one after the other.
+        window: The pool's row for each chunk's sequence, W-1 inputs one after the other.
 
     Returns:
         The outputs, and the last inputs after each chunk, like ``window``.

@@ -134,7 +134,7 @@ class KimiDeltaAttention(nnx.Module):
     def _decode_natively(
         self, x: BFloat16[Array, "B D"], layer: Index, state: State, rows: DecodeRows
     ) -> tuple[Float32[Array, "B D"], State]:
-        """The same with native kernels: two products, and one call for all that lies between them."""
+        """:meth:`decode` with native kernels: two products, and one call between them."""
         y = column_parallel(x, self.qkvfg_proj, layer, self.geometry).reshape(x.shape[0], -1, 5 * self.config.head_dim)
         params = (self.b_proj, self.conv1d, self.A_log, self.dt_bias, self.o_norm)
         weights, pools = (
@@ -163,7 +163,7 @@ class KimiDeltaAttention(nnx.Module):
         state: State,
         chunks: Chunks,
     ) -> tuple[Float32[Array, "T H V"], State]:
-        """What the recurrence gives for all padded tokens, and the state: the form ``loops``."""
+        """The recurrence over all padded tokens in the form ``loops``: its outputs, and the state."""
         count, heads = chunks.slot.shape[0], raw.shape[1]
         conv, state = self._convolve(raw.reshape(count, CHUNK, *raw.shape[1:]), layer, state, chunks)
         real = chunks.valid.reshape(count, CHUNK, 1)
@@ -265,6 +265,6 @@ class KimiDeltaAttention(nnx.Module):
 
 
 def _finite(window: jax.Array) -> jax.Array:
-    """What a slot keeps for the next convolution. One over tiles would spoil the rows of others with a NaN of any slot;
-    the recurrent state keeps it for those of its own sequence."""
+    """The window that a slot keeps. A convolution over tiles would spread a NaN of one slot to the rows of others; the
+    recurrent state keeps it for its own sequence."""
     return jnp.where(jnp.isfinite(window), window, jnp.zeros((), window.dtype))

@@ -39,7 +39,7 @@ def is_factored(config: Config) -> bool:
 
 
 class Inputs(NamedTuple):
-    """What the recurrence takes of each token: queries, keys, values, log decays and write strengths."""
+    """Inputs of the recurrence: queries, keys, values, log decays and write strengths."""
 
     q: Float32[Array, "*rows H K"]
     k: Float32[Array, "*rows H K"]
@@ -63,8 +63,8 @@ def recurrent_step(
     """
     decay, written = jnp.exp(x.g), x.beta[..., None] * x.k
     if by_sums:
-        # `beta` is in what is read, and `r` nowhere alone: two operations would read it, so that it would be a third.
-        # What is laid across lanes takes time: `decay` and `k`, each once.
+        # `read_k` includes `beta`, and `r` has no variable: two operations would read it, so it would be a third.
+        # Laying values across lanes takes time: `decay` and `k`, each once.
         read_q, read_k = (jnp.sum((y * decay)[..., None] * state, axis=-2) for y in (x.q, written))
         v, k = x.beta[..., None] * x.v, x.k[..., None]
         o = read_q + jnp.sum(x.q * x.k, axis=-1, keepdims=True) * (v - read_k)
@@ -94,7 +94,7 @@ def scores_factored(
 def scores_pairwise(
     rows: Float32[Array, "*heads C K"], k: Float32[Array, "*heads C K"], g: Float32[Array, "*heads C K"]
 ) -> Float32[Array, "*heads C C"]:
-    """The same without factored exponents, for gates that have no lower bound: costs C² K exponentials a head.
+    """:func:`scores_factored` for gates without a lower bound: costs C² K exponentials a head.
 
     ``G_t - G_i`` is summed from the g between them: after a token that decays everything, the difference of two large
     sums would have lost its digits.
@@ -126,7 +126,7 @@ def unit_lower_inverse(strict: Float32[Array, "*heads C C"]) -> Float32[Array, "
 
 
 class ChunkTerms(NamedTuple):
-    """What a chunk contributes whatever state it starts from, N chunks.
+    """The terms of N chunks that do not depend on their start state S_0.
 
     ``r = u - w S_0``; ``o = q_in S_0 + mix r``; ``S_C = decay * S_0 + k_out^T r``.
     """
@@ -140,7 +140,7 @@ class ChunkTerms(NamedTuple):
 
 
 def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
-    """Everything of the chunk form that does not depend on S_0; inputs ``[N, C, H, ...]``."""
+    """From inputs ``[N, C, H, ...]``."""
     q, k, v, g = (jnp.swapaxes(y, 1, 2) for y in (x.q, x.k, x.v, x.g))
     beta = jnp.swapaxes(x.beta, 1, 2)
     total = jnp.cumsum(g, axis=-2)
@@ -149,7 +149,7 @@ def chunk_terms(x: Inputs, factored: bool) -> ChunkTerms:
     strict = jnp.tril(jnp.ones((CHUNK, CHUNK), bool), -1)
     inverse = unit_lower_inverse(jnp.where(strict, scores(k, k, g), 0.0) * beta[..., None, :])
     grown = jnp.exp(total)
-    # What comes after each token, summed by itself for the same reason as in `scores_pairwise`.
+    # Decays after each token, summed by themselves for the same reason as in `scores_pairwise`.
     after = lax.cumsum(
         jnp.pad(g[..., 1:, :], [(0, 0)] * (g.ndim - 2) + [(0, 1), (0, 0)]), axis=g.ndim - 2, reverse=True
     )

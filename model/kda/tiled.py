@@ -46,7 +46,7 @@ class Runs(NamedTuple):
 
 
 def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
-    """:class:`Runs` of chunks of which ``first`` is true where a run starts; N is a multiple of the tile."""
+    """:class:`Runs` of chunks; ``first`` is true where a run starts, and N is a multiple of the tile."""
     size = min(TILE, first.shape[0])
     # 0: goes on from the tile before. Not jnp.cumsum, whose form for cuda the processor's compiler ends at.
     number = jnp.sum(first.reshape(-1, 1, size) & np.tri(size, dtype=bool), axis=2, dtype=jnp.int32)
@@ -64,7 +64,7 @@ def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
 
 
 def _halves_of(size: int, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Each row's chunk, and whether it stands before or behind the chunk's middle."""
+    """Each row's chunk, and whether it stands before or after the chunk's middle."""
     row = np.arange(size * chunk)
     return row // chunk, row % chunk < chunk // 2, row % chunk >= chunk // 2
 
@@ -135,11 +135,9 @@ def unit_lower_inverse_blocks(
             below = strict * inside.astype(np.float32)
             inverse = inverse - _product(inverse, _product(below, inverse, exact), exact)
         else:
-            beside = jnp.pad(strict, [(0, 0)] * (strict.ndim - 1) + [(0, size)])
-            beside = beside * np.pad(inside, ((0, 0), (0, size))).astype(np.float32) + np.eye(
-                size, 2 * size, size, dtype=np.float32
-            )
-            both = _product(inverse, beside, exact)
+            wide = jnp.pad(strict, [(0, 0)] * (strict.ndim - 1) + [(0, size)])
+            wide = wide * np.pad(inside, ((0, 0), (0, size))).astype(np.float32)
+            both = _product(inverse, wide + np.eye(size, 2 * size, size, dtype=np.float32), exact)
             again = _product(both[..., :size], both, exact)
             half = both[..., size:] - again[..., size:]
             inverse = half + _product(again[..., :size], half, exact)
@@ -190,7 +188,7 @@ def factors(g: Float32[Array, "J h n C K"], runs: Runs) -> Factors:
 
 
 class Ended(NamedTuple):
-    """What states are made of at the ends of runs."""
+    """The terms of states at the ends of runs."""
 
     runs: Runs
     gained: Float32[Array, "J h n C K"]  # what each row writes, as it is at the end of its run or tile
@@ -285,9 +283,9 @@ def _chain(
     """The state that each tile takes over from the one before it.
 
     Args:
-        link: What the tile writes of the state that it takes over (negated), K wide, beside what it writes itself.
+        link: The tile's writes that depend on the state it takes over (negated), K wide, then those that do not.
         through: Decay of the state it takes over; zero where another run is the last.
-        before: What is left of the state from which the last run started in the tile.
+        before: The decayed state from which the last run started in the tile.
     """
     key = link.shape[2]
     of_carry = through[..., None] * np.eye(key, dtype=np.float32) - link[..., :key]

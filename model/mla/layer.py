@@ -2,11 +2,11 @@
 
 Two ways to compute the same attention, softmax scale ``(nope + rope)^-0.5``, or YaRN's multiple of it. Expanded: keys
 and values of every head are computed from the latent; cheapest for the tokens of a prefill call among themselves.
-Absorbed: the query is taken into latent space by ``w_uk``, the result back out by ``w_uv``; cheapest over what is
-cached, since a page is read once for all heads. Prefill uses the first inside the call; over what was cached before it
-the second, or the first where many tokens of one sequence attend: 512 tokens behind 8,192 took 0.3 of the time
-(docs/log/kernels-cpu.md); merged as an online softmax. Decode uses the second. Source: docs/model.md, "MLA";
-DeepSeek-V2 (arXiv 2405.04434).
+Absorbed: ``w_uk`` takes the query into latent space, ``w_uv`` the result back; cheapest over cached tokens, since a
+page is read once for all heads. Decode is absorbed. Prefill is expanded inside the call. Over tokens cached before the
+call it is absorbed, or expanded where many tokens of one sequence attend: 512 tokens after 8,192 took 0.3 of the time
+(docs/log/kernels-cpu.md). Both parts are merged as an online softmax. Source: docs/model.md, "MLA"; DeepSeek-V2 (arXiv
+2405.04434).
 """
 
 from typing import NamedTuple
@@ -217,9 +217,9 @@ class GatedMLA(nnx.Module):
     def _before(self, p: Projected, layer: Index, pool: Pool, chunks: Chunks) -> OnlineSoftmax:
         """Attention of the call's tokens over what their sequences had cached before it, shapes as `_within`.
 
-        In the forms for accelerators expanded, one sequence after the other: with 16 tokens at a time every page is an
-        operation of its own, and a sum over all devices. Else expanded where one sequence alone has anything cached and
-        that takes less, as with a long prompt; or absorbed.
+        Accelerators expand, one sequence after the other: with 16 tokens at a time every page is an operation of its
+        own, and a sum over all devices. Else only a single sequence with cached tokens is expanded, where that takes
+        less, as with a long prompt.
         """
         config, count = self.config, p.latent.shape[0]
         rank, values = config.kv_lora_rank, config.qk_nope_head_dim + config.v_head_dim
@@ -228,7 +228,7 @@ class GatedMLA(nnx.Module):
         absorbed = 2 * pool.shape[3]
         if count * absorbed < expanding and not self.geometry.tiled:
             return self._absorbed_before(p, layer, pool, chunks)
-        behind = (chunks.slot > 0) & (chunks.run_start > 0)
+        cached_before = (chunks.slot > 0) & (chunks.run_start > 0)
 
         def expanded(p: Projected, pool: Pool, table: jax.Array, length: jax.Array, owner: jax.Array) -> OnlineSoftmax:
             query = jnp.moveaxis(jnp.concatenate([p.q_nope, p.q_rope], axis=-1), 1, 0)
@@ -236,16 +236,16 @@ class GatedMLA(nnx.Module):
             return attend_expanded(query, pool, layer, table, length, jnp.repeat(owner, CHUNK), *weights, self.geometry)
 
         if self.geometry.tiled:
-            length = jnp.where(behind & chunks.first, chunks.run_start, 0)
+            length = jnp.where(cached_before & chunks.first, chunks.run_start, 0)
             begins = lax.cummax(jnp.where(chunks.first, jnp.arange(len(chunks.slot), dtype=jnp.int32), 0))
-            return expanded(p, pool, chunks.page_table, length, jnp.where(behind, begins, -1))
-        first = jnp.argmax(behind)
-        own = behind & (chunks.slot == chunks.slot[first])
-        less = jnp.all(own == behind) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * absorbed) >= expanding)
-        alone = chunks.page_table[first][None], chunks.run_start[first][None], own.astype(jnp.int32) - 1
+            return expanded(p, pool, chunks.page_table, length, jnp.where(cached_before, begins, -1))
+        first = jnp.argmax(cached_before)
+        own = cached_before & (chunks.slot == chunks.slot[first])
+        less = jnp.all(own == cached_before) & (jnp.sum(own, dtype=jnp.int32) * (CHUNK * absorbed) >= expanding)
+        single = chunks.page_table[first][None], chunks.run_start[first][None], own.astype(jnp.int32) - 1
         return lax.cond(
             less,
-            lambda p, pool: expanded(p, pool, *alone),
+            lambda p, pool: expanded(p, pool, *single),
             lambda p, pool: self._absorbed_before(p, layer, pool, chunks),
             p,
             pool,

@@ -5,8 +5,7 @@ one sequence, or over the pages of all sequences in tiles. Either way it is an o
 arXiv 1805.02867): parts of the keys give parts (m, l, acc), which are merged in any order.
 
 Striped: page number n lies on device (n - 1) % TP, as its local page (n - 1) // TP + 1; local page 0 is each device's
-dummy. Any page may be anywhere, so whoever hands out pages needs no rule, and numbers that are handed out in order
-spread a sequence over all devices.
+dummy. Any page may be anywhere, and numbers that are handed out in order spread a sequence over all devices.
 
 In the forms for accelerators a decode step lists the (row, page) pairs that this device holds, and walks the list in
 tiles. So its time follows what the sequences hold, whatever their number and lengths, and a device reads each cached
@@ -73,7 +72,7 @@ def local_pages(
 
 
 def tile_pages(sequences: int) -> int:
-    """How many pages a decode step for so many sequences attends at once."""
+    """Pages that a decode step for so many sequences attends at once."""
     return min(TILE, TILE_EACH * sequences)
 
 
@@ -137,11 +136,11 @@ def attend_pages(
 ) -> OnlineSoftmax:
     """Absorbed attention of one sequence over its first ``length`` cached tokens, on the pages of ``table``.
 
-    Costs the pages that the sequence uses: the loop's trip count is ``ceil(length / page)``. A device that alone holds
-    a page sends it to all.
+    Costs the pages that the sequence uses: the loop's trip count is ``ceil(length / page)``. Where pages are striped,
+    the device of a page sends it to all.
 
     Args:
-        query: Already scaled, zero beyond latent and rope.
+        query: Scaled, and zero beyond latent and rope.
         rank: R, the width of the latent, the part that is also the value.
 
     Returns:
@@ -152,7 +151,7 @@ def attend_pages(
     def step(j: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:
         mask = j * page + jnp.arange(page, dtype=jnp.int32) < length
         is_local, number = local_pages(table[j], geometry)
-        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+        # Values of a freed page past the end must not count, not even a NaN, which a weight of zero would keep.
         cached = jnp.where(mask[:, None], pool[layer, number], jnp.zeros((), pool.dtype))
         if geometry.striped:
             cached = lax.psum(jnp.where(is_local, cached, jnp.zeros((), pool.dtype)), AXIS)
@@ -225,7 +224,7 @@ def attend_expanded(
         roped = jnp.broadcast_to(cached[None, :, rank : rank + width - nope], (heads, span, width - nope))
         nopes = jnp.moveaxis(expanded(cached[:, :rank], to_key).astype(dtype), 1, 0)
         key = jnp.concatenate([nopes, roped], axis=-1)
-        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+        # Values of a freed page past the end must not count, not even a NaN, which a weight of zero would keep.
         value = jnp.where(counts[:, None, None], expanded(cached[:, :rank], to_value) + ones, 0.0)
         value = jnp.moveaxis(value.astype(dtype), 1, 0)
 
@@ -286,7 +285,7 @@ def attend_list(query: Float[Array, "B H row"], pool: Pool, layer: Index, pages:
         weights = jnp.exp(scores - m.at[row].get(mode=IN_BOUNDS)[..., None])
         weights = jnp.where(counts(weights, 2), weights, 0.0)
         share = owner.astype(jnp.float32)
-        # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+        # Values of a freed page past the end must not count, not even a NaN, which a weight of zero would keep.
         latent = cached[..., :rank]
         latent = jnp.where(counts(latent, 1), latent, jnp.zeros((), pool.dtype))
         values = einsum("phl,plr->phr", weights.astype(pool.dtype), latent)
@@ -324,7 +323,7 @@ def attend_tables(
     seen = jnp.arange(table.shape[1] * page, dtype=jnp.int32) < length[:, None]
     number = jnp.where(seen[:, ::page], table, 0)
     cached = pool.at[layer, number].get(mode=IN_BOUNDS).reshape(*seen.shape, -1)
-    # What a freed page holds past the end must not count, not even a NaN that a weight of zero would keep.
+    # Values of a freed page past the end must not count, not even a NaN, which a weight of zero would keep.
     cached = jnp.where(seen[:, :, None], cached, jnp.zeros((), pool.dtype))
     m, l, weights = masked_softmax(einsum("bhr,bsr->bhs", query, cached), seen[:, None])  # noqa: E741
     return OnlineSoftmax(m, l, einsum("bhs,bsr->bhr", weights.astype(pool.dtype), cached)).normalized[..., :rank]
@@ -333,7 +332,7 @@ def attend_tables(
 def merge_devices(part: OnlineSoftmax) -> Float32[Array, "B h R"]:
     """Parts of all heads over each device's pages, to the weighted means of this device's heads over all pages.
 
-    One all-to-all: m and l travel beside acc, from shapes ``[B, H]``, ``[B, H, R]``. Zero where no key was seen.
+    One all-to-all takes m and l with acc, from shapes ``[B, H]``, ``[B, H, R]``. Zero where no key was seen.
     """
     packed = jnp.concatenate([part.acc, part.m[..., None], part.l[..., None]], axis=-1)
     count, heads, width = packed.shape
@@ -341,6 +340,6 @@ def merge_devices(part: OnlineSoftmax) -> Float32[Array, "B h R"]:
     packed = packed.reshape(count, devices, heads // devices, width)
     packed = lax.all_to_all(packed, AXIS, split_axis=1, concat_axis=1, tiled=True)  # [B, devices, h, width]
     acc, m, l = jnp.split(packed, (width - 2, width - 1), axis=-1)  # noqa: E741
-    # What each part is divided by: the sum over all parts, relative to its own `m`. Infinite where the part is nothing.
+    # Each part is divided by the sum over all parts, relative to its own `m`: infinite where the part has no keys.
     sums = jnp.sum(l[:, None] * jnp.exp(m[:, None] - m[:, :, None]), axis=2)
     return jnp.sum(acc / sums, axis=1)

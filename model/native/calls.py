@@ -35,7 +35,7 @@ FEW_PLAIN = 64
 
 
 class KdaWeights(NamedTuple):
-    """What :func:`token` takes of KDA's parameters, all layers stacked."""
+    """KDA's parameters for :func:`token`, all layers stacked."""
 
     b_proj: BFloat16[Array, "s n h D"]
     conv1d: BFloat16[Array, "s n h 3 K W"]
@@ -78,7 +78,6 @@ def _call(name: str, geometry: Geometry, shape: tuple[int, ...], *arguments: jax
 
 
 def _named(name: str, weights: Matrix) -> str:
-    """What a kernel for such weights is called."""
     if not isinstance(weights, Quantized):
         return name
     return f"{name}_q4" if weights.q.dtype == jnp.uint8 else f"{name}_q8"
@@ -137,7 +136,7 @@ def route(
     config: Config,
     geometry: Geometry,
 ) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:
-    """What ``moe.route`` finds, from the router's input: expert ids, and their weights; -1 for rows of padding."""
+    """``moe.route`` from the router's input: expert ids, and their weights; -1 for rows of padding."""
     shape = (x.shape[0], config.num_experts_per_tok)
     out = tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32))
     make = jax.ffi.ffi_call(f"ling3_route.{geometry.kernels}", out)
@@ -179,7 +178,7 @@ def token(
 
 
 def best(logits: Float32[Array, "R v"], offset: Int32[Array, ""], geometry: Geometry) -> Float32[Array, "3 R"]:
-    """What ``sample.best_of_own`` finds; ``offset`` is the token of the first column."""
+    """``sample.best_of_own``; ``offset`` is the token of the first column."""
     return _call("best", geometry, (3, logits.shape[0]), logits, offset)
 
 

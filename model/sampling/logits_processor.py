@@ -1,4 +1,4 @@
-"""The phase ``logits_processor``: logits changed before a token is drawn, and the most likely tokens, where asked for.
+"""The phase ``logits_processor``: logits changed before a token is drawn, and the most likely tokens.
 
 It is a program of its own, so that ``sample`` is the same for all other calls: docs/decisions/0007-adjust.md.
 
@@ -16,7 +16,7 @@ from ling3export.model.layers import Index
 from ling3export.model.sampling.sample import greedy
 
 TOP = 20  # most likely tokens that a row can have: as many as OpenAI's API gives
-NONE = jnp.iinfo(jnp.int32).max  # behind every token
+NONE = jnp.iinfo(jnp.int32).max  # larger than every token
 BLOCK = 128  # edits of each row that are made at a time
 
 
@@ -64,16 +64,15 @@ def ranked(
 ) -> tuple[Float32[Array, "R 20"], Int32[Array, "R 20"]]:
     """The ``count`` largest values of each row and their tokens; among equals the lowest token comes first.
 
-    One look at all values a place, without a sort: machines with matrix units sort slowly, and what is asked for is
-    often one or five. Places that are not asked for, or that a row has no value for, have -inf and token -1. With
-    ``unrolled`` all places are looked at, without a loop.
+    One look at all values for each place, without a sort: machines with matrix units sort slowly, and ``count`` is
+    often one or five. Places without a value have -inf and token -1. With ``unrolled`` there is no loop.
     """
 
     def look(place: Index, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
         best, ids, value, token = carry
-        behind = (values < value[:, None]) | ((values == value[:, None]) & (tokens > token[:, None]))
-        value = jnp.max(jnp.where(behind, values, -jnp.inf), axis=1)
-        token = jnp.min(jnp.where(behind & (values == value[:, None]), tokens, NONE), axis=1)
+        after = (values < value[:, None]) | ((values == value[:, None]) & (tokens > token[:, None]))
+        value = jnp.max(jnp.where(after, values, -jnp.inf), axis=1)
+        token = jnp.min(jnp.where(after & (values == value[:, None]), tokens, NONE), axis=1)
         return best.at[:, place].set(value), ids.at[:, place].set(jnp.where(token == NONE, -1, token)), value, token
 
     rows = len(values)

@@ -154,14 +154,14 @@ def score_next(
     next_token: Int32[Array, "T"],
     geometry: Geometry | None = None,
 ) -> tuple[Float32[Array, "T"], Int32[Array, "T"], Float32[Array, "T"]]:
-    """Scores ``next_token`` behind every padded token, without the logits of all of them at a time.
+    """Scores ``next_token`` after every padded token, without the logits of all of them at a time.
 
     Logits are computed for some rows after the other. A device keeps four numbers of each row, those of
     :func:`best_of_own` and the logit of the next token where this device has it. One gather takes them to all devices.
 
     Args:
         logits: From ``[R, D]`` to fp32 ``[R, V/TP]``, this device's part of the vocabulary.
-        x: What the last layer gave; T is a multiple of CHUNK.
+        x: The last layer's output; T is a multiple of CHUNK.
         next_token: -1 where there is none to score.
         geometry: Whose form the program has.
 

@@ -1,8 +1,7 @@
 """Which tokens may be drawn, without sorting them.
 
-What is kept is a set of best tokens, so it has a threshold: a value, and among tokens of just that value a number. A
-threshold is found by radix select: digit by digit, from the highest, by counting what lies above each digit's
-candidates.
+The kept tokens are the best ones, so they have a threshold: a value, and among tokens of that value a number. Radix
+select finds a threshold digit by digit, from the highest, by counting the values above each digit's candidates.
 
 A row of V values is laid out as S lines of V/S values: line l holds part ``l // R`` of row ``l % R``. Machines with
 tiled layouts want two long axes, however few the rows. Axis letters: R rows, L = S R lines, W = V/S values of a line.
