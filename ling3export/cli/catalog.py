@@ -10,7 +10,7 @@ from ling3export.foundation.errors import CatalogError
 from ling3export.foundation.extras import require
 from ling3export.foundation.tables import aligned
 from ling3export.runners.cli.command import Command, Group
-from ling3export.runners.cli.options import FOLDER, PATH, trust_option
+from ling3export.runners.cli.options import FOLDER, PATH
 from ling3export.runners.cli.references import ARTIFACT, pull
 
 
@@ -39,7 +39,6 @@ catalog.add_command(pull)
     "--eval", "evaluation", type=PATH, metavar="RUN", help="Record the score of a finished evaluation of ARTIFACT."
 )
 @click.option("--no-run", is_flag=True, help="Only check digests before: nothing of ARTIFACT is executed.")
-@trust_option
 def publish(
     artifact: Path,
     store: str,
@@ -144,7 +143,7 @@ def gc(store: str) -> None:
 def keygen(key: Path) -> None:
     """Write a private key into KEY and its public half into KEY.pub.
 
-    Everybody who has KEY can sign. Put KEY.pub into the folder that --trust of ling3-runner names. Prints the key's id.
+    Everybody who has KEY can sign. Put KEY.pub into the folder that LING3_TRUST names. Prints the key's id.
     """
     require("keygen", "sign", "cryptography")
     from ling3export.artifacts.signing import make_key, public_path

@@ -21,7 +21,7 @@ from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
 from ling3export.runners.cli.command import Group, given, section
 from ling3export.runners.cli.hosts import keep_stdout
-from ling3export.runners.cli.options import FOLDER, PATH, shard_option, trust_option
+from ling3export.runners.cli.options import FOLDER, PATH, shard_option
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.hosts.hosts import find_hosts
 
@@ -359,7 +359,6 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 @click.option("--no-run", is_flag=True, help="Only check digests: nothing of ARTIFACT is executed.")
 @click.option("--portable", is_flag=True, help="Run the portable programs of every target, on the processor.")
 @click.option("--time", is_flag=True, help="Time every cell of one target, too, and record it next to ARTIFACT.")
-@trust_option
 @JSON
 def verify(artifact: Path, target: str | None, no_run: bool, portable: bool, time: bool, as_json: bool) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.

@@ -83,7 +83,7 @@ _written: Decorator = section(
 @_sending
 @section("Output", click.option("--extended", is_flag=True, help="More rows."))
 @_written
-@engine_options("target", "programs", "check", "step_timeout")
+@engine_options("target", "programs")
 def serve(
     artifact: Path | None,
     url: str | None,
@@ -123,7 +123,7 @@ def serve(
 @_workload
 @_sending
 @_written
-@engine_options("programs", "check", "step_timeout")
+@engine_options("programs")
 def compare(
     artifacts: tuple[Path, ...],
     configs: str,

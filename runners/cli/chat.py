@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.handle import RequestHandle
     from ling3export.runners.engine.request import Completion
 
-COMMON = "system think max_tokens temperature top_k top_p min_p seed target programs step_timeout prefix_cache".split()
+COMMON = "system think max_tokens temperature top_k top_p min_p seed target programs prefix_cache".split()
 HELP = """\
 /think on|off   think before the answer, or do not
 /system TEXT    replace the system text; no TEXT removes it
@@ -235,7 +235,7 @@ def _obey(conversation: Conversation, line: str) -> None:
     ),
     *answer_options(seed="Seed of each answer's sampling.  [default: another each time]"),
 )
-@engine_options("target", "programs", "check", "step_timeout", "prefix_cache", "evict", "prefix_store")
+@engine_options("target", "programs", "prefix_cache")
 def chat(
     artifact: Path, engine: EngineConfig, system: str, think: bool | None, max_tokens: int | None, **settings: Any
 ) -> None:

@@ -84,8 +84,7 @@ class Command(click.Command):
     """A command whose help shows its options in the sections that ``section`` gave them.
 
     Args:
-        common: Names of the options that most people need. The others are for experts: ``--help-all`` shows them, and
-            ``--help`` does not. By default ``--help`` shows all.
+        common: Names of the options that most people need. ``-h`` shows only these; ``--help`` shows all.
         from_file: Whether ``--config FILE`` gives the options that the command line does not.
     """
 
@@ -100,9 +99,19 @@ class Command(click.Command):
         if common is not None:
             for option in _options(self):
                 option.hidden = option.name not in (*common, "config")
-            hidden = sum(option.hidden for option in _options(self))
-            text = f"Show this message with {hidden} more options, those for experts."
-            self.params.append(_eager("--help-all", _show_everything, text, is_flag=True))
+            if hidden := sum(option.hidden for option in _options(self)):
+                self.epilog = f"--help shows {hidden} more options."
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Reads the arguments; ``--help`` shows more than ``-h``."""
+        if "--help" in args:
+            ctx.meta[_EVERYTHING] = True
+        return super().parse_args(ctx, args)
+
+    def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes that there are more options, where they are not shown."""
+        if _EVERYTHING not in ctx.meta:
+            super().format_epilog(ctx, formatter)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes a list of options for each section, what most people need first, and the other options last."""
@@ -191,13 +200,6 @@ def _eager(name: str, callback: Callable[..., None], text: str, **settings: Any)
     return click.Option([name], callback=callback, help=text, is_eager=True, expose_value=False, **settings)
 
 
-def _show_everything(ctx: click.Context, param: click.Parameter, wanted: bool) -> None:
-    if wanted:
-        ctx.meta[_EVERYTHING] = True
-        click.echo(ctx.get_help(), color=ctx.color)
-        ctx.exit()
-
-
 def _read_config(ctx: click.Context, param: click.Parameter, path: Path | None) -> None:
     """Makes the options that a file gives the defaults of this command.
 
@@ -214,7 +216,7 @@ def _read_config(ctx: click.Context, param: click.Parameter, path: Path | None) 
     except ValueError as error:  # UnicodeDecodeError is one, too
         raise Ling3Error(f"{where}: expected a TOML file, found {error}") from error
     known = {name.removeprefix("--"): option for option in _options(ctx.command) for name in option.opts}
-    known = {name: option for name, option in known.items() if name not in ("config", "help-all")}
+    known = {name: option for name, option in known.items() if name != "config"}
     defaults = {}
     for name, value in found.items():
         if name not in known:

@@ -19,14 +19,12 @@ from ling3export.runners.cli.command import INVALID, NOT_DETERMINISTIC, REGRESSI
 from ling3export.runners.cli.hosts import keep_stdout, leading
 from ling3export.runners.cli.options import (
     PATH,
-    check_option,
     engine_options,
     programs_option,
     shard_option,
     stop_option,
     target_option,
     temperature_option,
-    trust_option,
 )
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
@@ -121,7 +119,7 @@ def evaluate() -> None:
     click.option("--force", is_flag=True, help="Begin again, and replace RUN."),
 )
 @section("Work", shard_option("Every N-th batch from batch I on"))
-@engine_options("target", "programs", "step_timeout", "prefix_cache", prefix_cache="off")
+@engine_options("target", "programs", "prefix_cache", prefix_cache="off")
 @cluster_options
 def run(
     artifact: Path,
@@ -191,7 +189,7 @@ def report(runs: tuple[Path, ...]) -> None:
 @click.option("--text", required=True, type=PATH, metavar="FILE", help="What is judged, in UTF-8.")
 @click.option("--tokens", type=click.IntRange(1), default=4096, help="Most tokens that are judged.")
 @click.option("--window", type=click.IntRange(2), default=512, help="Tokens that the model sees at once.")
-@section("Artifacts", target_option, programs_option, check_option, trust_option)
+@section("Artifacts", target_option, programs_option)
 def logits(a: Path, b: Path, text: Path, tokens: int, window: int, **how: Any) -> None:
     """How far B's distributions are from A's, over a text.
 

@@ -88,9 +88,7 @@ def _ids(text: str) -> tuple[int, ...]:
     click.option("--force", is_flag=True, help="Replace OUT.npz or FILE if it is there."),
     click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
 )
-@engine_options(
-    "target", "programs", "check", "step_timeout", "ffn", "ffn_timeout", "prefix_cache", "evict", "prefix_store"
-)
+@engine_options("target", "programs", "check", "ffn", "prefix_cache", "prefix_store")
 def generate(
     artifact: Path,
     engine: EngineConfig,

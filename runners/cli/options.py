@@ -3,7 +3,6 @@
 The sampling options have the bounds, defaults and words that Python and HTTP have.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
 from pathlib import Path
@@ -12,12 +11,11 @@ from typing import Any, NamedTuple
 
 import click
 
-from ling3export.artifacts.files import TRUST
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.machine.verdict import CHECKS, POLICIES
 from ling3export.runners.cli.command import Decorator, Once, section
-from ling3export.runners.engine.config import EVICTIONS, EngineConfig
+from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.engine.validation import BOUNDS
 from ling3export.runners.hosts.hosts import read_secret
@@ -133,32 +131,15 @@ ENGINE = {
         "Compute prompts that begin alike once.  [default: on where the artifact has snapshots]",
         {"metavar": "[on|off]"},
     ),
-    "evict": _Flag(
-        click.Choice(EVICTIONS),
-        "What the prefix cache gives up first: what was not used for longest, or what saves least work.",
-    ),
     "ffn": _Flag(None, "Send the experts of decode steps to this ffn-worker (experimental).", {"metavar": "NAME"}),
-    "ffn_timeout": _Flag(
-        SECONDS,
-        "Fail what runs once an ffn-worker does not come or does not answer for so long.",
-        {"metavar": "SECONDS"},
-    ),
 }
-# The options of PrefixFolder, which are those of EngineConfig.prefix_store.
-PREFIX_STORE = (
-    click.option(
-        "--prefix-store",
-        type=PATH,
-        metavar="FOLDER",
-        help="Keep what the prefix cache knows in this folder, for later and for other processes.  [default: it ends "
-        "with the process]",
-    ),
-    click.option(
-        "--prefix-store-bytes",
-        type=POSITIVE,
-        default=PrefixFolder.limit,
-        help="Bytes that the folder of --prefix-store may have; what was not used for longest goes.",
-    ),
+# The folder of PrefixFolder, which is EngineConfig.prefix_store.
+PREFIX_STORE = click.option(
+    "--prefix-store",
+    type=PATH,
+    metavar="FOLDER",
+    help="Keep what the prefix cache knows in this folder, for later and for other processes.  [default: it ends "
+    "with the process]",
 )
 # The options of Transfer by its fields, which are those of EngineConfig.transfer.
 TRANSFER = {
@@ -197,30 +178,15 @@ TRANSFER = {
         help="With --transfer: bytes of memory for states that wait to be fetched. While it is full, no further state "
         "is kept, and the other server computes the prompt again.",
     ),
-    "lease": click.option(
-        "--lease",
-        "transfer_lease",
-        type=SECONDS,
-        default=Transfer.lease,
-        help="With --transfer: seconds in which the other server has to fetch a state; then it is removed, and the "
-        "prompt is computed again there.",
-    ),
-    "deadline": click.option(
-        "--transfer-timeout",
-        "transfer_deadline",
-        type=SECONDS,
-        default=Transfer.deadline,
-        help="With --transfer: seconds that fetching a state may take; then the prompt is prefilled here.",
-    ),
 }
 # Fields of EngineConfig that have no option: a command sets them, or Python does.
-PYTHON_ONLY = ("overlap", "linger")
+PYTHON_ONLY = ("overlap", "linger", "evict", "ffn_timeout")
 SECTIONS = {
     "Limits": ("max_requests",),
     "Artifact": ("target", "programs", "check", "step_timeout"),
-    "Prefix cache": ("prefix_cache", "evict", "prefix_store"),
+    "Prefix cache": ("prefix_cache", "prefix_store"),
     "Prefill and decode apart": ("transfer",),
-    "Attention and FFN apart": ("ffn", "ffn_timeout"),
+    "Attention and FFN apart": ("ffn",),
 }
 
 
@@ -237,7 +203,7 @@ def engine_options(*names: str, **defaults: Any) -> Decorator:
         names: The fields.
         defaults: Defaults of this command's own, by field.
     """
-    parts: dict[str, Sequence[Decorator]] = {"prefix_store": PREFIX_STORE, "transfer": [*TRANSFER.values()]}
+    parts: dict[str, Sequence[Decorator]] = {"prefix_store": [PREFIX_STORE], "transfer": [*TRANSFER.values()]}
 
     def add(command: Callable[..., Any]) -> Any:
         @wraps(command)
@@ -252,7 +218,6 @@ def engine_options(*names: str, **defaults: Any) -> Decorator:
             for name in group:
                 if name in names:
                     options += parts.get(name) or [engine_option(name, defaults.get(name, ...))]
-            options += [trust_option] if title == "Artifact" else []
             result = section(title, *options)(result) if options else result
         return result
 
@@ -260,8 +225,8 @@ def engine_options(*names: str, **defaults: Any) -> Decorator:
 
 
 def _prefix_folder_of(given: dict[str, Any]) -> PrefixFolder | None:
-    folder, limit = given.pop("prefix_store"), given.pop("prefix_store_bytes")
-    return None if folder is None else PrefixFolder(folder, limit)
+    folder = given.pop("prefix_store")
+    return None if folder is None else PrefixFolder(folder)
 
 
 def _transfer_of(given: dict[str, Any]) -> Transfer | None:
@@ -345,20 +310,4 @@ def answer_options(**texts: str) -> Sequence[Decorator]:
     return (*(sampling_option(name, text) for name, text in (SAMPLING | texts).items()), *ENDS)
 
 
-def _trusted(context: click.Context, param: click.Parameter, folder: str | None) -> None:
-    """Tells this process and those that it starts where the keys are; whoever reads a manifest looks there."""
-    if folder == "":
-        raise click.BadParameter("expected a folder of public keys, found an empty value.")
-    if folder is not None:
-        os.environ[TRUST] = folder
-
-
-trust_option = click.option(
-    "--trust",
-    metavar="KEYS",
-    expose_value=False,
-    is_eager=True,  # before an artifact is pulled
-    callback=_trusted,
-    help=f"Take only what a public key of this folder has signed.  [default: ${TRUST}]",
-)
-target_option, programs_option, check_option, step_timeout_option = map(engine_option, SECTIONS["Artifact"])
+target_option, programs_option, check_option = map(engine_option, ("target", "programs", "check"))

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from ling3export.runners.cli.command import Command
-from ling3export.runners.cli.options import FOLDER, trust_option
+from ling3export.runners.cli.options import FOLDER
 from ling3export.runners.load.references import STORE, folder_of, pulled
 
 
@@ -28,7 +28,6 @@ ARTIFACT = _Artifact()
 @click.argument("reference")
 @click.option("--to", type=FOLDER, metavar="FOLDER", help=f"The folder to make.  [default: a folder in ${STORE}]")
 @click.option("--force", is_flag=True, help="Replace FOLDER if it is there.")
-@trust_option
 def pull(reference: str, to: Path | None, force: bool) -> None:
     """Pull oci:FOLDER/ID or oci:FOLDER/ID@VERSION, and print the folder.
 

@@ -18,12 +18,10 @@ from ling3export.runners.cli.options import (
     PORT,
     POSITIVE,
     SECONDS,
-    check_option,
     engine_options,
     field_option,
     programs_option,
     target_option,
-    trust_option,
 )
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
@@ -32,7 +30,7 @@ from ling3export.runners.serve.config import ServerConfig
 
 COUNT = click.IntRange(0)
 COMMON = "host port api_key_file model max_requests restarts target programs step_timeout prefix_cache".split()
-ROUTE_COMMON = "prefill decode weight max_local_prefill max_queue timeout host port api_key_file allow_host".split()
+ROUTE_COMMON = "prefill decode max_local_prefill max_queue timeout host port api_key_file allow_host".split()
 _option = partial(field_option, ServerConfig)
 
 
@@ -88,7 +86,6 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
                 click.Choice(["auto", "none"]),
                 "Sampling where a request does not say: the checkpoint's generation_config.json, or OpenAI's defaults.",
             ),
-            _option("no_page", None, "Have no page to chat at /.", is_flag=True),
         )(limits(configured))
 
     return add
@@ -116,7 +113,6 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
         "was missed; port 0 takes free ones.  [default: nobody is told]",
         metavar="ENDPOINT",
     ),
-    _option("kv_events_topic", None, "What messages of --kv-events begin with.", metavar="TEXT"),
 )
 @engine_options(
     "max_requests",
@@ -125,9 +121,7 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
     "check",
     "step_timeout",
     "ffn",
-    "ffn_timeout",
     "prefix_cache",
-    "evict",
     "prefix_store",
     "transfer",
     max_requests=256,
@@ -200,7 +194,7 @@ def route(
 @click.command("ffn-worker", cls=Command)
 @click.argument("artifact", type=ARTIFACT)
 @click.option("--context", cls=Once, required=True, metavar="NAME", help="The worker's name, for --ffn.")
-@section("Artifact", target_option, programs_option, check_option, trust_option)
+@section("Artifact", target_option, programs_option)
 def ffn_worker(artifact: Path, context: str, **options: Any) -> None:
     """Compute ARTIFACT's experts for one attention process (experimental).
 

@@ -38,9 +38,6 @@ class ServerConfig:
     allow_origin: tuple[str, ...] = ()
     """Origins of pages that browsers may let call, such as ``https://example.org``; ``*`` is any."""
 
-    no_page: bool = False
-    """Have no page at ``/``."""
-
     generation_config: str = "auto"
     """What sampling settings a request has that names none: ``auto`` those of the checkpoint's generation_config.json,
     ``none`` those of OpenAI's API."""
@@ -53,9 +50,6 @@ class ServerConfig:
 
     kv_events: str | None = None
     """ZeroMQ endpoint at which routers are told what prompts hit here; None tells nobody."""
-
-    kv_events_topic: str = "kv-events"
-    """Text that each of those messages begins with."""
 
     max_body: int = 4 << 20
     """Most bytes of a request's body."""

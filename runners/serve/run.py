@@ -57,7 +57,7 @@ def opened(config: ServerConfig, model: str, max_requests: int | None) -> tuple[
     listener = bound(config.host, config.port)
     most = sys.maxsize if max_requests is None else max_requests
     names = own_names(listener, config.allow_host)
-    return listener, Policy(model, key, most, config.max_body, names, config.allow_origin, not config.no_page)
+    return listener, Policy(model, key, most, config.max_body, names, config.allow_origin, page=True)
 
 
 def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hosts: Hosts | None = None) -> None:
@@ -80,7 +80,7 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
         if config.kv_events is not None:
             from ling3export.runners.serve.kv_events import Publisher  # with zmq, which few servers need
 
-            events = Publisher(config.kv_events, config.kv_events_topic)
+            events = Publisher(config.kv_events)
     tell = None if events is None else events.tell
     with (
         listener,

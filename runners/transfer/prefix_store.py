@@ -94,7 +94,7 @@ class PrefixStore:
         self._limit, self._cache, self._report = where.limit, cache, report
         if where.limit < (needed := self._layout.nbytes(self._layout.page)):
             raise Ling3Error(
-                f"--prefix-store-bytes: expected at least {needed:,}, a block and a snapshot, found {where.limit:,}"
+                f"prefix store: expected a limit of at least {needed:,}, a block and a snapshot, found {where.limit:,}"
             )
         self._folder = FolderStore(self._layout, self._description, where.folder)
         self.counts: Counter[str] = Counter()

@@ -194,12 +194,12 @@ def test_the_command_line_makes_keys_signs_and_trusts(toy, tmp_path, monkeypatch
     assert not (tmp_path / "half").exists() and (tmp_path / "half.pub").read_text() == "another's"
     keys.mkdir()
     shutil.copy(public_path(key), keys)
-    command = ["generate", str(toy), "--prompt-ids", "1,2", "--max-tokens", "1", "--trust", str(keys)]
-    monkeypatch.setenv(TRUST, str(tmp_path))  # what --trust sets is taken back
+    command = ["generate", str(toy), "--prompt-ids", "1,2", "--max-tokens", "1"]
+    monkeypatch.setenv(TRUST, str(keys))
     assert "expected a signature by" in refusal(runner_cli.main, *command)
     assert said(cli.main, "sign", toy, "--key", key) == made
     assert f"signed by {made.strip()}\n" in succeeded(runner_cli.main, *command).stderr
-    verified = succeeded(cli.main, "verify", toy, "--no-run", "--trust", keys)
+    verified = succeeded(cli.main, "verify", toy, "--no-run")
     assert f"signed by {made.strip()}\n" in verified.stderr
 
 
@@ -228,12 +228,10 @@ def test_keygen_that_is_interrupted_leaves_no_half_of_a_pair(tmp_path, monkeypat
 
 
 def test_an_empty_name_for_the_trusted_keys_is_an_error(toy, key, monkeypatch):
-    """``--trust ""`` was the current folder, and ``LING3_TRUST=""`` checked nothing."""
+    """``LING3_TRUST=""`` checked nothing."""
     sign(toy, key)
     monkeypatch.chdir(key.parent)
     command = ["generate", str(toy), "--prompt-ids", "1,2", "--max-tokens", "1"]
-    found = refusal(runner_cli.main, *command, "--trust", "", code=2)
-    assert "Invalid value for '--trust': expected a folder of public keys, found an empty value." in found
     monkeypatch.setenv(TRUST, "")
     assert f"error: {TRUST}: expected a folder of public keys, found an empty value" in refusal(
         runner_cli.main, *command
@@ -287,7 +285,7 @@ def test_every_other_reader_of_a_manifest_goes_through_the_door_that_checks_trus
 
 
 def test_trusted_keys_without_the_package_that_reads_them_are_refused_by_name(toy, trusted, monkeypatch):
-    """Commands without ``--trust`` ended in an ImportError where LING3_TRUST was set."""
+    """Commands ended in an ImportError where LING3_TRUST was set."""
     monkeypatch.setattr("ling3export.foundation.extras.find_spec", lambda name: None)
     found = refusal(runner_cli.main, "generate", toy, "--prompt-ids", "1,2", "--max-tokens", "1")
     assert "error: trusted keys: expected the packages of the extra `sign`, found no cryptography\n" in found

@@ -74,14 +74,11 @@ def test_a_server_without_a_page_has_nothing_there(model):
     assert served(model, "GET", "/").status_code == 404
 
 
-def test_options_of_a_server_say_whether_it_has_a_page_and_who_may_call():
-    for config, page, origins in (
-        (ServerConfig(port=0), True, ()),
-        (ServerConfig(port=0, no_page=True, allow_origin=(ORIGIN, OTHER)), False, (ORIGIN, OTHER)),
-    ):
-        listener, policy = opened(config, MODEL, 8)
+def test_a_server_has_a_page_and_its_options_say_who_may_call():
+    for origins in ((), (ORIGIN, OTHER)):
+        listener, policy = opened(ServerConfig(port=0, allow_origin=origins), MODEL, 8)
         listener.close()
-        assert (policy.page, policy.origins) == (page, origins)
+        assert (policy.page, policy.origins) == (True, origins)
 
 
 def test_a_router_has_the_page_too():

@@ -144,7 +144,7 @@ def test_files_are_for_their_user_alone(artifact, tmp_path):
 
 def test_what_cannot_be_is_refused(artifact, tmp_path):
     with pytest.raises(
-        Ling3Error, match=r"^--prefix-store-bytes: expected at least [0-9,]+, a block and a snapshot, found 9"
+        Ling3Error, match=r"^prefix store: expected a limit of at least [0-9,]+, a block and a snapshot, found 9"
     ):
         opened(artifact, tmp_path / "known", 9)
     (tmp_path / "file").write_text("")
