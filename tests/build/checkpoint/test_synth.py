@@ -49,7 +49,7 @@ def test_files_of_the_published_layout(micro: Path):
             assert all(index["weight_map"][name] == shard for name in file.keys())
     assert sizes.keys() == index["weight_map"].keys()
     assert index["metadata"]["total_size"] == sum(sizes.values())
-    config = Config.from_file(micro / "config.json")
+    config = Config.from_path(micro / "config.json")
     assert sizes.keys() == expected_tensors(config).keys() | mtp_tensors(config).keys()
 
 
@@ -97,7 +97,7 @@ def test_overrides(overrides: dict[str, Any], tmp_path: Path):
 
 
 def test_tokenizer(micro: Path):
-    config = Config.from_file(micro / "config.json")
+    config = Config.from_path(micro / "config.json")
     tokenizer = Tokenizer.from_file(str(micro / "tokenizer.json"))
     text = "the price of twelve apples, \n in Zürich: 3½ €… <b>"
     ids = tokenizer.encode(text).ids

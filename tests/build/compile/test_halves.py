@@ -131,8 +131,10 @@ def test_native_kernels_stay_with_the_programs_that_call_them(artifact, no_compi
     out = tmp_path / "out.ling3"
     said(cli.main, "attach", artifact("micro-tp1-kernels"), artifact.checkpoint("micro-tp1-kernels"), out, "--no-run")
     manifest = read_manifest(out)
-    assert manifest.targets["cpu-tp1"].kernels is not None
-    assert check_digests(out, manifest) == check_digests(artifact("micro-tp1-kernels"), manifest)
+    original = artifact.manifest("micro-tp1-kernels")
+    assert manifest.targets["cpu-tp1"].kernels is not None and manifest.targets == original.targets
+    # Each by its own manifest: how many threads numpy has moves the last digits of the expectations.
+    assert check_digests(out, manifest) == check_digests(artifact("micro-tp1-kernels"), original)
 
 
 def test_another_config_or_weights_that_are_there_are_refused_and_nothing_changes(artifact, programs, tmp_path):
