@@ -153,21 +153,6 @@ def create_unnamed(folder: Path) -> int:
     return os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
 
 
-def give_name(descriptor: int, path: Path) -> bool:
-    """Gives a file without a name one; False where another file has it.
-
-    ``os.link`` follows a link of ``/proc`` only from a folder that is open.
-    """
-    folder = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.link(str(descriptor), path, src_dir_fd=folder, follow_symlinks=True)
-        return True
-    except FileExistsError:
-        return False
-    finally:
-        os.close(folder)
-
-
 def create(path: Path, mode: int = 0o666) -> int:
     """A descriptor of a new file, to read and to write. Nothing that has the name, a link least of all, is opened.
 

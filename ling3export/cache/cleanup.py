@@ -10,6 +10,7 @@ from ling3export.artifacts.files import PARTIAL, RECOMPILED, remove, writing
 from ling3export.cache.store import KINDS
 
 PLACES = (*KINDS, RECOMPILED)
+NAME = re.compile(r"[0-9a-f]{64}|.+\.json")  # of an entry, and of a runner's program
 LEFT = re.compile(rf"\.(.+\.)?{PARTIAL}")  # files of writers
 WRITING = 3600  # seconds after which nobody still writes one file
 
@@ -26,7 +27,7 @@ class StoredEntry:
 def stored_entries(folder: Path) -> list[StoredEntry]:
     """Every entry, and every program of a runner, the least recently used first."""
     entries = []
-    for path in (path for place in PLACES for path in (folder / place).glob("[!.]*") if path.suffix != ".exec"):
+    for path in (path for place in PLACES for path in (folder / place).glob("*") if NAME.fullmatch(path.name)):
         with contextlib.suppress(FileNotFoundError):
             sizes = [file.lstat().st_size for file in _files(path)]
             entries.append(StoredEntry(path, path.lstat().st_mtime, sum(sizes)))

@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     cache = Cache(CacheUse(folder=kept_programs(tmp_path)), pytest.fail)
     for name in ("old", "new"):
         cache.write("programs", {"name": name}, {}, name.encode() * 200)
-    old = [path for path in (tmp_path / "programs/programs").iterdir() if b'"old"' in path.read_bytes()]
+    old = [path for path in (kept_programs(tmp_path) / "programs").iterdir() if b'"old"' in path.read_bytes()]
     aged(tmp_path / "old-0123", tmp_path / "jit/old", *old)
     return tmp_path
 

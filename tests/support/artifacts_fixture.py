@@ -3,7 +3,7 @@
 They are kept in ``.cache/tests``, or in LING3_TEST_CACHE, under a digest of what they are made of: the recipe, the
 sources that building imports, the versions of the toolchain and this machine's processor. A lock serves parallel runs.
 What a killed run left, or a test changed, is built again: beside each kept folder stands a digest of its files.
-``programs`` is the build cache of all builds of tests but those that name another, and where runners keep what they
+``cache`` is the build cache of all builds of tests but those that name another, and where runners keep what they
 compile: a second run compiles nothing that the first did. What no run has used for 14 days is removed.
 """
 
@@ -205,7 +205,7 @@ def versions() -> dict[str, str | None]:
 def remove_old(folder: Path) -> None:
     """Removes what no run has used for KEPT_DAYS, and of the programs, the least recently used first, what is too much.
 
-    What a run in another process has just used stays: its builds hold the cache's lease, and its folders are young.
+    What a run in another process has just used stays: its entries and folders are young.
     Runners keep what they compile under a key without our sources: other ones remove it.
     """
     seconds = KEPT_DAYS * 24 * 3600
@@ -215,7 +215,7 @@ def remove_old(folder: Path) -> None:
                 shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink()
     programs = kept_programs(folder)
     clean_up(programs, older_than=seconds, max_bytes=KEPT_BYTES)
-    stamp, sources = programs / "sources", sources_of(RECOMPILING)
+    stamp, sources = folder / "recompiling", sources_of(RECOMPILING)
     if not stamp.exists() or stamp.read_text() != sources:
         shutil.rmtree(programs / RECOMPILED, ignore_errors=True)
         programs.mkdir(parents=True, exist_ok=True)
@@ -304,7 +304,7 @@ def kept_folder() -> Path:
 
 def kept_programs(folder: Path) -> Path:
     """The build cache in the folder of what tests keep."""
-    return folder / "programs"
+    return folder / "cache"
 
 
 @pytest.fixture(scope="session")

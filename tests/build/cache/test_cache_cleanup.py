@@ -102,7 +102,7 @@ def test_the_commands_print_data_on_stdout(folder, tmp_path):
     assert done.stdout == "removed 2 entries (0.0 MB); 0 entries (0.0 MB) are left\n"
 
 
-NO_CACHES = {"checkpoint": "other files", "hub": "other files", "nope": "No such file or directory"}
+NO_CACHES = dict.fromkeys(("artifact", "checkpoint", "hub"), "other files") | {"nope": "No such file or directory"}
 NO_CACHES["file"] = "Not a directory"
 
 
@@ -113,6 +113,8 @@ def test_what_is_no_cache_is_refused_and_nothing_is_written_or_removed(tmp_path,
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "config.json").write_text("{}")
     (tmp_path / "checkpoint" / "lock").touch()  # as it was left
+    (tmp_path / "artifact" / "programs").mkdir(parents=True)
+    (tmp_path / "artifact" / "manifest.json").write_text("{}")
     (tmp_path / "hub" / "blobs").mkdir(parents=True)
     (tmp_path / "hub" / "blobs" / ("f" * 64)).write_text("weights")
     (tmp_path / "file").touch()
