@@ -36,7 +36,7 @@ APART = {
     "kind": ("into", "replay", "cache", "cache_dir", "jobs"),
 }
 COMMON_BUILD = "paddings tp max_running context targets snapshots dtype into force no_weights".split()
-COMMON_PLAN = "paddings tp max_running context targets snapshots dtype lengths artifact as_json".split()
+COMMON_PLAN = "paddings tp max_running context targets snapshots dtype artifact as_json".split()
 
 
 @contextmanager
@@ -215,7 +215,6 @@ def _check_alone(chosen: set[str]) -> None:
 @main.command(common=COMMON_PLAN)
 @click.argument("checkpoint", required=False, type=PATH)
 @build_options
-@click.option("--lengths", type=PATH, metavar="FILE", help="A histogram of requests, as JSON lines.")
 @click.option(
     "--from", "artifact", type=ARTIFACT, metavar="ARTIFACT", help="Take temporaries and estimates from this one."
 )
@@ -223,28 +222,18 @@ def _check_alone(chosen: set[str]) -> None:
 @WIDE
 @JSON
 def plan(
-    checkpoint: Path | None,
-    lengths: Path | None,
-    artifact: Path | None,
-    ignore: tuple[str, ...],
-    wide: bool,
-    as_json: bool,
-    **options: Any,
+    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], wide: bool, as_json: bool, **options: Any
 ) -> None:
     """Show what a build would make, without compiling.
 
     CHECKPOINT is a folder or a config.json; without it, the packaged demo. Shows the pools, the bytes on each device
     next to its memory (on cpu: the machine's), and each cell's roofline bound: the least time for its bytes and FLOPs.
     Sizes for cpu that are not given are those of a build.
-
-    A line of --lengths is {"prompt_tokens": 317, "output_tokens": 50, "count": 3}, count 1 if left out. Shows how many
-    tokens these requests pad at each padding, and as many paddings that pad less.
     """
     require("plan", "build", "flax")
     from ling3export.artifacts.records import to_json
     from ling3export.compile.build import DEMO
     from ling3export.model.config import Config
-    from ling3export.plan.paddings import read_lengths
     from ling3export.plan.plan import as_stored
     from ling3export.plan.pricing import described, priced
 
@@ -255,8 +244,7 @@ def plan(
         what, sizes = _fitted(config, what, chosen)
         if sizes is not None and not as_json:
             click.echo(sizes[0])  # the sum is shown with the target
-    requests = [] if lengths is None else read_lengths(lengths)
-    prices = priced(config, what, requests, artifact, ignore)
+    prices = priced(config, what, artifact)
     click.echo(json.dumps(to_json(prices)) if as_json else described(prices, wide=wide))
 
 

@@ -2,9 +2,8 @@
 
 import itertools
 import re
-import shlex
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from ling3export.cost.chips import GIB
 from ling3export.foundation.errors import PlanError
@@ -112,25 +111,3 @@ def check_paddings(paddings: Sequence[int], name: str, multiple: int) -> None:
         if left >= right:
             ordered = ",".join(str(p) for p in sorted(set(paddings)))
             raise PlanError(f"{name}: expected ascending paddings, found {left} before {right}", f"write {ordered}")
-
-
-def spelled(options: Options, ignore: Sequence[str] = ()) -> str:
-    """The options of ``build`` that mean ``options``; what is as by default is left out.
-
-    Args:
-        options: ``jobs`` apart, which does not change what is built.
-        ignore: Fields of config.json that are ignored.
-    """
-    words = []
-    for name, value in asdict(options).items():
-        if name == "jobs" or value == getattr(Options(), name):
-            continue
-        if name == "targets":
-            words += [word for target in value for word in ("--target", target)]
-            continue
-        text = ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        if name == "state_memory" and value % GIB == 0:
-            text = f"{value // GIB}GiB"
-        words += [f"--{name.replace('_', '-')}", text]
-    words += [word for field in ignore for word in ("--ignore-config-field", field)]
-    return shlex.join(words)

@@ -1,4 +1,4 @@
-"""Damaged files of the build side: a checkpoint's config, index and shards, the build cache, a histogram of lengths."""
+"""Damaged files of the build side: a checkpoint's config, index and shards, the build cache."""
 
 import json
 from collections.abc import Iterator
@@ -22,7 +22,6 @@ from ling3export.machine.environment import prepare_cpu
 from ling3export.model.config import Config
 from ling3export.model.parameters import expected_tensors
 from ling3export.plan.options import Options
-from ling3export.plan.paddings import read_lengths
 from ling3export.plan.plan import make_plans
 from ling3export.plan.pricing import described, priced
 from tests.fuzz.harness import Case, WrongResultError
@@ -44,7 +43,7 @@ def configs(folder: Path) -> Iterator[Case]:
         look()
 
     def look() -> None:
-        printable(described(priced(Config.from_path(path, ()), OPTIONS, [], None, ()), wide=True))
+        printable(described(priced(Config.from_path(path, ()), OPTIONS), wide=True))
 
     path.write_bytes(json_text(original))
     look()
@@ -177,29 +176,6 @@ def caches(folder: Path) -> Iterator[Case]:
 
     if not look():
         raise WrongResultError("the cache does not have what was kept")
-    yield case
-
-
-@contextmanager
-def lengths(folder: Path) -> Iterator[Case]:
-    """A histogram of requests: read, and what the runner would pad on it."""
-    path = folder / "lengths.jsonl"
-    config = Config.from_path(_checkpoint(folder), ())
-    rows = [{"prompt_tokens": 17 * n, "output_tokens": 5 + n, "count": n} for n in range(1, 5)]
-
-    def case(rng: Random) -> None:
-        lines = [json_text(each) for each in rows]
-        at = rng.randrange(len(lines))
-        lines[at] = json_text(mutated(rng, rows[at], 1))
-        data = rng.choice((b"\n", b"\n", b"\r\n", b"\n\n")).join(lines)
-        path.write_bytes(mutated_bytes(rng, data) if rng.random() < 0.2 else data)
-        look()
-
-    def look() -> None:
-        printable(described(priced(config, OPTIONS, read_lengths(path), None, ()), wide=True))
-
-    path.write_bytes(b"\n".join(map(json_text, rows)))
-    look()
     yield case
 
 

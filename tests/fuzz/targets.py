@@ -22,7 +22,6 @@ TARGETS = {
     "shard": (build_cases.shards, 200),
     "forms": (build_cases.forms, 150),
     "index": (build_cases.indexes, 150),
-    "lengths": (build_cases.lengths, 150),
     "answers": (answer_cases.answers, 1000),
     "prompts": (runner_cases.prompts, 150),
     "together": (runner_cases.together, 20),
