@@ -69,8 +69,8 @@ def prepare_cpu(devices: int) -> None:
     if devices < 1:
         raise Ling3Error(f"CPU devices: expected 1 or more, found {devices}")
     os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
-    given = os.environ.get("NPROC", "")
-    os.environ["NPROC"] = str(max(devices + 2, os.cpu_count() or 1, int(given) if given.isdigit() else 0))
+    threads = os.environ.get("NPROC", "")
+    os.environ["NPROC"] = str(max(devices + 2, os.cpu_count() or 1, int(threads) if threads.isdigit() else 0))
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     platforms = os.environ.setdefault("JAX_PLATFORMS", "cpu")
     flags = os.environ.get("XLA_FLAGS", "").strip()
@@ -84,10 +84,10 @@ def prepare_cpu(devices: int) -> None:
         if jax.config.jax_platforms is None:
             jax.config.update("jax_platforms", platforms)
     except RuntimeError:
-        found = jax.local_device_count("cpu")
-        if found < devices:
+        count = jax.local_device_count("cpu")
+        if count < devices:
             raise Ling3Error(
-                f"CPU devices: expected {devices}, found {found} in this process, where jax runs already",
+                f"CPU devices: expected {devices}, found {count} in this process, where jax runs already",
                 hint=f"set JAX_NUM_CPU_DEVICES={devices} and NPROC={devices + 2} before jax's first operation, "
                 "or start a new process",
             ) from None
@@ -175,9 +175,9 @@ def compiler_flags() -> dict[str, Any]:
     Raises:
         Ling3Error: A file cannot be read, or is very long.
     """
-    said = {name: os.environ.get(name, "").replace(PATIENCE, "").strip() for name in FLAGS}
-    found: dict[str, Any] = {name: value for name, value in said.items() if value}
-    files, texts = dict[str, str](), list(found.values())
+    values = {name: os.environ.get(name, "").replace(PATIENCE, "").strip() for name in FLAGS}
+    flags: dict[str, Any] = {name: value for name, value in values.items() if value}
+    files, texts = dict[str, str](), list(flags.values())
     for text in texts:
         for word in text.split():
             path = word.partition("=")[2] if word.startswith("-") else word
@@ -190,13 +190,13 @@ def compiler_flags() -> dict[str, Any]:
                 files[path] = hashlib.sha256(data).hexdigest()
                 if not word.startswith("-") or word.startswith("--flagfile="):
                     texts.append(data.decode(errors="replace"))
-    return found | {"files": files} if files else found
+    return flags | {"files": files} if files else flags
 
 
 def plugins(*platforms: str) -> dict[str, str]:
     """Installed compiler packages of ``platforms``, with their versions."""
-    found = {name: installed(name) for platform in platforms for name in PLUGINS.get(platform, ())}
-    return {name: version for name, version in found.items() if version is not None}
+    versions = {name: installed(name) for platform in platforms for name in PLUGINS.get(platform, ())}
+    return {name: version for name, version in versions.items() if version is not None}
 
 
 def requirements(devices: "Sequence[jax.Device]", raw: bytes) -> Requirements:

@@ -92,14 +92,14 @@ def _parts(compiled: stages.Compiled) -> Any:
 
 def _check_self_contained(compiled: stages.Compiled) -> None:
     unloaded = _parts(compiled)
-    found = {
+    dependencies = {
         "constants that are arguments": compiled._params.const_args,
         "host callbacks": [*unloaded.host_callbacks, *unloaded.keepalive],
         "effects": [*unloaded.ordered_effects, *unloaded.unordered_effects],
         "mutable refs": [] if unloaded.mut is None else [*unloaded.mut.in_mut],
         "input layouts": [layout for layout in unloaded.dispatch_in_layouts if layout is not None],
     }
-    if wrong := [what for what, values in found.items() if values]:
+    if wrong := [what for what, values in dependencies.items() if values]:
         raise ValueError(f"executable `{unloaded.name}`: expected only arrays in and out, found {listed(wrong)}")
 
 
@@ -179,9 +179,9 @@ def _compare_outputs(executable: Any, call: CallRecord, mesh: Mesh) -> None:
         raise ValueError(f"{len(shapes)} outputs in place of {len(call.outputs)}")
     for row, shape in zip(call.outputs, shapes, strict=True):
         wanted = NamedSharding(mesh, PartitionSpec(*row.spec)).shard_shape(tuple(row.shape))
-        expected, found = f"{row.dtype} {wanted}", f"{shape.numpy_dtype().name} {tuple(shape.dimensions())}"
-        if found != expected:
-            raise ValueError(f"{found} on a device in place of {expected} as `{row.name}` of its outputs")
+        expected, actual = f"{row.dtype} {wanted}", f"{shape.numpy_dtype().name} {tuple(shape.dimensions())}"
+        if actual != expected:
+            raise ValueError(f"{actual} on a device in place of {expected} as `{row.name}` of its outputs")
 
 
 def _program(executable: Any, device_list: Any, client: Any, call: CallRecord, mesh: Mesh) -> Program:

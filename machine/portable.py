@@ -38,37 +38,41 @@ def packed(exported: export.Exported) -> bytes:
         module: Any = stablehlo.deserialize_portable_artifact(context, exported.mlir_module_serialized)
         main: Any = ir.SymbolTable(module.operation)["main"]
         block = main.regions[0].blocks[0]
-        manual = [each for each in block.operations if each.operation.name == "sdy.manual_computation"]
+        manual = [operation for operation in block.operations if operation.operation.name == "sdy.manual_computation"]
         # jax makes no shard_map of one device. Constants of the program stand outside, and are whole on each device.
-        outside = [each for each in block.operations if each not in manual] if manual else []
-        constants = [each for each in outside if each.operation.name == "stablehlo.constant"]
-        given = [each.result for each in constants]
+        outside = [operation for operation in block.operations if operation not in manual] if manual else []
+        constants = [operation for operation in outside if operation.operation.name == "stablehlo.constant"]
+        outer = [operation.result for operation in constants]
         body = manual[0].regions[0].blocks[0] if manual else block
         operands = [*manual[0].operands] if manual else [*block.arguments]
-        taken = [old for old, operand in zip(body.arguments, operands, strict=True) if operand not in given]
+        taken = [old for old, operand in zip(body.arguments, operands, strict=True) if operand not in outer]
         if manual and (
             len(manual) > 1
-            or [each.operation.name for each in outside if each not in constants] != ["func.return"]
-            or [each for each in operands if each not in given] != [*block.arguments]
+            or [operation.operation.name for operation in outside if operation not in constants] != ["func.return"]
+            or [operation for operation in operands if operation not in outer] != [*block.arguments]
             or [*outside[-1].operands] != [*manual[0].results]
-            or any(old.type != each.type for old, each in zip(body.arguments, operands, strict=True) if each in given)
+            or any(
+                old.type != operation.type
+                for old, operation in zip(body.arguments, operands, strict=True)
+                if operation in outer
+            )
         ):
             raise ValueError("program: expected one shard_map with nothing but constants around it")
         *operations, last = body.operations
         with ir.InsertionPoint(module.body):
-            types = [each.type for each in taken], [each.type for each in last.operands]
+            types = [operation.type for operation in taken], [operation.type for operation in last.operands]
             local = func.FuncOp("local", types)
         entry = local.add_entry_block()
         news = iter([*entry.arguments])
         for old, operand in zip([*body.arguments], operands, strict=True):
-            old.replace_all_uses_with(operand if operand in given else next(news))
-        for each in (*constants, *operations):
-            entry.append(each)
+            old.replace_all_uses_with(operand if operand in outer else next(news))
+        for operation in (*constants, *operations):
+            entry.append(operation)
         with ir.InsertionPoint(entry):
             func.ReturnOp([*last.operands])
         main.operation.erase()
-        for each in [each for each in module.body.operations if each.operation.name == "sdy.mesh"]:
-            each.operation.erase()
+        for operation in [operation for operation in module.body.operations if operation.operation.name == "sdy.mesh"]:
+            operation.operation.erase()
         local.attributes["sym_name"] = ir.StringAttr.get("main")
         _name_devices(module, exported.nr_devices)
         _call_decompositions(module)
@@ -95,17 +99,17 @@ def _call_decompositions(module: Any) -> None:
 
     Such is ``chlo.scan``, as which jax lowers cumulative sums for a card. The decomposition is a plain loop.
     """
-    found: list[Any] = []
+    composites: list[Any] = []
 
     def visit(operation: Any) -> Any:
         if operation.name == "stablehlo.composite" and len(operation.regions):
-            found.append(operation)
+            composites.append(operation)
         return ir.WalkResult.ADVANCE
 
     module.operation.walk(visit)
-    for operation in found:
+    for operation in composites:
         with ir.InsertionPoint(operation):
-            results = [each.type for each in operation.results]
+            results = [result.type for result in operation.results]
             call = func.CallOp(results, operation.attributes["decomposition"], [*operation.operands])
         for old, new in zip(operation.results, call.operation.results, strict=True):
             old.replace_all_uses_with(new)
@@ -124,13 +128,13 @@ def compile_portable(blob: bytes, program: LoweredProgram, mesh: Mesh) -> stages
         mesh: The devices.
     """
     local = _callable(blob, program, mesh)
-    specs = [PartitionSpec(*each.spec) for each in program.inputs]
+    specs = [PartitionSpec(*leaf.spec) for leaf in program.inputs]
     inputs = [
-        jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=NamedSharding(mesh, spec))
-        for each, spec in zip(program.inputs, specs, strict=True)
+        jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
+        for leaf, spec in zip(program.inputs, specs, strict=True)
     ]
     groups, results = ("params", "state", "batch"), ("state", "out")
-    outputs = [PartitionSpec(*each.spec) for each in program.outputs]
+    outputs = [PartitionSpec(*leaf.spec) for leaf in program.outputs]
     whole = jax.shard_map(
         lambda *arguments: _trees(program.outputs, local(*jax.tree.leaves(arguments)), results),
         mesh=mesh,
@@ -152,7 +156,7 @@ def _callable(blob: bytes, program: LoweredProgram, mesh: Mesh) -> Callable[...,
         ]
 
     outputs = of_a_device(program.outputs)
-    empty = jax.jit(lambda *_: [jnp.zeros(each.shape, each.dtype) for each in outputs], keep_unused=True)
+    empty = jax.jit(lambda *_: [jnp.zeros(leaf.shape, leaf.dtype) for leaf in outputs], keep_unused=True)
     exported = export.export(empty, platforms=(mesh.devices.flat[0].platform,))(*of_a_device(program.inputs))
     return dataclasses.replace(exported, mlir_module_serialized=blob).call
 

@@ -47,10 +47,10 @@ class Service:
             env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         assert self._process.stdout is not None
-        said = self._process.stdout.readline()
-        if said != READY:
+        line = self._process.stdout.readline()
+        if line != READY:
             self.end()
-            raise Ling3Error(f"jax's service: expected it to start at {bind}, found {said.strip() or 'that it ended'}")
+            raise Ling3Error(f"jax's service: expected it to start at {bind}, found {line.strip() or 'that it ended'}")
 
     def end(self) -> None:
         """Ends the process at once; may be called again."""
@@ -143,8 +143,8 @@ def own_address(host: str) -> str:
     """
     if ":" in host or is_loopback(host):
         return host
-    found = socket.gethostbyname(host)
-    return "" if is_loopback(found) else found
+    address = socket.gethostbyname(host)
+    return "" if is_loopback(address) else address
 
 
 def launched(count: int | None, number: int | None, timeout: float) -> tuple[str | None, int | None, int | None]:
@@ -154,8 +154,8 @@ def launched(count: int | None, number: int | None, timeout: float) -> tuple[str
     """
     from jax._src.clusters import ClusterEnv
 
-    found = ClusterEnv.auto_detect_unset_distributed_params(None, count, number, None, None, round(timeout))
-    return found[0], found[1], found[2]
+    place = ClusterEnv.auto_detect_unset_distributed_params(None, count, number, None, None, round(timeout))
+    return place[0], place[1], place[2]
 
 
 if __name__ == "__main__":

@@ -21,16 +21,16 @@ NAMES = {"gpu": "cuda"}  # jax's device platform → the manifest's
 
 def platforms_here() -> list[str]:
     """Platforms that this machine can run, accelerators first; only those of JAX_PLATFORMS where that is set."""
-    there = [
+    platforms = [
         platform
         for platform, (files, packages) in SIGNS.items()
         if any(Path(file).exists() for file in files) and any(importlib.util.find_spec(name) for name in packages)
     ]
     chosen = [NAMES.get(name, name) for name in os.environ.get("JAX_PLATFORMS", "").split(",") if name]
-    return [platform for platform in (*there, "cpu") if not chosen or platform in chosen]
+    return [platform for platform in (*platforms, "cpu") if not chosen or platform in chosen]
 
 
-def choose_target(targets: Mapping[str, Target], wanted: str | None, here: list[str], hosts: int = 1) -> str:
+def choose_target(targets: Mapping[str, Target], wanted: str | None, platforms: list[str], hosts: int = 1) -> str:
     """The target to run: ``wanted``, or the only one that fits this machine.
 
     A target fits if its platform is here and it was built for as many hosts. Targets of an accelerator that is here
@@ -50,13 +50,13 @@ def choose_target(targets: Mapping[str, Target], wanted: str | None, here: list[
     if wanted is not None:
         name = named_target(names, wanted)
         built = targets[name].processes
-        if built != hosts and targets[name].platform in here:
+        if built != hosts and targets[name].platform in platforms:
             raise ArtifactError(
                 f"target `{name}`: expected the {_hosts(built)} that it was built for, found {_hosts(hosts)}",
                 on_all(built),
             )
         return name
-    for platform in here:
+    for platform in platforms:
         fits = [name for name in names if targets[name].platform == platform and targets[name].processes == hosts]
         if len(fits) > 1:
             raise ArtifactError(
@@ -66,17 +66,17 @@ def choose_target(targets: Mapping[str, Target], wanted: str | None, here: list[
         if fits:
             return fits[0]
     counts = {name: targets[name].processes for name in names}
-    there = listed([f"{name} ({counts[name]} hosts)" if counts[name] > 1 else name for name in names])
-    if runnable := [counts[name] for name in names if targets[name].platform in here]:
+    available = listed([f"{name} ({counts[name]} hosts)" if counts[name] > 1 else name for name in names])
+    if runnable := [counts[name] for name in names if targets[name].platform in platforms]:
         hint = on_all(max(runnable))
     elif hosts == 1:
-        platform = here[0] if here else "cpu"
+        platform = platforms[0] if platforms else "cpu"
         hint = f"add one for this machine: ling3export build --into ARTIFACT --target {platform}"
     else:
         hint = "start it on as many hosts as a target was built for"
     raise ArtifactError(
-        f"target: expected one for {' or '.join(here) or 'a platform of JAX_PLATFORMS'} on {_hosts(hosts)}, "
-        f"found {there}, in the manifest",
+        f"target: expected one for {' or '.join(platforms) or 'a platform of JAX_PLATFORMS'} on {_hosts(hosts)}, "
+        f"found {available}, in the manifest",
         hint,
     )
 

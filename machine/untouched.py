@@ -42,9 +42,9 @@ class _Frame(ctypes.Structure):  # the beginning of XLA_FFI_CallFrame, in xla/ff
 @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.POINTER(_Frame))
 def _handler(frame: "ctypes._Pointer[_Frame]") -> None:
     """Says that it is of the runtime's version when it is asked; writes nothing, and never fails."""
-    said = frame.contents
-    if said.ext and said.ext.contents.kind == METADATA:
-        version, runtime = said.ext.contents.metadata.contents.version, said.api.contents.version
+    call = frame.contents
+    if call.ext and call.ext.contents.kind == METADATA:
+        version, runtime = call.ext.contents.metadata.contents.version, call.api.contents.version
         version.major, version.minor = runtime.major, runtime.minor
 
 

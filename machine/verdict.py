@@ -107,12 +107,12 @@ class Verdict:
     hint: str | None = None
 
 
-def judge(target: Target, here: JaxRuntime) -> dict[str, Verdict]:
+def judge(target: Target, runtime: JaxRuntime) -> dict[str, Verdict]:
     """A verdict for every cell of a target on a machine."""
-    impossible, hint = _impossible(target, here)
+    impossible, hint = _impossible(target, runtime)
     if impossible:
         return {name: Verdict(name, VerdictStatus.UNSUPPORTED, impossible, hint) for name in target.cells}
-    unfit = next(misfits(target.requires, target.mesh, here), None)
+    unfit = next(misfits(target.requires, target.mesh, runtime), None)
     missing = f"executable: built for {target.text}, found none in the artifact"
     reasons = {name: missing if cell.exec is None else unfit for name, cell in target.cells.items()}
     return {
@@ -121,16 +121,16 @@ def judge(target: Target, here: JaxRuntime) -> dict[str, Verdict]:
     }
 
 
-def _impossible(target: Target, here: JaxRuntime) -> tuple[str, str | None]:
+def _impossible(target: Target, runtime: JaxRuntime) -> tuple[str, str | None]:
     """(why not even the portable programs run here, empty if they might; what to do about it, if that is special)."""
-    platform = NAMES.get(here.platform, here.platform)
+    platform = NAMES.get(runtime.platform, runtime.platform)
     if target.platform != platform:
         return f"platform: built for {target.platform}, found {platform}", None
-    if target.processes != here.processes:
+    if target.processes != runtime.processes:
         wanted = target.processes
-        return f"hosts: built for {wanted} (a process on each), found {here.processes}", on_all(wanted)
-    if len(here.devices) < target.tp:
-        return f"devices: built for {target.tp}, found {len(here.devices)}", None
+        return f"hosts: built for {wanted} (a process on each), found {runtime.processes}", on_all(wanted)
+    if len(runtime.devices) < target.tp:
+        return f"devices: built for {target.tp}, found {len(runtime.devices)}", None
     return "", None
 
 
@@ -189,7 +189,7 @@ def executable_fits(requires: Requirements, mesh: Mesh) -> str | None:
     return next(misfits(requires, mesh, JaxRuntime.here()), None)
 
 
-def misfits(requires: Requirements, mesh: Mesh, here: JaxRuntime) -> Iterator[str]:
+def misfits(requires: Requirements, mesh: Mesh, runtime: JaxRuntime) -> Iterator[str]:
     """Everything that speaks against an executable for ``mesh`` on a machine.
 
     Compared are, in this order: platform; jaxlib and the platform's own compiler packages, exactly; kind of device;
@@ -198,34 +198,41 @@ def misfits(requires: Requirements, mesh: Mesh, here: JaxRuntime) -> Iterator[st
     """
     wanted = requires.plugins or {}
     comparisons: list[tuple[str, Any, Any]] = [
-        ("platform", requires.platform, here.platform),
-        ("jaxlib", requires.jaxlib, here.jaxlib),
+        ("platform", requires.platform, runtime.platform),
+        ("jaxlib", requires.jaxlib, runtime.jaxlib),
         *(
-            (name, wanted.get(name, "none"), here.plugins.get(name, "none"))
-            for name in sorted({*wanted, *here.plugins})
+            (name, wanted.get(name, "none"), runtime.plugins.get(name, "none"))
+            for name in sorted({*wanted, *runtime.plugins})
         ),
-        ("device kind", requires.device_kind, here.device_kind),
-        ("machine", requires.machine or here.machine, here.machine),
-        ("processes", mesh.processes, here.processes),
+        ("device kind", requires.device_kind, runtime.device_kind),
+        ("machine", requires.machine or runtime.machine, runtime.machine),
+        ("processes", mesh.processes, runtime.processes),
     ]
-    for what, expected, found in comparisons:
-        if expected != found:
-            yield f"{what}: built for {expected}, found {found}"
-    missing = sorted(set(requires.cpu_features or ()) - set(here.cpu_features))
+    for what, expected, actual in comparisons:
+        if expected != actual:
+            yield f"{what}: built for {expected}, found {actual}"
+    missing = sorted(set(requires.cpu_features or ()) - set(runtime.cpu_features))
     if missing:
         yield f"processor: built for {listed(missing)}, which this one lacks"
-    absent = [str(number) for number in mesh.devices if number not in here.devices]
+    absent = [str(number) for number in mesh.devices if number not in runtime.devices]
     if absent:
-        yield f"devices: built for {len(mesh.devices)}, found {len(here.devices)} (without ids {listed(absent)})"
+        yield f"devices: built for {len(mesh.devices)}, found {len(runtime.devices)} (without ids {listed(absent)})"
 
 
 def measuring() -> Measuring:
     """This machine as calibrations name it; starts jax's backend."""
-    here = JaxRuntime.here()
+    runtime = JaxRuntime.here()
     rows = dict(line.partition(":")[::2] for line in CPUINFO.read_text().splitlines()) if CPUINFO.exists() else {}
     processor = next((value.strip() for name, value in rows.items() if name.strip() == "model name"), "unknown")
-    versions = {"jaxlib": here.jaxlib, **here.plugins}
-    count = len(here.devices)
+    versions = {"jaxlib": runtime.jaxlib, **runtime.plugins}
+    count = len(runtime.devices)
     return Measuring(
-        here.platform, here.device_kind, count, here.processes, here.machine, processor, environment.cores(), versions
+        runtime.platform,
+        runtime.device_kind,
+        count,
+        runtime.processes,
+        runtime.machine,
+        processor,
+        environment.cores(),
+        versions,
     )

@@ -126,8 +126,8 @@ def kind_here(text: str, kind: str | None = None) -> str:
         )
     facts = dict(line.split(":", 1) for line in files[0].read_text().splitlines() if ":" in line)
     model = facts.get("Model", "").strip()
-    found = next((known for known, name in CARDS.items() if name == model), None)
-    if found is None or kind not in (None, found):
+    card = next((known for known, name in CARDS.items() if name == model), None)
+    if card is None or kind not in (None, card):
         wanted = ", ".join(name for known, name in CARDS.items() if kind in (None, known))
         raise PlanError(f"target `{text}`: expected a card that calls itself {wanted}, found `{model}` in {files[0]}")
-    return found
+    return card

@@ -17,7 +17,7 @@ COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "
 # These instructions do no work of their own; the instructions that make or use their values do it.
 FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
         "copy-done", "async-done", "slice-done", "call-update", "call-done", "opt-barrier", "domain",
-        *(f"{each}-done" for each in COLLECTIVES)}  # fmt: skip
+        *(f"{opcode}-done" for opcode in COLLECTIVES)}  # fmt: skip
 MOVED = ("copy-start", "async-start", "slice-start")  # run beside other work
 BRANCHES = ("branch_computations", "true_computation", "false_computation")
 ALLOCATION = "AllocateBuffer"  # a custom call in name only: the compiler's own scratch memory
@@ -97,7 +97,7 @@ class Estimator:
         costs.memory_bytes += times * traffic(self._module, frame.computation, instruction)
         operands = [frame.computation.instructions[name] for name in instruction.operands]
         # A large copy that begins or ends in the fast memory is a prefetch or a writing back: no copy.
-        within = all(FAST not in each.shape for each in (instruction, *operands))
+        within = all(FAST not in operand.shape for operand in (instruction, *operands))
         if opcode in ("copy", "copy-start") and within and operands[0].bytes > LARGE:
             costs.copies[instruction.name] = operands[0].bytes
         by_bytes = times * _bytes(instruction, operands) / self._chip.bandwidth
@@ -182,7 +182,7 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float], tokens: int) -> 
         ValueError: The text has no entry computation.
     """
     costs = Estimator(parse(text), chip, trips).costs
-    found = Estimate(
+    record = Estimate(
         seconds=max(costs.total, costs.overlapped),
         estimated=sum(costs.seconds.values()),
         by_opcode=_rounded(costs.seconds),
@@ -197,7 +197,7 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float], tokens: int) -> 
         tokens_a_sequence=tokens,
         clock_hz=chip.clock,
     )
-    return found, _counted(costs.collectives)
+    return record, _counted(costs.collectives)
 
 
 def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:

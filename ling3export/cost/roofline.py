@@ -50,8 +50,8 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
 def most_touched(rows: int, config: Config, chips: int) -> float:
     """How many of its experts that chip reads on average whose rows chose the most: the others wait for it."""
     local, share = config.num_experts // chips, touched(rows, config)
-    each = [_probability(n, local, share) for n in range(local)]
-    return sum(1 - math.fsum(each[: n + 1]) ** chips for n in range(local))
+    probabilities = [_probability(n, local, share) for n in range(local)]
+    return sum(1 - math.fsum(probabilities[: n + 1]) ** chips for n in range(local))
 
 
 def expected_tiles(tokens: int, config: Config, experts: float) -> float:
@@ -127,7 +127,7 @@ def _split_bound(
         "dispatch": {"tokens": 2 * padding * sent},
         "experts": {"tokens": padding * (sent + dim * width)},
         "combine": {"tokens": padding * dim * (config.num_experts_per_tok * width + 2 * 4)},
-        "attend": {name: each // layers for name, each in _state_moved(config, geometry, padding, tokens).items()},
+        "attend": {name: size // layers for name, size in _state_moved(config, geometry, padding, tokens).items()},
     }.get(phase, {})
     weights = flops = 0.0
     for row in parameters(config, geometry.weights):

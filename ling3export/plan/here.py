@@ -21,7 +21,7 @@ MOST_CONTEXT = 32768  # longer ones are asked for: on a processor, a prompt of s
 
 
 def fitted(
-    config: Config, options: Options, given: Collection[str], total: int
+    config: Config, options: Options, named: Collection[str], total: int
 ) -> tuple[Options, tuple[str, str] | None]:
     """The options of a build for the processor of this machine, where its user says nothing else.
 
@@ -42,8 +42,8 @@ def fitted(
     """
     if options.targets != ("cpu",):
         return options, None
-    options = options if "tp" in given else replace(options, tp=1)
-    if not total or SIZES & set(given):
+    options = options if "tp" in named else replace(options, tp=1)
+    if not total or SIZES & set(named):
         return options, None
     # The plan of one sequence of two tokens: what everything has besides.
     least = make_plan(config, replace(options, max_running=1, context=2, pages=1), "cpu").geometry

@@ -70,16 +70,18 @@ def level_of(kernels: str) -> Level:
     Raises:
         PlanError: They are of another version.
     """
-    found = [level for level in LEVELS if ending(level) == kernels]
-    if not found:
+    levels = [level for level in LEVELS if ending(level) == kernels]
+    if not levels:
         raise PlanError(f"kernels: expected those of this version of ling3export, found {kernels}", "build again")
-    return found[0]
+    return levels[0]
 
 
 def best_level() -> Level:
     """The best form that runs on this machine."""
-    here = set(cpu_features())
-    return next(each for each in LEVELS if platform.machine() in each.machines and here.issuperset(each.features))
+    features = set(cpu_features())
+    return next(
+        level for level in LEVELS if platform.machine() in level.machines and features.issuperset(level.features)
+    )
 
 
 def compiler() -> list[str] | None:

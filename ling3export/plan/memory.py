@@ -33,11 +33,11 @@ def weight_bytes(config: Config, geometry: Geometry) -> int:
 
 def by_form(config: Config, geometry: Geometry) -> dict[str, int]:
     """:func:`weight_bytes` in each form that the model's weights can have."""
-    found = {}
+    sizes = {}
     for weights in WEIGHTS:
         with contextlib.suppress(PlanError):
-            found[weights] = weight_bytes(config, replace(geometry, weights=weights))
-    return found
+            sizes[weights] = weight_bytes(config, replace(geometry, weights=weights))
+    return sizes
 
 
 def state_of_device(config: Config, geometry: Geometry) -> int:
@@ -97,8 +97,8 @@ def size_pages(config: Config, geometry: Geometry, options: Options, target: Tar
     step = geometry.tp if geometry.striped else 1  # every device of a striped pool has the same number of pages
     room = _room(config, geometry, options, target, step)
     if options.pages is not None and options.pages % step:
-        how = f"{geometry.placement} over as many devices"
-        raise PlanError(f"--pages: expected a multiple of {step} ({how}), found {options.pages}")
+        reason = f"{geometry.placement} over as many devices"
+        raise PlanError(f"--pages: expected a multiple of {step} ({reason}), found {options.pages}")
     most = -(-geometry.slots * geometry.max_pages // step) * step
     fitting = max(0, int((room.budget - room.need(0)) / room.page))
     pages = min(most, fitting // step * step) if options.pages is None else options.pages
@@ -124,8 +124,8 @@ def size_pages(config: Config, geometry: Geometry, options: Options, target: Tar
     held = f"{readable(weights)} of weights and " if weights else ""
     note += f"{held}{readable(room.need(pages) - weights)} of state {room.where}"
     if geometry.snapshots:
-        each = readable(snapshot_bytes(config, geometry))
-        note += f", of it {geometry.snapshots} snapshots of {each} over all devices"
+        size = readable(snapshot_bytes(config, geometry))
+        note += f", of it {geometry.snapshots} snapshots of {size} over all devices"
     return replace(geometry, pages=pages), note
 
 
@@ -180,14 +180,14 @@ def on_machine(config: Config, target: TargetSpec, geometry: Geometry, memory: t
     return OnMachine(weights, state, weights + state, *memory)
 
 
-def in_words(found: OnMachine) -> str:
+def in_words(sizes: OnMachine) -> str:
     """The sum, and how it compares with what is there."""
-    text = f"{readable(found.weights)} of weights + {readable(found.state)} of state = {readable(found.total)}"
-    if not found.memory:
+    text = f"{readable(sizes.weights)} of weights + {readable(sizes.state)} of state = {readable(sizes.total)}"
+    if not sizes.memory:
         return text
-    free = f", {readable(found.available)} free" if found.available else ""
-    text += f" of the {readable(found.memory)} that are here{free}"
-    return text if found.total <= (found.available or found.memory) else f"{text}: too much"
+    free = f", {readable(sizes.available)} free" if sizes.available else ""
+    text += f" of the {readable(sizes.memory)} that are here{free}"
+    return text if sizes.total <= (sizes.available or sizes.memory) else f"{text}: too much"
 
 
 def check_memory(config: Config, target: TargetSpec, geometry: Geometry, cells: Mapping[str, Program]) -> None:
@@ -196,14 +196,14 @@ def check_memory(config: Config, target: TargetSpec, geometry: Geometry, cells: 
     Raises:
         PlanError: With the sum, and the options that lower it.
     """
-    found = held(config, target, geometry, cells)
-    if found.memory is None or found.total <= found.memory:
+    total = held(config, target, geometry, cells)
+    if total.memory is None or total.total <= total.memory:
         return
     raise PlanError(
-        f"memory of `{target.text}`: expected room for weights ({readable(found.weights)}) + state "
-        f"({readable(found.state)}) + temporaries of {found.dearest} ({readable(found.temporaries or 0)}) + "
-        f"{len(cells)} programs ({readable(found.programs or 0)}) = {readable(found.total)} a device, "
-        f"found {readable(found.memory)}",
-        f"lower --memory-fraction or --pages (pools), --max-running, or the padding of {found.dearest}; or take a "
+        f"memory of `{target.text}`: expected room for weights ({readable(total.weights)}) + state "
+        f"({readable(total.state)}) + temporaries of {total.dearest} ({readable(total.temporaries or 0)}) + "
+        f"{len(cells)} programs ({readable(total.programs or 0)}) = {readable(total.total)} a device, "
+        f"found {readable(total.memory)}",
+        f"lower --memory-fraction or --pages (pools), --max-running, or the padding of {total.dearest}; or take a "
         "larger topology",
     )

@@ -142,8 +142,8 @@ def as_stored(options: Options, checkpoint: Path) -> Options:
     if options.weights != AS_STORED:
         return options
     file = checkpoint / "config.json" if checkpoint.is_dir() else checkpoint
-    said = quantization(parsed(read_config(file), str(file)), str(file))
-    return replace(options, weights="int4-experts") if said is not None and said.form == "int4" else options
+    stored = quantization(parsed(read_config(file), str(file)), str(file))
+    return replace(options, weights="int4-experts") if stored is not None and stored.form == "int4" else options
 
 
 def weight_forms(options: Options) -> str:
@@ -182,8 +182,8 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     if not 0 <= options.snapshots <= MOST_SNAPSHOTS:
         raise PlanError(f"--snapshots: expected 0 to {MOST_SNAPSHOTS}, found {options.snapshots}")
     if options.afd_dtype != "model" and (options.dtype != "bfloat16" or not options.afd):
-        found = f"--dtype {options.dtype}{' and no --afd' * (not options.afd)}"
-        raise PlanError(f"--afd-dtype {options.afd_dtype}: expected --dtype bfloat16 and --afd, found {found}")
+        actual = f"--dtype {options.dtype}{' and no --afd' * (not options.afd)}"
+        raise PlanError(f"--afd-dtype {options.afd_dtype}: expected --dtype bfloat16 and --afd, found {actual}")
     if not 0 < options.memory_fraction <= 1:
         raise PlanError(f"--memory-fraction: expected above 0 and at most 1, found {options.memory_fraction}")
     limit = config.context
@@ -198,8 +198,8 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     chosen = options.tp is None and "@" not in target_text and target.platform == "cpu"
     if chosen and target.tp != DEFAULT_CPU_TP:
         notes.append(f"tp {target.tp}: the most of up to {DEFAULT_CPU_TP} devices that this model splits over")
-    kernels, said = choose(config, options, target)
-    notes += [] if said is None else [said]
+    kernels, kernel_note = choose(config, options, target)
+    notes += [] if kernel_note is None else [kernel_note]
     weights = weight_forms(options)
     # Kernels multiply integers where groups of values share a scale (docs/log/kernels-cpu.md).
     narrow = bool(kernels) and not {"int8", "int4"}.isdisjoint(WEIGHTS[weights])

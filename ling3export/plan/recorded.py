@@ -75,9 +75,9 @@ def layout_difference(config: Config, plan: Plan, manifest: Manifest) -> str | N
     differing = [field for field, value in config.semantic().items() if wanted[field] != value]
     if differing:
         return f"another config ({listed(differing)})"
-    geometry, found = plan.geometry, plan_of(manifest, name).geometry
-    if other := [field for field in vars(geometry) if getattr(geometry, field) != getattr(found, field)]:
-        values = [f"{field} {getattr(found, field)}, not {getattr(geometry, field)}" for field in other]
+    geometry, built = plan.geometry, plan_of(manifest, name).geometry
+    if other := [field for field in vars(geometry) if getattr(geometry, field) != getattr(built, field)]:
+        values = [f"{field} {getattr(built, field)}, not {getattr(geometry, field)}" for field in other]
         return listed(values)
     cells = manifest.targets[name].cells
     if missing := [cell.name for cell in plan.cells if cell.name not in cells]:

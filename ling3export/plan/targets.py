@@ -87,9 +87,9 @@ def parse_target(text: str, tp: int | None, config: Config) -> TargetSpec:
     raise _refused(text, "a platform of cpu, tpu, cuda", f"`{platform}`")
 
 
-def _refused(text: str, expected: str, found: str, hint: str | None = None) -> PlanError:
+def _refused(text: str, expected: str, actual: str, hint: str | None = None) -> PlanError:
     return PlanError(
-        f"target `{text}`: expected {expected}, found {found}",
+        f"target `{text}`: expected {expected}, found {actual}",
         f"known targets: {listed(known_targets(), 40)}" if hint is None else hint,
     )
 
@@ -110,8 +110,8 @@ def _cpu(
 def _cpu_hosts(text: str, sides: str, more: str | None, wanted: int | None, config: Config) -> TargetSpec:
     match = re.fullmatch(r"([1-9]\d?)x([1-9]\d?)", sides)
     if match is None or more is not None or int(match[1]) < 2:
-        found = f"`{sides}`" if more is None else f"`{sides}:{more}`"
-        raise _refused(text, "HOSTSxDEVICES behind cpu, from two hosts on", found, "e.g. cpu:4x4")
+        actual = f"`{sides}`" if more is None else f"`{sides}:{more}`"
+        raise _refused(text, "HOSTSxDEVICES behind cpu, from two hosts on", actual, "e.g. cpu:4x4")
     hosts, devices = int(match[1]), int(match[1]) * int(match[2])
     if wanted not in (None, devices):
         raise _refused(text, f"TP to be its {devices} devices", str(wanted), "leave out --tp")
@@ -189,18 +189,18 @@ def check_toolchain(target: TargetSpec) -> None:
     jax = metadata.version("jax")
     if target.platform == "cuda":
         for name in CUDA_PACKAGES:
-            if (found := installed(name)) != jax:
-                raise _lacking(target, f"{name} {jax} (of the version of jax)", name, found)
+            if (version := installed(name)) != jax:
+                raise _lacking(target, f"{name} {jax} (of the version of jax)", name, version)
     if target.platform == "tpu":
-        wanted, found = wanted_libtpu(), installed("libtpu")
-        if not f"{found}.".startswith(f"{wanted}."):
+        wanted, version = wanted_libtpu(), installed("libtpu")
+        if not f"{version}.".startswith(f"{wanted}."):
             expected = f"libtpu {wanted} (the compiler that belongs to jax {jax})"
-            raise _lacking(target, expected, "libtpu", found)
+            raise _lacking(target, expected, "libtpu", version)
 
 
 def _lacking(target: TargetSpec, expected: str, package: str, version: str | None) -> PlanError:
-    found = "none" if version is None else f"{package} {version}"
-    return PlanError(f"target `{target.text}`: expected {expected}, found {found}", install(target.platform))
+    actual = "none" if version is None else f"{package} {version}"
+    return PlanError(f"target `{target.text}`: expected {expected}, found {actual}", install(target.platform))
 
 
 def compiler_environment(target: TargetSpec) -> dict[str, str]:

@@ -65,19 +65,19 @@ def _estimates(target: Target, wide: bool) -> list[str]:
             }
         )
     _, first, _ = cells[0]
-    said = [
+    notes = [
         f"ms are the compiler's cycles at {first.clock_hz / 1e9:g} GHz, {first.tokens_a_sequence} tokens a sequence, "
         "without collectives: nothing was executed; moved MB is what the program moves, bound the roofline bound"
     ]
     if layers := max(bound.collectives for _, _, bound in cells):
         apart = max(bound.collective_seconds for _, _, bound in cells) * 1e3
-        said.append(
+        notes.append(
             f"not in ms: collectives. The column has all of a program; the {layers} that the layers of a step cannot "
             f"do without take about {apart:.2f} ms at their latency alone (assumed)"
         )
     if unseen := max(estimate.unseen for _, estimate, _ in cells):
-        said.append(f"at least: up to {unseen} custom calls a call, whose time the compiler does not estimate")
-    return [*selected(rows, list(rows[0]) if wide else ESTIMATE_COLUMNS), *footnotes(said)]
+        notes.append(f"at least: up to {unseen} custom calls a call, whose time the compiler does not estimate")
+    return [*selected(rows, list(rows[0]) if wide else ESTIMATE_COLUMNS), *footnotes(notes)]
 
 
 def _experts(times: Experts | None) -> str:

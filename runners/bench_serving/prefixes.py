@@ -56,7 +56,7 @@ def repetition(texts: Sequence[Text], least: int = 2, longer: int = 120) -> Repe
     heights = [len(text) for text in ordered]
     if least > 1:  # what each window of so many texts shares
         heights = sliding_window_view(common, least - 1).min(1).tolist() if least <= len(texts) else []
-    found = []
+    prefixes = []
     first = 0
     while first < len(heights):
         height, last = heights[first], first
@@ -66,9 +66,9 @@ def repetition(texts: Sequence[Text], least: int = 2, longer: int = 120) -> Repe
         end = last + least  # behind the last text of the node, unless a window beside it is of a child
         inner = (first > 0 and common[first - 1] >= height) or (end < len(ordered) and common[end - 1] >= height)
         if height > longer and not inner:
-            found.append((ordered[first][:height], end - first))
+            prefixes.append((ordered[first][:height], end - first))
         first = last + 1
-    return Repetition(len(texts), sorted(found, key=lambda pair: (-pair[1], pair[0])))
+    return Repetition(len(texts), sorted(prefixes, key=lambda pair: (-pair[1], pair[0])))
 
 
 def shared(one: Text, other: Text) -> int:
@@ -91,16 +91,16 @@ def cached_blocks(prompts: Sequence[tuple[int, ...]], block: int) -> tuple[int, 
     A block hits if an earlier prompt has the same tokens up to its end. A prompt's last token is always computed.
     """
     known: dict[tuple[int, tuple[int, ...]], int] = {}  # (number of the blocks before it, its tokens) → its number
-    found = total = 0
+    hits = total = 0
     for prompt in prompts:
         total += len(prompt)
         chain, hit = 0, True
         for start in range(0, len(prompt) - block + 1, block):
             key = (chain, prompt[start : start + block])
             hit = hit and key in known and start + block < len(prompt)
-            found += block * hit
+            hits += block * hit
             chain = known.setdefault(key, len(known) + 1)
-    return found, total
+    return hits, total
 
 
 def text_of(record: dict[str, Any], field: str | None, where: str) -> str:

@@ -89,13 +89,15 @@ class ServerProcess:
 
     def missing(self, *, ended: bool = True) -> Ling3Error:
         """What to raise where nobody listens, with the last lines of its stderr."""
-        found = f"none within {WAIT:g} s"
+        reason = f"none within {WAIT:g} s"
         if ended:
             try:
-                found = f"that it {ending(self.process.wait(LAST))}"
+                reason = f"that it {ending(self.process.wait(LAST))}"
             except subprocess.TimeoutExpired:
-                found = "that it prints nothing any more"
+                reason = "that it prints nothing any more"
         size = os.fstat(self._errors.fileno()).st_size
-        said = os.pread(self._errors.fileno(), 1 << 12, max(0, size - (1 << 12))).decode(errors="replace")
-        lines = "\n".join(said.strip().splitlines()[-LINES:])
-        return Ling3Error(f"{self._name}: expected the address at which it listens, found {found}: {lines or 'silent'}")
+        text = os.pread(self._errors.fileno(), 1 << 12, max(0, size - (1 << 12))).decode(errors="replace")
+        lines = "\n".join(text.strip().splitlines()[-LINES:])
+        return Ling3Error(
+            f"{self._name}: expected the address at which it listens, found {reason}: {lines or 'silent'}"
+        )

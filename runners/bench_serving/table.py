@@ -57,7 +57,7 @@ ROWS: tuple[tuple[str, str, float], ...] = (
 )
 
 
-def render(found: Figures, *, backend: str, rate: float, limit: int | None, extended: bool = False) -> str:
+def render(figures: Figures, *, backend: str, rate: float, limit: int | None, extended: bool = False) -> str:
     """The table of a run, with a line end before it as SGLang prints it, without one at its end.
 
     Args:
@@ -71,32 +71,32 @@ def render(found: Figures, *, backend: str, rate: float, limit: int | None, exte
         ("Backend:", backend),
         ("Traffic request rate:", rate),
         ("Max request concurrency:", "not set" if limit is None else limit),
-        ("Successful requests:", found.completed),
-        ("Benchmark duration (s):", _two(found.duration)),
-        ("Total input tokens:", found.input_tokens),
-        ("Total generated tokens:", found.output_tokens),
-        ("Total generated tokens (retokenized):", found.retokenized),
-        ("Request throughput (req/s):", _two(found.request_throughput)),
-        ("Input token throughput (tok/s):", _two(found.input_throughput)),
-        ("Output token throughput (tok/s):", _two(found.output_throughput)),
-        ("Total token throughput (tok/s):", _two(found.total_throughput)),
-        ("Concurrency:", _two(found.concurrency)),
+        ("Successful requests:", figures.completed),
+        ("Benchmark duration (s):", _two(figures.duration)),
+        ("Total input tokens:", figures.input_tokens),
+        ("Total generated tokens:", figures.output_tokens),
+        ("Total generated tokens (retokenized):", figures.retokenized),
+        ("Request throughput (req/s):", _two(figures.request_throughput)),
+        ("Input token throughput (tok/s):", _two(figures.input_throughput)),
+        ("Output token throughput (tok/s):", _two(figures.output_throughput)),
+        ("Total token throughput (tok/s):", _two(figures.total_throughput)),
+        ("Concurrency:", _two(figures.concurrency)),
         "End-to-End Latency",
-        *_spread("E2E Latency", found.e2e, MEANS),
+        *_spread("E2E Latency", figures.e2e, MEANS),
         "Time to First Token",
-        *_spread("TTFT", found.ttft),
+        *_spread("TTFT", figures.ttft),
         "Time per Output Token (excl. 1st token)",
-        *_spread("TPOT", found.tpot),
+        *_spread("TPOT", figures.tpot),
         "Inter-Token Latency",
-        *_spread("ITL", found.itl),
+        *_spread("ITL", figures.itl),
     ]
     if extended:
         rows += [
-            ("P95 ITL (ms):", _two(found.itl.p95)),
-            ("Max ITL (ms):", _two(found.itl.max)),
+            ("P95 ITL (ms):", _two(figures.itl.p95)),
+            ("Max ITL (ms):", _two(figures.itl.max)),
             "Prefill",
-            ("Cache hit rate (%):", _percent(found.cache_hit_rate)),
-            ("Remote prefill share (%):", _percent(found.remote_prefill_share)),
+            ("Cache hit rate (%):", _percent(figures.cache_hit_rate)),
+            ("Remote prefill share (%):", _percent(figures.remote_prefill_share)),
         ]
     lines = [f"{row:-^{WIDTH}}" if isinstance(row, str) else "{:<40} {:<10}".format(*row) for row in rows]
     return "\n".join([f"\n{TITLE:=^{WIDTH}}", *lines, "=" * WIDTH])
@@ -110,14 +110,14 @@ def parse(text: str) -> dict[str, str]:
     """
     if TITLE.strip() not in text:
         raise Ling3Error(f"table: expected a line with{TITLE.rstrip()}, found none")
-    found: dict[str, str] = {}
+    values: dict[str, str] = {}
     for line in text.splitlines():
         if row := ROW.fullmatch(line.strip()):
-            found.setdefault(row["name"], row["value"])
+            values.setdefault(row["name"], row["value"])
     for name in NEEDED:
-        if not NUMBER.fullmatch(value := found.get(name, "nothing")):
+        if not NUMBER.fullmatch(value := values.get(name, "nothing")):
             raise Ling3Error(f"table: expected a number in the row `{name}`, found {value[:60]}")
-    return found
+    return values
 
 
 def check(text: str) -> list[str]:
@@ -149,8 +149,8 @@ def check(text: str) -> list[str]:
         shortest = low / (values[rate] + HALF)
         longest = high / (values[rate] - HALF) if values[rate] > HALF else float("inf")
         if shortest > most * (1 + SLACK) or longest < least * (1 - SLACK):
-            there = f"`{rate}` {rows[rate]}"
-            wrong.append(f"{there}: expected {what} / duration ({low / most:.2f} or so), which {why} allows")
+            row = f"`{rate}` {rows[rate]}"
+            wrong.append(f"{row}: expected {what} / duration ({low / most:.2f} or so), which {why} allows")
             continue
         least, most = max(least, shortest), min(most, longest)
     if abs(values[TOTAL] - sum(values[rate] for _, rate in RATES[1:])) > 3 * HALF + SLACK:
@@ -172,9 +172,9 @@ def _percent(share: float | None) -> str:
 
 def side_by_side(records: Sequence[Mapping[str, Any]]) -> str:
     """Runs as columns, each but the first with its ratio to the first; without rows whose figure no run knows."""
-    rows = [("", *(str(each["name"]) for each in records))]
+    rows = [("", *(str(record["name"]) for record in records))]
     for title, path, scale in ROWS:
-        values = [_figure(each, path) for each in records]
+        values = [_figure(record, path) for record in records]
         if any(value is not None for value in values):
             rows.append(
                 (title, *(_cell(value, None if at == 0 else values[0], scale) for at, value in enumerate(values)))

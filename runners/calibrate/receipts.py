@@ -35,10 +35,10 @@ def finite(error: float) -> float:
     return error if math.isfinite(error) else sys.float_info.max
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     """Relative L2 distance of logits or log-probabilities, in float64; ``finite``."""
     expected = expected.astype(np.float64)
-    return finite(float(np.linalg.norm(found.astype(np.float64) - expected) / np.linalg.norm(expected)))
+    return finite(float(np.linalg.norm(actual.astype(np.float64) - expected) / np.linalg.norm(expected)))
 
 
 def _status(errors: Sequence[float], tolerance: Tolerance) -> str:
@@ -46,13 +46,13 @@ def _status(errors: Sequence[float], tolerance: Tolerance) -> str:
     return "passed" if judged <= tolerance.bound else "failed"
 
 
-def logits_receipt(found: Logits, expected: Logits, tolerance: Tolerance) -> Receipt:
+def logits_receipt(actual: Logits, expected: Logits, tolerance: Tolerance) -> Receipt:
     """The receipt of a cell's logits at every position that has an expectation.
 
     Raises:
         ArtifactError: The vectors hold no expectation for any of them.
     """
-    pairs = [(logits, expected[key]) for key, logits in found.items() if key in expected]
+    pairs = [(logits, expected[key]) for key, logits in actual.items() if key in expected]
     if not pairs:
         raise ArtifactError(
             "vectors: expected logits at a position that the cell gives, found none: nothing can be compared; "
@@ -91,19 +91,19 @@ def score_receipt(
         ``relative`` is the larger of both errors, ``log_probabilities`` the largest error of a sequence, ``wrong_best``
         a count of tokens.
     """
-    found = {(number, at): row for number, said in enumerate(scored) for at, row in said.logits.items()}
-    receipt = logits_receipt(found, expected, tolerance)
+    at_ends = {(number, at): row for number, scores in enumerate(scored) for at, row in scores.logits.items()}
+    receipt = logits_receipt(at_ends, expected, tolerance)
     errors, wrong = [], 0
-    for number, (said, sequence) in enumerate(zip(scored, sequences, strict=True)):
+    for number, (scores, sequence) in enumerate(zip(scored, sequences, strict=True)):
         ids = sequence.ids
         places = [at for at in range(len(ids) - 1) if (number, at) in expected]
         wanted = np.array([log_softmax(expected[number, at])[ids[at + 1]] for at in places])
-        errors.append(relative_error(said.logprob[places], wanted))
-        best = {at: int(np.argmax(logits)) for at, logits in said.logits.items()}
+        errors.append(relative_error(scores.logprob[places], wanted))
+        best = {at: int(np.argmax(logits)) for at, logits in scores.logits.items()}
         if tolerance.measure == "largest":
             rows = {at: expected[number, at] for at in places}
             best |= {at: int(np.argmax(row)) for at, row in rows.items() if decided(row, tolerance.bound)}
-        wrong += sum(int(said.best[at]) != token for at, token in best.items())
+        wrong += sum(int(scores.best[at]) != token for at, token in best.items())
     passed = receipt.status == _status(errors, tolerance) == "passed" and not wrong
     return replace(
         receipt,
@@ -126,7 +126,7 @@ def decided(logits: np.ndarray, bound: float) -> bool:
     return bool(first - second > 2 * bound * np.linalg.norm(logits))
 
 
-def agreement(found: Mapping[str, Logits], cut: Mapping[tuple[int, int], Logits]) -> dict[str, float]:
+def agreement(logits: Mapping[str, Logits], cut: Mapping[tuple[int, int], Logits]) -> dict[str, float]:
     """Largest relative distance between the logits of two paddings, for prefill and for decode; and between those of a
     decode step that was cut at the experts and those of the one program.
 
@@ -136,11 +136,11 @@ def agreement(found: Mapping[str, Logits], cut: Mapping[tuple[int, int], Logits]
     """
     distances = {}
     for phase in ("prefill", "decode"):
-        cells = [values for cell, values in found.items() if cell.startswith(phase)]
+        cells = [values for cell, values in logits.items() if cell.startswith(phase)]
         errors = [relative_error(other[key], cells[0][key]) for other in cells[1:] for key in other if key in cells[0]]
         if errors:
             distances[f"{phase}_padding_against_padding"] = max(errors)
-    steps = [(found.get(f"decode@{padding}", {}), values) for (padding, _), values in cut.items()]
+    steps = [(logits.get(f"decode@{padding}", {}), values) for (padding, _), values in cut.items()]
     errors = [relative_error(values[key], fused[key]) for fused, values in steps for key in values if key in fused]
     if errors:
         distances["split_against_decode"] = max(errors)

@@ -46,7 +46,7 @@ def measured(loaded: "Loaded") -> Receipts:
         for row, position in enumerate(sequence.positions)
     }
     through = VectorRunner(loaded, target, vectors.sequences)
-    found: dict[str, Logits] = {}
+    logits_by_cell: dict[str, Logits] = {}
     cut: dict[tuple[int, int], Logits] = {}  # by the paddings of attend and dispatch
     receipts = {}
     for cell in sorted(target.cells.values(), key=lambda cell: cell.padding):
@@ -66,9 +66,9 @@ def measured(loaded: "Loaded") -> Receipts:
             receipts[cell.name] = logits_receipt(cut[at], expected, tolerance)
         else:
             logits = through.prompts(cell.padding) if cell.phase == "prefill" else through.decode(cell.padding)
-            found[cell.name] = logits
+            logits_by_cell[cell.name] = logits
             receipts[cell.name] = logits_receipt(logits, expected, tolerance)
-    return Receipts(tolerance, receipts, agreement(found, cut))
+    return Receipts(tolerance, receipts, agreement(logits_by_cell, cut))
 
 
 def split_of(target: Target, cell: Cell) -> tuple[int, int]:
@@ -77,7 +77,7 @@ def split_of(target: Target, cell: Cell) -> tuple[int, int]:
     chosen = next(leaf.shape[1] for leaf in target.cells[f"attend@{sizes[0]}"].outputs if leaf.name == "expert_ids")
     if cell.phase in ("dispatch", "experts"):
         return max(size for size in sizes if size * chosen <= cell.padding), cell.padding
-    return cell.padding, min(each for each in pairs if cell.padding * chosen <= each)
+    return cell.padding, min(count for count in pairs if cell.padding * chosen <= count)
 
 
 def page_table(state: State, rows: int, pages: int) -> np.ndarray:
@@ -163,18 +163,18 @@ class VectorRunner:
         """
         step = step or (lambda fields: self._read(self._runner.step("decode", padding, fields)))
         prefill = self._target.paddings("prefill")[0]
-        found: Logits = {}
+        logits: Logits = {}
         together = min(padding, self._state.slots, self._state.pages // self._pages, len(self._sequences))
         for first in range(0, len(self._sequences), together):
             group = list(range(first, min(first + together, len(self._sequences))))
             for slot, sequence in enumerate(group, 1):
                 for _ in self.prefill(prefill, sequence, slot):
                     pass
-            found |= self._decode_group(padding, group, step)
-        return found
+            logits |= self._decode_group(padding, group, step)
+        return logits
 
     def _decode_group(self, padding: int, group: list[int], step_of: Callable[[Fields], np.ndarray]) -> Logits:
-        found: Logits = {}
+        rows_of_logits: Logits = {}
         steps = max(len(self._sequences[s].ids) - self._sequences[s].prompt for s in group)
         for step in range(steps):
             entries = [self._sequences[sequence] for sequence in group]
@@ -186,8 +186,8 @@ class VectorRunner:
             slots, positions, tokens = rows.tolist()
             fields = decode_fields(padding, slots, positions, page_table(self._state, len(group), self._pages), tokens)
             logits = step_of(fields)
-            found |= {(group[row], at[row]): logits[row] for row in live}
-        return found
+            rows_of_logits |= {(group[row], at[row]): logits[row] for row in live}
+        return rows_of_logits
 
     def sample(self, rows: int) -> tuple[int, int]:
         """Greedy tokens of one call through ``sample``: (how many were compared, how many were wrong)."""
@@ -203,28 +203,28 @@ class VectorRunner:
         """
         handle = self._logits(rows)
         logits = self._read(handle)
-        vocab, each = logits.shape[1], np.arange(rows)
-        ids = (np.arange(min(4, vocab))[None] + 5 * each[:, None]) % vocab
+        vocab, numbers = logits.shape[1], np.arange(rows)
+        ids = (np.arange(min(4, vocab))[None] + 5 * numbers[:, None]) % vocab
         edits = np.empty((3, *ids.shape), np.int32)
         edits[0], edits[1:] = ids, np.array([2, -0.5], np.float32).view(np.int32)[:, None, None]
         allowed = np.arange(-(-vocab // 32) * 32) % 3 > 0
         mask = np.tile(np.packbits(allowed, bitorder="little").view(np.int32), (rows, 1))
         settings = {"edited": ids.shape[1], "masked": 1, "top": vocab}
         fields = {name: np.full(rows, value, np.int32) for name, value in settings.items()}
-        token = (each % vocab).astype(np.int32)
+        token = (numbers % vocab).astype(np.int32)
         out = self._runner.adjust(handle, rows, fields, edits, mask, token)
-        found = {name: self._read(value) for name, value in out.items()}
+        actual = {name: self._read(value) for name, value in out.items()}
         wanted = logits.copy()
         old = np.take_along_axis(logits, ids, axis=1)
         np.put_along_axis(wanted, ids, np.where(old > 0, old / 2, old * 2) - np.float32(0.5), axis=1)
         wanted[:, ~allowed[:vocab]] = -np.inf
-        wrong = ~np.isclose(found["logits"], wanted, rtol=1e-6).all(axis=1)
-        best = np.argsort(-logits, axis=1, kind="stable")[:, : found["top_token"].shape[1]]
-        wrong |= (found["top_token"][:, : best.shape[1]] != best).any(axis=1)
+        wrong = ~np.isclose(actual["logits"], wanted, rtol=1e-6).all(axis=1)
+        best = np.argsort(-logits, axis=1, kind="stable")[:, : actual["top_token"].shape[1]]
+        wrong |= (actual["top_token"][:, : best.shape[1]] != best).any(axis=1)
         shifted = np.stack([log_softmax(row) for row in logits])
         for name, place in (("top_logprob", best), ("logprob", token[:, None])):
-            said = found[name].reshape(rows, -1)[:, : place.shape[1]]
-            wrong |= ~np.isclose(said, np.take_along_axis(shifted, place, axis=1), rtol=1e-4, atol=1e-4).all(axis=1)
+            values = actual[name].reshape(rows, -1)[:, : place.shape[1]]
+            wrong |= ~np.isclose(values, np.take_along_axis(shifted, place, axis=1), rtol=1e-4, atol=1e-4).all(axis=1)
         return rows, int(np.sum(wrong))
 
     def _logits(self, rows: int) -> Any:
@@ -241,9 +241,9 @@ class VectorRunner:
     def _filled(self, slot: int) -> tuple[list[int], "ShardedState"]:
         """Pages that hold numbers that no model gave, as the slot does, and those numbers."""
         rng, pages = np.random.default_rng(0), list(range(1, min(self._state.pages, self._state.max_pages) + 1))
-        given = self._runner.fetch(slot, pages)().replaced(lambda shape: rng.standard_normal(shape, np.float32))
-        self._runner.store(slot, pages, given)
-        return pages, given
+        filled = self._runner.fetch(slot, pages)().replaced(lambda shape: rng.standard_normal(shape, np.float32))
+        self._runner.store(slot, pages, filled)
+        return pages, filled
 
     def moved(self, phase: str) -> tuple[int, int]:
         """Stores numbers that no model gave and fetches them again, of another slot where ``phase`` is ``copy``.
@@ -255,9 +255,9 @@ class VectorRunner:
         slot, end = state.slots + 1, 1 if phase == "copy" else state.slots + 1
         others = {*range(1, state.slots + (state.snapshots or 0) + 1)} - {slot, end}
         beside = {other: runner.fetch(other, [])() for other in sorted(others)[-1:]}
-        pages, given = self._filled(slot)
+        pages, filled = self._filled(slot)
         if phase == "copy":
             runner.copy([slot], [end])
-        found = [runner.fetch(end, pages)().compared(given)]
-        found += [runner.fetch(other, [])().compared(before) for other, before in beside.items()]
-        return sum(total for total, _ in found), sum(wrong for _, wrong in found)
+        counts = [runner.fetch(end, pages)().compared(filled)]
+        counts += [runner.fetch(other, [])().compared(before) for other, before in beside.items()]
+        return sum(total for total, _ in counts), sum(wrong for _, wrong in counts)
