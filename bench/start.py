@@ -69,11 +69,10 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
         import jax
 
         from ling3export.artifacts.store import Store
-        from ling3export.compile.lower import with_shardings
+        from ling3export.compile.lower import prepared
         from ling3export.machine.pjrt import CompileCounter, recorded_mesh
         from ling3export.model.config import Config
         from ling3export.model.geometry import Geometry
-        from ling3export.model.program import build_step
         from ling3export.runners.load.fresh import state_source
         from ling3export.runners.load.model_runner import ModelRunner
         from ling3export.runners.load.weights import parameters
@@ -90,15 +89,13 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
     geometry = Geometry(**cast(dict[str, Any], record.geometry))
     events = CompileCounter()
 
-    def prepared(cell: "Cell") -> Callable[..., list[jax.Array]]:
-        step = build_step(config, geometry, cell.phase, cell.padding, mesh)
-        arguments = with_shardings(step.arguments, step.specs, mesh)
-        compiled = jax.jit(step.call, donate_argnums=(1,)).lower(*arguments).compile()
-        tree = jax.tree.structure(step.arguments)
-        return lambda *leaves: jax.tree.leaves(compiled(*jax.tree.unflatten(tree, leaves)))
+    def compiled(cell: "Cell") -> Callable[..., list[jax.Array]]:
+        step, function, arguments = prepared(config, geometry, cell.phase, cell.padding, mesh)
+        program, tree = function.lower(*arguments).compile(), jax.tree.structure(step.arguments)
+        return lambda *leaves: jax.tree.leaves(program(*jax.tree.unflatten(tree, leaves)))
 
     with timings.stage(PREPARATION), ThreadPoolExecutor(THREADS) as pool:
-        found = dict(zip(record.cells, pool.map(prepared, record.cells.values()), strict=True))
+        found = dict(zip(record.cells, pool.map(compiled, record.cells.values()), strict=True))
     result = finish(timings.seconds, ModelRunner(record, found, params, state, source, mesh), record)
     return result | {"compiles": events.count}
 

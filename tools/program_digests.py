@@ -14,13 +14,11 @@ from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
-import jax
 from jax.sharding import AbstractMesh, AxisType
 
-from ling3export.compile.lower import LOCATION_OPTIONS, with_shardings
+from ling3export.compile.lower import prepared
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS
-from ling3export.model.program import build_step
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 
@@ -38,17 +36,14 @@ def digests(config: Config, target: str) -> dict[str, str]:
     plan, found = make_plan(config, OPTIONS, target), {}
     mesh = AbstractMesh((plan.geometry.tp,), (AXIS,), axis_types=(AxisType.Auto,))
     for cell in plan.cells:
-        step = build_step(config, plan.geometry, cell.phase, cell.padding, mesh)
-        traced = jax.jit(step.call, donate_argnums=(1,)).trace(*with_shardings(step.arguments, step.specs, mesh))
-        module = traced.lower(lowering_platforms=(plan.target.platform,)).as_text()
+        _, function, arguments = prepared(config, plan.geometry, cell.phase, cell.padding, mesh)
+        module = function.trace(*arguments).lower(lowering_platforms=(plan.target.platform,)).as_text()
         found[f"{target} {cell.name}"] = hashlib.sha256(normalized(module).encode()).hexdigest()
     return found
 
 
 def main(config: str, out: str, *targets: str) -> None:
     """Writes the digests of all ``targets``."""
-    for name, value in LOCATION_OPTIONS.items():
-        jax.config.update(name, value)
     found: dict[str, str] = {}
     for target in targets:
         found |= digests(Config.from_path(Path(config)), target)

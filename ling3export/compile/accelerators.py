@@ -8,6 +8,7 @@ import hashlib
 import re
 import time
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,14 +16,13 @@ from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh
 
 from ling3export.artifacts.program_records import Lowering
-from ling3export.compile.lower import Compiled, described, mesh_of, prepared
+from ling3export.compile.lower import Compiled, compiled_by, mesh_of, prepared
 from ling3export.cost.chips import CARDS, target_config
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import TOKENS, expert_times, loop_trips, roofline_bound
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.phases import GIVERS
 from ling3export.foundation.tables import readable
-from ling3export.machine import pjrt
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.targets import TargetSpec
@@ -94,7 +94,7 @@ def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, targ
 def compile_for(
     direct: Direct, config: Config, geometry: Geometry, phase: str, padding: int, target: TargetSpec
 ) -> tuple[bytes, Compiled]:
-    """Compiles a lowered cell: the serialized executable, and what describes it.
+    """Compiles a lowered cell: the serialized executable, and its record.
 
     Raises:
         PlanError: It needs more memory than a device has; the message has the compiler's sum.
@@ -105,15 +105,12 @@ def compile_for(
 
 def compiled_for(direct: Direct, cell: str, target: TargetSpec) -> tuple[bytes, Compiled, str]:
     """The serialized executable, the compiler's record of it, and its text. Raises as :func:`compile_for`."""
-    started = time.perf_counter()
-    with pjrt.no_compilation_cache():
-        try:
-            compiled = direct.lowered.compile(compiler_options=direct.options)
-        except jax.errors.JaxRuntimeError as error:
-            raise _too_large(error, target, cell) from error
-        raw, executable = pjrt.serialized(compiled)
-    seconds = round(direct.seconds + time.perf_counter() - started, 3)
-    return raw, described(compiled, executable, seconds), compiled.as_text() or ""
+    try:
+        make = partial(direct.lowered.compile, compiler_options=direct.options)
+        raw, record, compiled = compiled_by(make, direct.seconds)
+    except jax.errors.JaxRuntimeError as error:
+        raise _too_large(error, target, cell) from error
+    return raw, record, compiled.as_text() or ""
 
 
 def priced(

@@ -6,7 +6,7 @@ Runs in a process of its own (``compile/worker.py``): the number of virtual devi
 import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,8 +37,6 @@ from ling3export.model.program import StepProgram, build_step
 from ling3export.model.state import StateArray
 
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
-# Source locations would put this checkout's path into every program and every key.
-LOCATION_OPTIONS = {"jax_traceback_in_locations_limit": 0}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,18 +86,9 @@ def collective_counts(text: str) -> dict[str, Collective]:
     return {kind: Collective(count) for kind, count in sorted(counts.items())}
 
 
-def with_shardings(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
-    return jax.tree.map(
-        lambda value, spec: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec)),
-        tree,
-        specs,
-    )
-
-
 def without_locations() -> None:
-    """Keeps places in sources out of all that is lowered from now on."""
-    for name, value in LOCATION_OPTIONS.items():
-        jax.config.update(name, value)
+    """Keeps source locations out of later lowerings: they would put this checkout's path into programs and keys."""
+    jax.config.update("jax_traceback_in_locations_limit", 0)
 
 
 def prepared(
@@ -108,18 +97,18 @@ def prepared(
     """The step of a cell, the jitted function to lower, which donates its state, and its abstract arguments."""
     without_locations()
     step = build_step(config, geometry, phase, padding, mesh)
-    return step, jax.jit(step.call, donate_argnums=(1,)), with_shardings(step.arguments, step.specs, mesh)
+
+    def sharded(value: jax.ShapeDtypeStruct, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=NamedSharding(mesh, spec))
+
+    arguments = jax.tree.map(sharded, step.arguments, step.specs)
+    return step, jax.jit(step.call, donate_argnums=(1,)), arguments
 
 
 def lower_cell(config: Config, geometry: Geometry, phase: str, padding: int, platform: str) -> Lowered:
-    """Traces and lowers one cell; needs no device of the platform.
+    """Traces and lowers one cell for one of jax's platforms; needs no device of it.
 
-    Args:
-        config: The model.
-        geometry: Parallelism, pools, dtype.
-        phase: ``prefill``, ``score``, ``decode`` or ``sample``.
-        padding: Its padding.
-        platform: jax's platform name; one a file (a multi-platform export is slower and not bit-equal).
+    An export for several platforms would be slower and not bit-equal.
     """
     started = time.perf_counter()
     mesh = AbstractMesh((geometry.tp,), (AXIS,), axis_types=(AxisType.Auto,))
@@ -157,24 +146,17 @@ def device_mesh(tp: int) -> Mesh:
 
 
 def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
-    """Compiles the portable tier for ``mesh``: the serialized executable, and what describes it."""
-    started = time.perf_counter()
-    with pjrt.no_compilation_cache():
-        compiled = portable.compile_portable(lowered.blob, lowered, mesh)
-        raw, executable = pjrt.serialized(compiled)
-    return raw, described(compiled, executable, round(time.perf_counter() - started, 3))
+    """Compiles the portable tier for ``mesh``: the serialized executable, and its record."""
+    raw, record, _ = compiled_by(lambda: portable.compile_portable(lowered.blob, lowered, mesh))
+    return raw, record
 
 
 def compile_with_kernels(
     config: Config, geometry: Geometry, phase: str, padding: int, mesh: Mesh
 ) -> tuple[bytes, Compiled]:
     """:func:`compile_cell` from a lowering that calls the geometry's native kernels, which must be registered."""
-    started = time.perf_counter()
     _, function, arguments = prepared(config, geometry, phase, padding, mesh)
-    with pjrt.no_compilation_cache():
-        compiled = function.lower(*arguments).compile()
-        raw, executable = pjrt.serialized(compiled)
-    record = described(compiled, executable, round(time.perf_counter() - started, 3))
+    raw, record, _ = compiled_by(lambda: function.lower(*arguments).compile())
     return raw, replace(record, lowering=Lowering(direct=True, forward_compatible=False))
 
 
@@ -200,19 +182,22 @@ def compile_state(rows: Sequence[StateArray], mesh: Mesh) -> bytes:
     return raw
 
 
-def described(compiled: Any, executable: schema.Executable, seconds: float) -> Compiled:
-    """The record of a compiled program; the compiler counts a loop's body once."""
+def compiled_by(make: Callable[[], Any], seconds: float = 0.0) -> tuple[bytes, Compiled, Any]:
+    """A serialized executable, its record, and jax's object. The compiler counts a loop's body once.
+
+    ``seconds`` were spent before ``make`` compiles.
+    """
+    started = time.perf_counter()
+    with pjrt.no_compilation_cache():
+        compiled = make()
+        raw, executable = pjrt.serialized(compiled)
     analysis, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
-    return Compiled(
+    sizes = ("argument_size", "output_size", "temp_size", "alias_size", "generated_code_size")
+    record = Compiled(
         executable=executable,
-        compile_seconds=seconds,
-        memory=Memory(
-            memory.argument_size_in_bytes,
-            memory.output_size_in_bytes,
-            memory.temp_size_in_bytes,
-            memory.alias_size_in_bytes,
-            memory.generated_code_size_in_bytes,
-        ),
+        compile_seconds=round(seconds + time.perf_counter() - started, 3),
+        memory=Memory(*(getattr(memory, f"{size}_in_bytes") for size in sizes)),
         flops=analysis.get("flops"),
         bytes_accessed=analysis.get("bytes accessed"),
     )
+    return raw, record, compiled
