@@ -87,7 +87,7 @@ def demo(artifact: Path) -> None:
 
 @main.command()
 @click.argument("artifact", type=PATH)
-@click.option("--transfer", "carrier", type=click.Choice(("shm", "tcp", "file")), default="shm", show_default=True)
+@click.option("--transfer", "carrier", type=click.Choice(("shm", "http", "file")), default="shm", show_default=True)
 @click.option("--vllm-router", is_flag=True, help="vLLM's router in the place of ours.")
 @click.option("--prompts", type=click.IntRange(1, 8), default=8, show_default=True)
 @click.option("--replicas", default="1,1", show_default=True, help="Servers that prefill, and that decode.")

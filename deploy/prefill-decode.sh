@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Servers that prefill (PREFILL, 2), servers that decode (DECODE, 2) and the router before them, on one machine:
 #   deploy/prefill-decode.sh ARTIFACT [OPTION OF ling3-runner serve]...
-# ARTIFACT was built with --snapshots. States go through shared memory; `--transfer tcp` takes their own ports instead.
+# ARTIFACT was built with --snapshots. States go through shared memory; `--transfer http` fetches them from the servers instead.
 # The router listens at PORT (8000), the servers at the ports behind it; PORT=0 takes any that are free. Prints a role
 # and an address for each server, then the router's address once clients may connect. The router goes on without a
 # server that ends. SIGTERM or SIGINT ends the router, which lets its calls end, and then the servers.

@@ -103,14 +103,15 @@ class GuardedThread:
 
 
 class JobThread:
-    """Runs jobs one after the other in a thread.
+    """Runs jobs in the order in which they come, in one thread or several.
 
     Args:
-        name: The thread's name.
+        name: The threads' name.
         report: Gets a line for each job that failed.
         between: Called after each job, and every ``interval`` seconds while there is none.
         interval: Seconds; None waits for a job however long it takes.
-        last: Called once, at the end of the thread.
+        last: Called once, at the end of the last thread.
+        threads: How many there are.
     """
 
     def __init__(
@@ -120,11 +121,12 @@ class JobThread:
         between: Callable[[], object] = lambda: None,
         interval: float | None = None,
         last: Callable[[], object] = lambda: None,
+        threads: int = 1,
     ) -> None:
         self._name, self._report, self._between, self._interval, self._last = name, report, between, interval, last
         self._jobs: queue.SimpleQueue[tuple[str, Callable[[], object], Failed] | None] = queue.SimpleQueue()
-        self._lock, self._over = threading.Lock(), False
-        self._worker = GuardedThread(name, self._run, self._ended, report)
+        self._lock, self._over, self._left = threading.Lock(), False, threads
+        self._threads = [GuardedThread(name, self._run, self._ended, report) for _ in range(threads)]
 
     @property
     def waiting(self) -> int:
@@ -137,7 +139,7 @@ class JobThread:
         Args:
             label: Names the job in reports.
             job: The job.
-            failed: Called if the job raises, or will never run because the thread has ended.
+            failed: Called if the job raises, or will never run because the threads have ended.
         """
         with self._lock:
             if not self._over:
@@ -146,30 +148,31 @@ class JobThread:
         self._fail(label, failed)
 
     def close(self, timeout: float) -> None:
-        """Ends the thread after the jobs that wait now. May be called again, from any thread."""
-        self._jobs.put(None)
-        self._worker.join(timeout)
+        """Ends the threads after the jobs that wait now. May be called again, from any thread."""
+        for _ in self._threads:
+            self._jobs.put(None)
+        for thread in self._threads:
+            thread.join(timeout)
 
     def _run(self) -> None:
-        try:
-            while True:
-                try:
-                    job = self._jobs.get(timeout=self._interval)
-                except queue.Empty:
-                    job = f"{self._name} idle", _nothing, _ignore
-                if job is None:
-                    return
-                attempt(*job, self._report)
-                attempt(f"{self._name} between", self._between, _ignore, self._report)
-        finally:
-            self._ended()
+        while True:
+            try:
+                job = self._jobs.get(timeout=self._interval)
+            except queue.Empty:
+                job = f"{self._name} idle", _nothing, _ignore
+            if job is None:
+                break
+            attempt(*job, self._report)
+            attempt(f"{self._name} between", self._between, _ignore, self._report)
+        self._ended()
 
     def _ended(self, error: BaseException | None = None) -> None:
-        """Fails the jobs that will never run."""
+        """Fails the jobs that will never run, once no thread is left."""
         with self._lock:
-            before, self._over = self._over, True
-        if before:
-            return
+            self._left -= 1
+            if self._left > 0 or self._over:
+                return
+            self._over = True
         while not self._jobs.empty():
             if (job := self._jobs.get()) is not None:
                 self._fail(job[0], job[2])

@@ -159,13 +159,15 @@ TRANSFER = {
     "host": click.option(
         "--transfer-host",
         default=Transfer.host,
-        help="With --transfer tcp: address at which other servers reach this one.",
+        help="With --transfer http: address at which other servers reach this one.",
     ),
-    "port": click.option(
-        "--transfer-port",
-        type=PORT,
-        default=Transfer.port,
-        help="With --transfer tcp: port of that address; 0 takes a free one.",
+    "peers": click.option(
+        "--transfer-peer",
+        "transfer_peers",
+        multiple=True,
+        metavar="HOST:PORT",
+        help="With --transfer http: a server from which this one may take states; again for more.  [default: all of "
+        "this machine]",
     ),
     "folder": click.option(
         "--transfer-folder", type=PATH, help="With --transfer file: the folder that all servers see."
@@ -241,7 +243,7 @@ def _transfer_of(given: dict[str, Any]) -> Transfer | None:
         if how["role"] != Transfer.role:
             raise RequestError(f"--role {how['role']}: expected --transfer with it, found none")
         return None
-    return Transfer(**how, secret=read_secret() if how["carrier"] == "tcp" else "")
+    return Transfer(**how, secret=read_secret() if how["carrier"] == "http" else "")
 
 
 def sampling_option(name: str, text: str) -> Decorator:

@@ -23,6 +23,8 @@ from ling3export.runners.text.tokenizer import TokenizerFiles
 
 if TYPE_CHECKING:
     from ling3export.runners.state.prefix_cache import Event
+    from ling3export.runners.transfer.http import HttpStore
+    from ling3export.runners.transfer.transfer_queue import TransferQueue
 
 Prompt = str | Many[int] | Many[Message]
 SAMPLING = frozenset(field.name for field in fields(Sampling))
@@ -77,11 +79,11 @@ class Engine:
         self.files: TokenizerFiles = parts.files
         self.limits: Limits = parts.limits
         self._record, self._artifact = loaded.record, artifact
-        self._transfers = None
+        self._transfers: TransferQueue | None = None
         if config.transfer is not None:
-            from ling3export.runners.transfer.manager import transfer_manager  # with all carriers
+            from ling3export.runners.transfer.transfer_queue import transfer_queue  # with all carriers
 
-            self._transfers = transfer_manager(loaded.manifest, loaded.record, config.transfer, report)
+            self._transfers = transfer_queue(loaded.manifest, loaded.record, config.transfer, report)
         self._loop = Loop(
             parts.core,
             self.timings,
@@ -335,6 +337,14 @@ class Engine:
             **({"transfer": self._transfers.record()} if self._transfers else {}),
             **({"prefix_store": parts.store.record()} if parts.store else {}),
         }
+
+    @property
+    def shared_states(self) -> "HttpStore | None":
+        """The states that this process's server gives to others; None where it gives none."""
+        from ling3export.runners.transfer.http import HttpStore
+
+        store = None if self._transfers is None else self._transfers.store
+        return store if isinstance(store, HttpStore) else None
 
     @property
     def stopped(self) -> EngineStopped | None:

@@ -27,8 +27,8 @@ from ling3export.runners.load.loader import Timings
 
 if TYPE_CHECKING:
     from ling3export.runners.state.sequence_state import TransferredState
-    from ling3export.runners.transfer.manager import Exported, KVTransferManager
     from ling3export.runners.transfer.prefix_store import PrefixStore
+    from ling3export.runners.transfer.transfer_queue import Exported, TransferQueue
 
 
 class Loop:
@@ -57,7 +57,7 @@ class Loop:
         *,
         renew: Callable[[], EngineCore] | None = None,
         step_timeout: float | None = None,
-        transfers: "KVTransferManager | None" = None,
+        transfers: "TransferQueue | None" = None,
         store: "PrefixStore | None" = None,
     ) -> None:
         self._transfers, self._store = transfers, store
@@ -169,7 +169,7 @@ class Loop:
     def _await(self, arrival: Arrival) -> None:
         """Has a request arrive with its state, once that is here, or without it."""
         number, request = arrival.number, arrival.request
-        source: KVTransferManager | PrefixStore | None = None
+        source: TransferQueue | PrefixStore | None = None
         if request.do_remote_prefill:
             source = self._transfers  # there is one: the engine checks requests
         elif arrival.transferred is None and request.score_from is None:
@@ -355,7 +355,7 @@ class Loop:
         for asked in self._compared:
             asked.set_result(outputs.digests)
 
-    def _hand_over(self, sequence: Sequence, exported: "Exported", transfers: "KVTransferManager") -> None:
+    def _hand_over(self, sequence: Sequence, exported: "Exported", transfers: "TransferQueue") -> None:
         """Ends a request once its state is where another engine can take it."""
         completion, begun = outcome(sequence), now()
 

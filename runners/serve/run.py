@@ -76,6 +76,9 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
     with announced(hosts):
         name = config.model or artifact.resolve().name.removesuffix(".ling3")
         listener, policy = opened(config, name, engine_config.max_requests)
+        if (transfer := engine_config.transfer) is not None:
+            port = listener.getsockname()[1]
+            engine_config = replace(engine_config, transfer=replace(transfer, port=port))
         events = None
         if config.kv_events is not None:
             from ling3export.runners.serve.kv_events import Publisher  # with zmq, which few servers need

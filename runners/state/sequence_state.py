@@ -128,7 +128,7 @@ class TransferredState(NamedTuple):
 
 
 def canonical(pools: Arrays) -> dict[str, np.ndarray]:
-    """Arrays of a whole state, or of a group of its layers, as a program gave them, in canonical order; not copied.
+    """Arrays of a state as a program gave them, in canonical order; not copied.
 
     A row of a program's conv state has its taps first.
     """
@@ -137,19 +137,10 @@ def canonical(pools: Arrays) -> dict[str, np.ndarray]:
     return {LATENT: latents.reshape(len(latents), -1, latents.shape[-1]), RECURRENT: recurrent, CONV: rows}
 
 
-def rows_of(layers: range, given: int, total: int) -> slice:
-    """Where a group's layers stand among the ``given`` ones that a program gave of a pool of ``total``."""
-    first = min(layers.start, total - given)
-    return slice(layers.start - first, layers.stop - first)
-
-
-def fill(state: SequenceState, pools: Arrays, layers: Mapping[str, range] | None = None) -> None:
-    """Copies arrays that a program gave into a state: all, or the layers of a group, by the name of the pool."""
-    for name, given in canonical(pools).items():
-        target = state.arrays[name]
-        group = range(len(target)) if layers is None else layers[POOLS[name]]
-        found = given[rows_of(group, len(given), len(target))]
-        target[group.start : group.stop] = found[:, : len(state.tokens)] if name == LATENT else found
+def fill(state: SequenceState, pools: Arrays) -> None:
+    """Copies the arrays that a program gave, by the name of the pool, into a state."""
+    for name, array in canonical(pools).items():
+        state.arrays[name][...] = array[:, : len(state.tokens)] if name == LATENT else array
 
 
 def token_of(token: Any, likely: Any, vocab_size: int) -> Token:

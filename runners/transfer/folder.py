@@ -3,7 +3,7 @@
 A file is there whole or not at all: it is written under another name. Its writer holds a lock on it for as long as it
 writes, and on a leased one until the lease has ended; the system drops the locks of a process that is killed. So one
 look tells files that a process waits for from files that were left behind. The time of a leased file is when its lease
-began: the reader renews the lease by setting the time, and takes the state by removing the file.
+began: the reader takes the state by removing the file.
 """
 
 import fcntl
@@ -126,12 +126,21 @@ class FolderStore:
         return PendingWrite(data, done)
 
     def get(self, address: StateAddress, until: float) -> SequenceState | None:
-        """Reads a state; a damaged file is removed, and so is one that was leased."""
-        state, reason = self._read(address.name) if time.monotonic() < until else (None, "timeout")
+        """Reads a state; a file of wrong content is removed, and so is one that was leased."""
+        return self.read(address.name)[0] if time.monotonic() < until else None
+
+    def read(self, name: str) -> tuple[SequenceState | None, str]:
+        """Reads a state as ``get`` does; returns also the outcome that is counted.
+
+        It is ``hit``; ``miss`` without a file; ``unreadable`` where the system could not read the file, which may be
+        whole; ``corrupt`` or ``other_state`` for wrong content.
+        """
+        state, reason = self._read(name)
         self.counts[reason] += 1
         if reason == "corrupt" or (self._lease is not None and state is not None):
-            self.remove(address.name)
-        return state
+            with suppress(OSError):
+                self.remove(name)
+        return state, reason
 
     def has(self, name: str) -> bool:
         """Whether there is a file of a name."""
@@ -144,14 +153,6 @@ class FolderStore:
     def release(self, address: StateAddress, until: float) -> None:
         """Removes a leased file."""
         self.remove(address.name)
-
-    def renew(self, address: StateAddress, until: float) -> str:
-        """Sets the time of a leased file."""
-        try:
-            os.utime(self._path(address.name), (self._clock(),) * 2, follow_symlinks=False)
-        except OSError:
-            return "refused"
-        return "renewed"
 
     def ended(self) -> set[str]:
         """Names of leased states whose files are gone, or whose leases are over."""
@@ -228,7 +229,9 @@ class FolderStore:
             return None, "miss"
         except StateMismatch:
             return None, "other_state"
-        except (OSError, ValueError):
+        except OSError:
+            return None, "unreadable"
+        except ValueError:
             return None, "corrupt"
 
     def _has_room(self) -> bool:

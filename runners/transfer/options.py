@@ -6,16 +6,16 @@ from pathlib import Path
 from ling3export.foundation.errors import Ling3Error
 
 ROLES = ("both", "prefill", "decode")
-CARRIERS = ("shm", "tcp", "file")
+CARRIERS = ("shm", "http", "file")
 
 
 @dataclass(frozen=True)
 class PrefixFolder:
-    """Where a prefix cache keeps what it knows for later processes, and for others.
+    """Where a prefix cache keeps its entries for later processes, and for others.
 
     Attributes:
         folder: Made if it is not there. Several processes may share it.
-        limit: Bytes that its files may have; what was not used for longest goes first.
+        limit: Bytes that its files may have; the least recently used goes first.
     """
 
     folder: Path
@@ -27,15 +27,16 @@ class Transfer:
     """How an engine exchanges states with others.
 
     Attributes:
-        carrier: ``shm``, ``tcp`` or ``file``.
+        carrier: ``shm``, ``http`` or ``file``.
         role: ``prefill`` gives states away, ``decode`` takes them, ``both`` does both.
-        host: With ``tcp``, the address at which others reach this process.
-        port: With ``tcp``, its port; 0 for any that is free.
+        host: With ``http``, the address at which other servers reach this one.
+        port: With ``http``, the port of this process's server; ``serve`` sets it.
+        peers: With ``http``, ``HOST:PORT`` of the servers from which states are taken; none takes any of this machine.
         folder: With ``file``, where the states are.
         limit: Bytes that states may take: in shared memory those of all processes of this user, else of this one.
         lease: Seconds that a state is kept for its reader.
         deadline: Seconds that taking a state may last.
-        secret: With ``tcp``, what both ends know; needed where other machines reach the address.
+        secret: With ``http``, shared by both ends; needed where other machines take part.
 
     Raises:
         Ling3Error: A value is none of these, or ``file`` has no folder.
@@ -45,6 +46,7 @@ class Transfer:
     role: str = "both"
     host: str = "127.0.0.1"
     port: int = 0
+    peers: tuple[str, ...] = ()
     folder: Path | None = None
     limit: int = 4 << 30
     lease: float = 60.0
@@ -52,12 +54,12 @@ class Transfer:
     secret: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        for name, value, wanted in (("--transfer", self.carrier, CARRIERS), ("--role", self.role, ROLES)):
-            if value not in wanted:
-                raise Ling3Error(f"{name}: expected one of {', '.join(wanted)}, found {value[:100]}")
+        for name, value, choices in (("--transfer", self.carrier, CARRIERS), ("--role", self.role, ROLES)):
+            if value not in choices:
+                raise Ling3Error(f"{name}: expected one of {', '.join(choices)}, found {value[:100]}")
         if (self.carrier == "file") != (self.folder is not None):
             found = "none" if self.folder is None else f"one with --transfer {self.carrier}"
-            raise Ling3Error(f"--transfer-folder: expected a folder with --transfer file alone, found {found}")
+            raise Ling3Error(f"--transfer-folder: expected a folder with --transfer file only, found {found}")
 
     @property
     def gives(self) -> bool:

@@ -27,7 +27,7 @@ from ling3export.runners.state.prefix_cache import Node, PrefixCache
 from ling3export.runners.state.sequence_state import SequenceState, TransferredState
 from ling3export.runners.transfer.folder import FolderStore
 from ling3export.runners.transfer.options import PrefixFolder
-from ling3export.runners.transfer.store import StateAddress, put
+from ling3export.runners.transfer.store import put
 
 QUEUE = 8  # jobs; while there are more, what could be written is not
 LOADED = 16  # states in host memory that wait for a slot; while there are more, prompts are computed
@@ -186,14 +186,21 @@ class PrefixStore:
         return None
 
     def _read(self, names: Sequence[bytes], prompt: Sequence[int]) -> SequenceState | None:
-        """The state behind some blocks, from one or more files; where one is missing, the others are removed."""
+        """The state after some blocks, from one or more files.
+
+        Where one is gone or has wrong content, those that need it are removed. One that cannot be read now is a miss.
+        """
         size, until = self._layout.page, time.monotonic() + DEADLINE
         count, files, read = len(names), list[str](), list[SequenceState]()
         while count:
             files.append(self._name(names[count - 1]))
-            state = self._folder.get(StateAddress(files[-1]), until)
+            if time.monotonic() > until:
+                return None
+            state, reason = self._folder.read(files[-1])
+            if reason == "unreadable":
+                return None
             if state is None or not self._fits(state, count, prompt):
-                for name in files if time.monotonic() < until else ():
+                for name in files:  # wrong content, or without the file before it
                     self._folder.remove(name)
                 self._forget(files)
                 return None

@@ -2,7 +2,7 @@
 
 A reader never gets bytes that are damaged or of another artifact, and never waits longer than until its deadline.
 Whatever goes wrong is a miss with a reason, which is counted. What is *leased* is for one reader: it is there until it
-was taken or given back, or until its lease is over, which that reader can renew.
+was taken or given back, or until its lease is over.
 """
 
 import re
@@ -86,9 +86,6 @@ class StateStore(Protocol):
 
     def release(self, address: StateAddress, until: float) -> None:
         """Frees a leased state at once: no reader wants it."""
-
-    def renew(self, address: StateAddress, until: float) -> str:
-        """Begins the lease of a state again: returns ``renewed``, or why that failed."""
 
     def ended(self) -> set[str]:
         """Names of leased states that were taken or given back, or whose lease is over, since the last call."""

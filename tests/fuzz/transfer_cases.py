@@ -12,14 +12,13 @@ from pathlib import Path
 from random import Random
 
 from ling3export.runners.engine.request import request_of
-from ling3export.runners.hosts.handshake import HEAD, challenge, prove, receive
 from ling3export.runners.state.sequence_state import StateBytes, load_state, save_state
 from ling3export.runners.transfer import folder as folders
+from ling3export.runners.transfer.http import PROOF
 from ling3export.runners.transfer.store import StateAddress, put
-from ling3export.runners.transfer.tcp import ASK, ROLES, STATE, TAKE
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
-from tests.support.transfers import DESCRIPTION, LAYOUT, address, file_of, name_of, random_state, same, store
+from tests.support.transfers import DESCRIPTION, LAYOUT, file_of, name_of, random_state, same, store
 
 NAME, HOST = name_of(7), "127.0.0.1"
 PATIENCE = 60.0  # seconds; both ends close what they are done with, so that only a machine that stands still needs them
@@ -50,22 +49,32 @@ def objects(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def pulls(folder: Path) -> Iterator[Case]:
-    """Damaged words of a taker, behind its proof or before it; damaged words of a holder. Right ones are served."""
-    with closing(store("tcp", folder, deadline=PATIENCE)) as holder, closing(store("tcp", folder)) as taker:
+    """Damaged bytes of a holder that proves the secret: a miss, or the very state."""
+    with closing(store("http", folder, deadline=PATIENCE)) as taker, socket.create_server((HOST, 0)) as listener:
+        listener.settimeout(PATIENCE)
+        state = random_state(20)
+        memory = StateBytes(LAYOUT, state.descriptor, state.tokens).fill(state).seal().tobytes()
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(memory)}\r\n{PROOF}: {taker.proof(NAME)}\r\n\r\n"
 
         def case(rng: Random) -> None:
-            state = random_state(20)
-            put(holder, NAME, state)
-            memory = StateBytes(LAYOUT, state.descriptor, state.tokens).fill(state).seal().tobytes()
-            if rng.random() < 0.5:
-                _ask(rng, address(holder, NAME))
-                put(holder, NAME, state)  # which the damaged words may have taken
-                found, damaged = taker.get(address(holder, NAME), time.monotonic() + PATIENCE), False
-            else:
-                found, damaged = _answered(rng, taker, memory), True
-                taker.release(address(holder, NAME), time.monotonic() + PATIENCE)
-            if not same(found, state) and not (damaged and found is None):
-                raise WrongResultError(f"a right pull got {found}; {dict(taker.counts)}")
+            data = head.encode() + memory
+            split = 600 if rng.random() < 0.5 else len(data)
+            data = mutated_bytes(rng, data[:split]) + data[split:]
+
+            def serve() -> None:
+                with suppress(OSError):
+                    peer, _ = listener.accept()
+                    with peer:
+                        peer.recv(1 << 16)
+                        peer.sendall(data)
+
+            thread = threading.Thread(target=serve)
+            thread.start()
+            until = time.monotonic() + PATIENCE
+            found = taker.get(StateAddress(NAME, HOST, listener.getsockname()[1], 20), until)
+            thread.join()
+            if found is not None and not same(found, state):
+                raise WrongResultError(f"another state than was sent; {dict(taker.counts)}")
 
         yield case
 
@@ -99,40 +108,3 @@ def saved(folder: Path) -> Iterator[Case]:
             raise WrongResultError(f"another sequence than was saved: {found}")
 
     yield case
-
-
-def _ask(rng: Random, where: StateAddress) -> None:
-    """Says what a taker says, damaged."""
-    text = json_text(mutated(rng, {"what": TAKE, "name": NAME}))
-    whole = HEAD.pack(ASK if rng.random() < 0.9 else rng.randbytes(1), len(text)) + text
-    whole = mutated_bytes(rng, whole) if rng.random() < 0.3 else whole
-    with socket.create_connection((where.host, where.port), PATIENCE) as peer, suppress(OSError):
-        if rng.random() < 0.8:
-            prove(peer, "", 0, time.monotonic() + PATIENCE, ROLES)
-        peer.sendall(whole)
-        peer.shutdown(socket.SHUT_WR)
-        while peer.recv(1 << 16):
-            pass
-
-
-def _answered(rng: Random, taker, data: bytes):
-    """What a taker makes of a holder that proves the secret and sends damaged bytes."""
-    split = 600 if rng.random() < 0.5 else len(data) + 5
-    whole = HEAD.pack(STATE, len(data)) + data
-    whole = mutated_bytes(rng, whole[:split]) + whole[split:]
-    with socket.create_server((HOST, 0)) as listener:
-        listener.settimeout(PATIENCE)
-
-        def serve() -> None:
-            with suppress(OSError, ValueError):
-                peer, _ = listener.accept()
-                with peer:
-                    challenge(peer, "", time.monotonic() + PATIENCE, ROLES)
-                    receive(peer, 1 << 16, time.monotonic() + PATIENCE)
-                    peer.sendall(whole)
-
-        thread = threading.Thread(target=serve)
-        thread.start()
-        found = taker.get(StateAddress(NAME, HOST, listener.getsockname()[1], 20), time.monotonic() + PATIENCE)
-        thread.join()
-    return found

@@ -40,21 +40,21 @@ THREADS = {
     ("load/programs.py", "ling3-load-behind"),
     ("serve/kv_events.py", "ling3-kv-events"),
     ("serve/run.py", "ling3-supervisor"),
-    ("transfer/manager.py", "ling3-exchange"),
+    ("transfer/transfer_queue.py", "ling3-load"),
+    ("transfer/transfer_queue.py", "ling3-save"),
     ("transfer/prefix_store.py", "ling3-prefixes"),
 }
 JOBS = {
     ("hosts/handshake.py", "answer a caller"),
     ("serve/kv_events.py", "publish events"),
     ("serve/run.py", "restart"),
-    ("transfer/manager.py", "drop"),
-    ("transfer/manager.py", "load"),
-    ("transfer/manager.py", "loaded"),
-    ("transfer/manager.py", "save"),
+    ("transfer/transfer_queue.py", "load"),
+    ("transfer/transfer_queue.py", "save"),
     ("transfer/prefix_store.py", "load prefix"),
     ("transfer/prefix_store.py", "touch prefix"),
     ("transfer/prefix_store.py", "write prefix"),
 }
+PUTS = ("_jobs.put", "_saves.put", "_loads.put", "attempt")
 # Pools give an error to who waits for the future. Timers end a process.
 OTHERS = {
     ("engine/follower.py", "Timer"): 1,
@@ -66,7 +66,7 @@ OTHERS = {
     ("serve/app.py", "ThreadPoolExecutor"): 3,
     ("serve/run.py", "Timer"): 1,
     ("text/trial.py", "Timer"): 1,
-    ("transfer/connector.py", "ThreadPoolExecutor"): 1,
+    ("transfer/http.py", "Timer"): 1,
 }
 
 
@@ -87,7 +87,7 @@ def calls():
 def test_the_tables_have_every_thread_and_every_job():
     found = list(calls())
     assert {(path, text) for path, name, text in found if name in ("GuardedThread", "JobThread")} == THREADS
-    assert {(path, text) for path, name, text in found if name in ("_jobs.put", "attempt") and text} == JOBS
+    assert {(path, text) for path, name, text in found if name in PUTS and text} == JOBS
     others = Counter((path, name) for path, name, _ in found if name in ("Thread", "Timer", "ThreadPoolExecutor"))
     assert others == OTHERS
 
@@ -181,10 +181,7 @@ def traffic(engine, right):
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
     "label",
-    [
-        *("save", "load", "drop", "loaded", "load prefix", "write prefix", "touch prefix"),
-        *("ling3-exchange between", "ling3-exchange idle"),
-    ],
+    [*("save", "load", "load prefix", "write prefix", "touch prefix"), *("ling3-save between", "ling3-save idle")],
 )
 def test_a_failed_job_of_the_engine_ends_nothing_but_the_job(engine, inject, right, label, when):
     raised = inject(label, when)
@@ -194,18 +191,18 @@ def test_a_failed_job_of_the_engine_ends_nothing_but_the_job(engine, inject, rig
 
 
 def test_an_engine_closes_after_its_transfers_failed_to(artifact, tmp_path, inject):
-    raised = inject("ling3-exchange last")
+    raised = inject("ling3-save last")
     with opened(artifact, tmp_path / "known"):
         pass
     assert raised.is_set() and failures() == {}
 
 
-@pytest.mark.parametrize("name", ["ling3-engine", "ling3-watchdog", "ling3-exchange", "ling3-prefixes"])
+@pytest.mark.parametrize("name", ["ling3-engine", "ling3-watchdog", "ling3-save", "ling3-load", "ling3-prefixes"])
 def test_the_end_of_a_thread_of_the_engine_is_reported_and_nobody_waits(artifact, tmp_path, inject, right, name):
     raised = inject(name)
     with opened(artifact, tmp_path / "known") as engine, supervised(engine, 3, lambda text: None):
         until(raised.is_set)
-        if name in ("ling3-exchange", "ling3-prefixes"):
+        if name not in ("ling3-engine", "ling3-watchdog"):
             until(failures)
             health = answered(application(engine, Policy("toy", None, 4, 5000)), "GET", "/health")
             assert (health.status_code, health.json()["error"]["code"]) == (503, "thread_ended")

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -97,15 +98,18 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(app: Any, grace: float = LATE, connections: int = 512) -> Iterator[tuple[str, int]]:
+def serving(
+    app: Any, grace: float = LATE, connections: int = 512, listener: socket.socket | None = None
+) -> Iterator[tuple[str, int]]:
     """The address of a server of an application in this process; it is asked to end with the block.
 
     Args:
         app: It.
         grace: Seconds for its calls to end.
         connections: At most so many at once.
+        listener: Where it listens; by default at a free port.
     """
-    with bound("127.0.0.1", 0) as listener:
+    with bound("127.0.0.1", 0) if listener is None else contextlib.nullcontext(listener) as listener:
         listener.listen()
         server = http_server(app, connections, grace)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

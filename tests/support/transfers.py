@@ -10,21 +10,25 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+from starlette.applications import Starlette
 
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Request
+from ling3export.runners.serve.states import state_routes
 from ling3export.runners.state.layout import CONV, FORMAT, LATENT, RECURRENT, TOKENS, StateLayout
 from ling3export.runners.state.sequence_state import SequenceState
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer.folder import FolderStore
+from ling3export.runners.transfer.http import HttpStore
 from ling3export.runners.transfer.options import Transfer
 from ling3export.runners.transfer.store import StateAddress, StateStore
-from ling3export.runners.transfer.tcp import TcpStore
+from tests.support.serving import serving
 
 SHARED = "LING3_TEST_SHM"
 if SHARED not in os.environ:
@@ -37,7 +41,7 @@ LAYOUT = StateLayout(
 )
 LIMIT = 1 << 20
 AWAY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None}
-STORES = ("shm", "file", "tcp")
+STORES = ("shm", "file", "http")
 LEASE = 60.0
 
 
@@ -58,8 +62,26 @@ def store(
         return FolderStore(layout, description, None, lease, limit, **told)
     if kind == "file":
         return FolderStore(layout, description, folder, lease, **told)
-    how = Transfer("tcp", limit=limit, lease=lease, deadline=deadline, secret=secret)
-    return TcpStore(layout, description, how, **told)
+    return served(HttpStore(layout, description, options_of(limit, lease, secret, deadline), **told))
+
+
+def options_of(limit: int, lease: float, secret: str, deadline: float) -> Transfer:
+    """Options of a store over HTTP."""
+    return Transfer("http", limit=limit, lease=lease, deadline=deadline, secret=secret)
+
+
+def served(store: HttpStore) -> HttpStore:
+    """A store with a server of its states, which ends when the store is closed."""
+    stack, close = ExitStack(), store.close
+    app = Starlette(routes=state_routes(store))
+    store.address = stack.enter_context(serving(app))
+
+    def closed() -> None:
+        close()
+        stack.close()
+
+    store.close = closed  # type: ignore[method-assign]
+    return store
 
 
 def name_of(number: int) -> str:

@@ -16,7 +16,6 @@ from ling3export.runners.state.sequence_state import (
     StateBytes,
     StateFileError,
     canonical,
-    fill,
     load_state,
     save_state,
     token_of,
@@ -52,19 +51,6 @@ def test_pages_of_any_size_hold_the_same_positions(page):
         state.descriptor, state.tokens, {**(found := canonical(pools)), LATENT: found[LATENT][:, :11]}
     )
     assert same(again, state)
-
-
-def test_groups_of_layers_fill_a_state_one_by_one():
-    """What a call gives of a group has as many layers as the largest one; of the last group the first are another's."""
-    state, pools = random_state(11), random_state(11).pool_arrays(8)
-    data = StateBytes(LAYOUT, state.descriptor, state.tokens)
-    for mla, kda in ((range(0, 1), range(0, 2)), (range(1, 2), range(2, 3))):
-        layers = {"mla_latent": mla, "kda_recurrent": kda, "kda_conv": kda}
-        part = {
-            name: array[min(layers[name].start, 1) :][: 1 + (name != "mla_latent")] for name, array in pools.items()
-        }
-        fill(data.state, part, layers)
-    assert same(data.state, state)
 
 
 def test_any_reader_of_safetensors_opens_a_file(file):

@@ -1,5 +1,6 @@
 """Prefixes in a folder: a later process hits what an earlier one knew, and nothing that is not whole is taken."""
 
+import errno
 import os
 import stat
 import threading
@@ -9,6 +10,7 @@ import pytest
 from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
+from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer.folder import PARTIAL, PREFIX, FolderStore
 from ling3export.runners.transfer.options import PrefixFolder
 from ling3export.runners.transfer.store import TransferError, put
@@ -154,3 +156,25 @@ def test_what_cannot_be_is_refused(artifact, tmp_path):
         ArtifactError, match=r"^prefix store: expected a prefix cache, found it off or without snapshots"
     ):
         Engine(artifact("micro-tp1-snapshots"), prefix_cache=False, prefix_store=PrefixFolder(tmp_path), **TOLD)
+
+
+def test_files_that_cannot_be_read_now_are_computed_again_and_stay(artifact, alone, tmp_path, monkeypatch):
+    """Round 4, line 6: with no free descriptor (EMFILE) the file and its whole chain were removed."""
+    folder, (right,) = tmp_path / "known", alone(PROMPT)
+    with opened(artifact, folder) as engine:
+        engine.complete([ask(PROMPT)])
+    before = {path.name for path in folder.iterdir()}
+
+    def busy(*where):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with opened(artifact, folder) as engine:
+        with monkeypatch.context() as patched:
+            patched.setattr(folders, "opened", busy)
+            (done,) = engine.complete([ask(PROMPT, "")])
+        assert (done.token_ids, done.cached_tokens) == (right, 0)
+        assert engine.stats()["prefix_store"]["unreadable"] >= 1
+    assert before <= {path.name for path in folder.iterdir()}
+    with opened(artifact, folder) as engine:
+        (done,) = engine.complete([ask(PROMPT)])
+    assert (done.token_ids, done.cached_tokens) == (right, 64)

@@ -8,7 +8,7 @@ import pytest
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
-from ling3export.runners.transfer import connector
+from ling3export.runners.transfer import transfer_queue
 from ling3export.runners.transfer.options import Transfer
 from tests.support.transfers import AWAY
 from tests.support.waiting import until
@@ -25,14 +25,14 @@ def asked(length: int, salt: str = "") -> Request:
 
 def test_a_save_that_fails_is_an_answer_without_a_state(artifact, monkeypatch):
     """That of the first request; the next one is saved."""
-    right, turns = connector.fill, iter([1])
+    right, turns = transfer_queue.fill, iter([1])
 
     def fill(*given):
         if next(turns, None) == 1:
             raise Ling3Error("a copy failed")
         right(*given)
 
-    monkeypatch.setattr(connector, "fill", fill)
+    monkeypatch.setattr(transfer_queue, "fill", fill)
     with Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("shm", deadline=60.0), **QUIET) as engine:
         salt = "salt"
         given, again = (

@@ -9,10 +9,12 @@ import pytest
 from ling3export.foundation.errors import ArtifactError, Ling3Error, RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.serve.app import Policy, application
+from ling3export.runners.serve.run import bound
 from ling3export.runners.state.layout import layout_of
 from ling3export.runners.transfer.options import Transfer
 from tests.support import transfers
-from tests.support.serving import Server
+from tests.support.serving import Server, serving
 from tests.support.transfers import AWAY, moved
 
 TOLD = {"check": "programs", "report": lambda text: None, "prefix_cache": False}
@@ -23,9 +25,14 @@ PROMPT = tuple(range(20, 90))
 def engine(request, artifact, tmp_path_factory):
     """One that gives and takes: both ends of each transfer."""
     folder = tmp_path_factory.mktemp("states") if request.param == "file" else None
-    how = Transfer(request.param, folder=folder, deadline=60.0)
-    with Engine(artifact("micro-tp1-snapshots"), transfer=how, **TOLD) as engine:
-        yield engine
+    with bound("127.0.0.1", 0) as listener:
+        listener.listen()
+        how = Transfer(request.param, folder=folder, deadline=60.0, port=listener.getsockname()[1])
+        with (
+            Engine(artifact("micro-tp1-snapshots"), transfer=how, **TOLD) as engine,
+            serving(application(engine, Policy("toy", None, 4, 5000)), listener=listener),
+        ):
+            yield engine
 
 
 @pytest.mark.parametrize("length", [1, 15, 64, 70])
@@ -87,7 +94,7 @@ def test_a_request_that_waits_for_its_state_can_be_cancelled(artifact):
     """Its peer takes the connection and says nothing: the request ends at once, and nothing is held."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
-        Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("tcp", deadline=60.0), **TOLD) as engine,
+        Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("http", deadline=60.0), **TOLD) as engine,
     ):
         _, taking = moved(engine, Request(PROMPT, 5), remote_port=silent.getsockname()[1])
         (handle,) = engine.submit(taking)
@@ -101,7 +108,7 @@ def test_two_servers_speak_the_protocol_of_vllm(artifact):
     """What a router does: to P with one token, then the same body to D with what P said."""
     path, body = artifact("micro-tp1-snapshots"), {"prompt": list(PROMPT), "temperature": 0, "ignore_eos": True}
     body |= {"model": "micro-tp1-snapshots", "cache_salt": "salt", "return_token_ids": True}
-    both = ("--check", "programs", "--transfer", "tcp", "--role")
+    both = ("--check", "programs", "--transfer", "http", "--role")
     with Server(path, *both, "prefill") as p, Server(path, *both, "decode") as d:
         ask = f"{d.url}/v1/completions"
         alone = httpx2.post(ask, json=body | {"max_tokens": 9}, timeout=60).json()["choices"][0]["token_ids"]
@@ -134,7 +141,7 @@ def test_what_can_never_be_transferred_is_refused(artifact):
         Request((1,), 1, kv_transfer_params=3)
     with pytest.raises(RequestError, match="expected tokens alone with kv_transfer_params, found logits"):
         Request((1,), 1, kv_transfer_params=AWAY, logits=True)
-    with pytest.raises(Ling3Error, match="expected a folder with --transfer file alone, found none"):
+    with pytest.raises(Ling3Error, match="expected a folder with --transfer file only, found none"):
         Transfer("file")
     with pytest.raises(Ling3Error, match="--role: expected one of both, prefill, decode, found router"):
         Transfer("shm", "router")
