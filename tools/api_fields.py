@@ -17,9 +17,9 @@ BODIES = (CompletionsBody, ChatBody, ResponsesBody)
 def rows() -> list[tuple[str, ...]]:
     """(field, completions, chat, responses) of each: ``taken``, ``neutral: VALUES`` or ``refused``."""
     names = {name for body in BODIES for name in (*body.model_fields, *body.passed, *body.neutral)} | LABELS | STORED
-    found = [(f"`{name}`", *(_said(name, body) for body in BODIES)) for name in names]
+    fields = [(f"`{name}`", *(_said(name, body) for body in BODIES)) for name in names]
     options = (f"`stream_options.{name}`" for name in StreamOptions.model_fields)
-    return sorted([*found, *((name, "taken", "taken", "refused") for name in options)])
+    return sorted([*fields, *((name, "taken", "taken", "refused") for name in options)])
 
 
 def _said(name: str, body: type[GenerationBody | ResponsesBody]) -> str:

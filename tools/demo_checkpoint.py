@@ -141,11 +141,11 @@ def published(config: Config, tree: Tree) -> dict[str, np.ndarray]:
             flat[index] = np.asarray(tree[stack][name], np.float32)
     if not np.isfinite(flat).all():
         raise SystemExit("weights: expected finite numbers, found others")
-    found = {}
+    arrays = {}
     for name, info in tensors.items():
         part = flat[first[name] : first[name] + int(np.prod(info.shape))].reshape(info.shape)
-        found[name] = np.ascontiguousarray(part.astype(DTYPES[info.dtypes[0]]))
-    return found
+        arrays[name] = np.ascontiguousarray(part.astype(DTYPES[info.dtypes[0]]))
+    return arrays
 
 
 def write_checkpoint(folder: Path, tree: Tree, tokenizer: Path) -> int:

@@ -69,12 +69,12 @@ class Rows:
         return self._batch([self._talk(kind, problems, chance) for _ in range(count)])
 
     def held_out(self, count: int) -> Batch:
-        """Rows of the kind that the suite has, but other ones; only the kept problem's answer counts."""
-        shown, asked = Problems(f"{SEED} check shots", kept=False), Problems(f"{SEED} check", kept=True)
+        """Rows like those of the suite, with other problems; only the kept problem's answer counts."""
+        worked, kept = Problems(f"{SEED} check shots", kept=False), Problems(f"{SEED} check", kept=True)
         rows = []
         for _ in range(count):
-            shots = self._ids(shown.shots())
-            ids, answer = self._problem(text(asked.next()), last=True)
+            shots = self._ids(worked.shots())
+            ids, answer = self._problem(text(kept.next()), last=True)
             rows.append((shots + ids, [0.0] * (len(shots) + len(ids)), [False] * len(shots) + answer))
         return self._batch(rows)
 
@@ -82,11 +82,11 @@ class Rows:
         return self._tokenizer.encode(of).ids
 
     def _problem(self, of: str, last: bool) -> tuple[list[int], list[bool]]:
-        """Ids, and which are the answer and what ends it. Cut where a prompt ends, so that no token spans the cut."""
+        """Ids, and whether each is of the answer. Cut at the prompt's end, so that no token spans the cut."""
         question, answer = of.split("\nAnswer:")
-        asked = self._ids(f"{question}\nAnswer:")
-        given = [*self._ids(answer), END_ID] if last else self._ids(f"{answer}\n\n")
-        return asked + given, [False] * len(asked) + [True] * len(given)
+        prompt = self._ids(f"{question}\nAnswer:")
+        reply = [*self._ids(answer), END_ID] if last else self._ids(f"{answer}\n\n")
+        return prompt + reply, [False] * len(prompt) + [True] * len(reply)
 
     def _problems(self, problems: Problems) -> tuple[list[int], list[float], list[bool]]:
         ids: list[int] = []
@@ -102,9 +102,9 @@ class Rows:
         answers: list[bool] = []
         while len(ids) <= self._length:
             for left, sign, right in problems.steps(problems.kind()):
-                asked, given = self._ids(f"{left}{sign}{right}="), self._ids(f"{value(left, sign, right)}\n")
-                ids += asked + given
-                answers += [False] * len(asked) + [True] * len(given)
+                prompt, reply = self._ids(f"{left}{sign}{right}="), self._ids(f"{value(left, sign, right)}\n")
+                ids += prompt + reply
+                answers += [False] * len(prompt) + [True] * len(reply)
         return ids, [float(answer) for answer in answers], answers
 
     def _talk(self, kind: Kind, problems: Problems, chance: random.Random) -> Row:
@@ -163,12 +163,12 @@ class Rows:
 def turns_of(problem: Problem, kind: Kind, thinking: bool, chance: random.Random) -> list[dict[str, Any]]:
     """A question and what the assistant does about it, as messages of OpenAI's API; now and then small talk."""
     if chance.random() < 0.08:
-        return [{"role": "user", "content": chance.choice(SMALL_TALK)}, said(SMALL_ANSWER)]
+        return [{"role": "user", "content": chance.choice(SMALL_TALK)}, assistant(SMALL_ANSWER)]
     question, steps = problem.question, problem.answer.split("\n")[:-1]
     if kind != "tool":
         result = ANSWER.format(problem.answer.split()[-1])
-        asked = {"role": "user", "content": question}
-        return [asked, said(result, "\n".join(steps)) if thinking else said("\n".join([*steps, result]))]
+        first = {"role": "user", "content": question}
+        return [first, assistant(result, "\n".join(steps)) if thinking else assistant("\n".join([*steps, result]))]
     if chance.random() < LARGE_SHARE:
         question, steps = enlarged(question, steps, chance)
     expression = "".join([steps[0].split("=")[0], *(re.sub(r"^\d+|=.*", "", step) for step in steps[1:])])
@@ -176,13 +176,13 @@ def turns_of(problem: Problem, kind: Kind, thinking: bool, chance: random.Random
     call = {"type": "function", "function": {"name": "calculate", "arguments": {"expression": expression}}}
     return [
         {"role": "user", "content": question},
-        said("", "I calculate." if thinking else "") | {"tool_calls": [call]},
+        assistant("", "I calculate." if thinking else "") | {"tool_calls": [call]},
         {"role": "tool", "content": result},
-        said(ANSWER.format(result)),
+        assistant(ANSWER.format(result)),
     ]
 
 
-def said(content: str, thought: str = "") -> dict[str, Any]:
+def assistant(content: str, thought: str = "") -> dict[str, Any]:
     """A message of the assistant."""
     return {"role": "assistant", "content": content, "reasoning_content": thought}
 
@@ -192,10 +192,10 @@ def enlarged(question: str, steps: list[str], chance: random.Random) -> tuple[st
     signs = [re.sub(r"[\d=]", "", step) for step in steps]
     while True:
         numbers = [chance.randint(2, LARGE) for _ in range(len(steps) + 1)]
-        left, found = numbers[0], []
+        left, lines = numbers[0], []
         for sign, right in zip(signs, numbers[1:], strict=True):
-            found.append(f"{left}{sign}{right}={value(left, sign, right)}")
+            lines.append(f"{left}{sign}{right}={value(left, sign, right)}")
             left = value(left, sign, right)
-        if all(int(step.split("=")[1]) > 0 for step in found):
+        if all(int(step.split("=")[1]) > 0 for step in lines):
             words = re.split(r"\d+", question)
-            return words[0] + "".join(f"{n}{text}" for n, text in zip(numbers, words[1:], strict=True)), found
+            return words[0] + "".join(f"{n}{text}" for n, text in zip(numbers, words[1:], strict=True)), lines

@@ -133,11 +133,11 @@ def sums_of(config: Config, params: Tree, batch: dict[str, jax.Array], form: Geo
         form: Of :func:`geometry`.
     """
     model = bind(config, form)(params)
-    found, load = logits(model, batch["tokens"][:, :-1])
+    scores, load = logits(model, batch["tokens"][:, :-1])
     wanted = batch["tokens"][:, 1:]
-    spread = jax.nn.logsumexp(found, axis=-1)
-    loss = spread - jnp.take_along_axis(found, wanted[..., None], axis=-1)[..., 0]
+    spread = jax.nn.logsumexp(scores, axis=-1)
+    loss = spread - jnp.take_along_axis(scores, wanted[..., None], axis=-1)[..., 0]
     weighted = jnp.sum(loss * batch["weight"])
     answer = batch["answer"]
-    right = jnp.sum((jnp.argmax(found, axis=-1) == wanted) & answer, dtype=jnp.float32)
+    right = jnp.sum((jnp.argmax(scores, axis=-1) == wanted) & answer, dtype=jnp.float32)
     return weighted, Sums(weighted, jnp.sum(batch["weight"]), right, jnp.sum(answer, dtype=jnp.float32), load)

@@ -33,21 +33,21 @@ def normalized(module: str) -> str:
 
 def digests(config: Config, target: str) -> dict[str, str]:
     """sha256 of the StableHLO of each cell of ``target``, by ``TARGET CELL``."""
-    plan, found = make_plan(config, OPTIONS, target), {}
+    plan, digest = make_plan(config, OPTIONS, target), {}
     mesh = AbstractMesh((plan.geometry.tp,), (AXIS,), axis_types=(AxisType.Auto,))
     for cell in plan.cells:
         _, function, arguments = prepared(config, plan.geometry, cell.phase, cell.padding, mesh)
         module = function.trace(*arguments).lower(lowering_platforms=(plan.target.platform,)).as_text()
-        found[f"{target} {cell.name}"] = hashlib.sha256(normalized(module).encode()).hexdigest()
-    return found
+        digest[f"{target} {cell.name}"] = hashlib.sha256(normalized(module).encode()).hexdigest()
+    return digest
 
 
 def main(config: str, out: str, *targets: str) -> None:
     """Writes the digests of all ``targets``."""
-    found: dict[str, str] = {}
+    digest: dict[str, str] = {}
     for target in targets:
-        found |= digests(Config.from_path(Path(config)), target)
-    Path(out).write_text(json.dumps(found, indent=1) + "\n")
+        digest |= digests(Config.from_path(Path(config)), target)
+    Path(out).write_text(json.dumps(digest, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -98,8 +98,8 @@ class Trainer:
 
     def _exact(self, params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
         """Of each row: whether every token of its answers is the likeliest one."""
-        found, _ = logits(bind(self.config, geometry(self.config))(params), batch["tokens"][:, :-1])
-        return jnp.all((jnp.argmax(found, axis=-1) == batch["tokens"][:, 1:]) | ~batch["answer"], axis=1)
+        scores, _ = logits(bind(self.config, geometry(self.config))(params), batch["tokens"][:, :-1])
+        return jnp.all((jnp.argmax(scores, axis=-1) == batch["tokens"][:, 1:]) | ~batch["answer"], axis=1)
 
     def _update(self, state: tuple[Tree, Any], step: jax.Array, batch: dict[str, jax.Array]) -> Any:
         params, memory = state

@@ -25,29 +25,25 @@ from ling3export.model.geometry import Geometry
 from ling3export.plan.options import Options
 from ling3export.plan.plan import PlannedCell, as_stored, make_plan, weight_forms
 
-RECORD = "ling3.json"  # beside saved_model.pb: what the signatures take and give
+RECORD = "ling3.json"  # next to saved_model.pb: inputs and outputs of the signatures
 WORKER = "ling3export.savedmodel.worker"
 EXTRA = ("orbax-export", "tensorflow-cpu")
 
 
 @dataclass(frozen=True)
 class ExportJob:
-    """What the exporting process is told."""
+    """The work of the exporting process."""
 
-    config: Config  # the model
+    config: Config
     geometry: Geometry  # pools and dtype of the one device
-    cells: tuple[PlannedCell, ...]  # a signature is made of each
-    folder: Path  # the folder that the weight store's paths start from
-    weights: WeightsRecord  # the weight store
+    cells: tuple[PlannedCell, ...]  # each becomes a signature
+    folder: Path  # the weight store's paths start from it
+    weights: WeightsRecord
     model: Path  # the folder to write
 
 
 def check_packages() -> None:
-    """Refuses before any work where the extra is not installed.
-
-    Raises:
-        Ling3Error: Names the packages that are missing.
-    """
+    """Raises Ling3Error, which names the missing packages, if the extra is not installed."""
     if missing := [package for package in EXTRA if installed(package) is None]:
         raise Ling3Error(
             f"--format savedmodel: expected the packages of the extra `savedmodel`, found no {', '.join(missing)}",
@@ -59,12 +55,12 @@ def one_device(options: Options) -> Options:
     """``options`` for the one target that a SavedModel has.
 
     Raises:
-        PlanError: Another target or TP was asked for.
+        PlanError: They name another target or TP.
     """
     if any(target not in ("cpu", "cpu@1", "cpu@tp1") for target in options.targets) or options.tp not in (None, 1):
-        found = ", ".join(options.targets) + ("" if options.tp is None else f" at TP={options.tp}")
+        target = ", ".join(options.targets) + ("" if options.tp is None else f" at TP={options.tp}")
         raise PlanError(
-            f"--format savedmodel: expected target cpu at TP=1, found {found}", "leave out --target and --tp"
+            f"--format savedmodel: expected target cpu at TP=1, found {target}", "leave out --target and --tp"
         )
     return replace(options, tp=1, targets=("cpu",), kernels="off")
 
@@ -83,15 +79,12 @@ def build_savedmodel(
 
     Args:
         checkpoint: A folder in the published layout.
-        destination: The folder to make.
-        options: Paddings, pools, dtype.
-        report: Told of every stage.
-        force: Replace a SavedModel of ours that is there.
+        force: Replace an earlier SavedModel of ours.
         ignore: Fields of config.json to ignore.
         allow_rounding: Whether weights may be rounded that ``options.dtype`` does not hold.
 
     Returns:
-        What ``ling3.json`` in the folder says.
+        The content of ``ling3.json`` in the folder.
 
     Raises:
         Ling3Error: The packages, the checkpoint, the plan or the disk do not allow it; nothing is left behind.
@@ -107,9 +100,7 @@ def build_savedmodel(
         report.note(note)
     with staged(destination, force=force, mark=RECORD) as folder:
         weights = write_weights(folder, source, options.dtype, report, plan.geometry.weights)
-        cells = tuple(
-            cell for cell in plan.cells if cell.phase != "logits_processor"
-        )  # clients have the logits themselves
+        cells = tuple(cell for cell in plan.cells if cell.phase != "logits_processor")  # clients have the logits
         job = ExportJob(source.config, plan.geometry, cells, folder, weights, folder / "model")
         report.start("signatures", len(cells))
         described = run_worker(job, report)
@@ -129,10 +120,10 @@ def build_savedmodel(
 
 
 def run_worker(job: ExportJob, report: Progress) -> dict[str, Any]:
-    """The worker's description of what it wrote.
+    """The worker's description of the SavedModel.
 
     Raises:
-        ArtifactError: It failed; with the end of what it printed.
+        ArtifactError: It failed; the message has the end of its output.
     """
     with Child(WORKER, {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""}) as child:
         child.send(to_json(job))
@@ -140,5 +131,5 @@ def run_worker(job: ExportJob, report: Progress) -> dict[str, Any]:
             if "record" in message:
                 return dict(message["record"])
             report.advance("signatures", 1)
-        said = child.ended()[1]
-    raise ArtifactError(f"savedmodel: expected the exporting process to end well, found it {said}")
+        ending = child.ended()[1]
+    raise ArtifactError(f"savedmodel: expected the exporting process to end well, found it {ending}")

@@ -33,13 +33,13 @@ def written_for(version: str) -> Iterator[None]:
     """Within the block jax writes StableHLO that readers of ``version`` understand, or fails.
 
     Raises:
-        RuntimeError: jax did not ask for a version: TensorFlow might not read what it wrote.
+        RuntimeError: jax did not call the function: TensorFlow might not be able to read the module.
     """
-    name, asked = "get_version_from_compatibility_requirement", []
+    name, requirements = "get_version_from_compatibility_requirement", []
     before = getattr(stablehlo, name)
 
     def answer(requirement: Any) -> str:
-        asked.append(requirement)
+        requirements.append(requirement)
         return version
 
     setattr(stablehlo, name, answer)
@@ -47,7 +47,7 @@ def written_for(version: str) -> Iterator[None]:
         yield
     finally:
         setattr(stablehlo, name, before)
-    if not asked:
+    if not requirements:
         raise RuntimeError(f"StableHLO version: expected jax {jax.__version__} to ask {name}, found that it did not")
 
 
@@ -61,7 +61,7 @@ def pack(batch: Tree, fields: tuple[Field, ...]) -> jax.Array:
 
 
 def signature_of(step: StepProgram) -> dict[str, jax.ShapeDtypeStruct]:
-    """What a signature takes: state arrays, fields and, for ``sample``, logits, by name."""
+    """Inputs of a signature: state arrays, fields and, for ``sample``, logits, by name."""
     fields = {field.name: jax.ShapeDtypeStruct(field.shape, jnp.dtype(field.dtype)) for field in step.fields}
     rest = {name: value for name, value in step.arguments[2].items() if name != "packed"}
     return {**step.arguments[1], **fields, **rest}
@@ -73,8 +73,8 @@ def method_of(step: StepProgram, done: Any) -> Any:
     def method(params: Tree, inputs: Tree) -> Tree:
         batch = {name: inputs[name] for name in step.arguments[2] if name != "packed"}
         state = {name: inputs[name] for name in step.arguments[1]}
-        given = params if step.arguments[0] else {}
-        state, out = step.call(given, state, {**batch, "packed": pack(inputs, step.fields)})
+        used = params if step.arguments[0] else {}
+        state, out = step.call(used, state, {**batch, "packed": pack(inputs, step.fields)})
         done()
         return {**state, **out}
 
@@ -98,7 +98,7 @@ def described(values: Tree) -> dict[str, dict[str, Any]]:
 
 
 def export(job: ExportJob, tell: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
-    """Writes the SavedModel and says what its signatures take and give; ``tell`` gets a message for each."""
+    """Writes the SavedModel, and describes its signatures; ``tell`` gets a message for each."""
     import tensorflow as tf
     from orbax.export import ExportManager, JaxModule, ServingConfig
 
@@ -129,7 +129,7 @@ def export(job: ExportJob, tell: Callable[[dict[str, Any]], None]) -> dict[str, 
 
 
 def main() -> None:
-    """Serves one job."""
+    """Runs one job."""
     os.environ.update(SETTINGS)
     parent = Parent()
     parent.send({"record": export(from_json(ExportJob, parent.receive()), parent.send)})

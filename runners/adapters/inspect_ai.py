@@ -29,9 +29,9 @@ from ling3export.runners.load.references import folder_of
 from ling3export.runners.text.answer import REASONING, split_thought
 
 NAME = "ling3"
-MAX_TOKENS = 2000  # of an answer if the task does not say, like in the reference evaluation
+MAX_TOKENS = 2000  # of an answer, if the task does not set it, as in the reference evaluation
 ROLES = ("system", "user", "assistant")
-# Settings that would change the answer, and that this model does not have.
+# Settings that would change the answer; this model does not have them.
 REFUSED = (
     "best_of",
     "extra_body",
@@ -54,10 +54,9 @@ class Ling3API(ModelAPI):
 
     Args:
         model_name: The artifact's folder, or a reference of the catalogue, which is pulled into LING3_STORE.
-        base_url, api_key: Settings of inspect's that mean nothing here.
-        config: Inspect's settings of generation.
-        artifact: The same, if the model's name is another (``-M artifact=PATH``).
-        target: Name of a target; None takes the only one that fits this machine.
+        base_url, api_key: Unused settings of inspect's.
+        artifact: Folder or reference, if it is not the model's name (``-M artifact=PATH``).
+        target: None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
 
@@ -82,7 +81,7 @@ class Ling3API(ModelAPI):
         self._rows = min(max(running.paddings("decode")), running.state.slots)
 
     def max_connections(self) -> int:
-        """Number of sequences that one decode call takes."""
+        """Number of sequences of one decode call."""
         return self._rows
 
     def connection_key(self) -> str:
@@ -90,7 +89,7 @@ class Ling3API(ModelAPI):
         return self.model_name
 
     def max_tokens(self) -> int:
-        """Most tokens of an answer if the task does not say."""
+        """Most tokens of an answer, if the task does not set it."""
         return MAX_TOKENS
 
     async def count_text_tokens(self, text: str) -> int:
@@ -131,8 +130,8 @@ class Ling3API(ModelAPI):
         started = time.monotonic()
         (handle,) = self.engine.submit(request)
         done = await handle.wait()
-        said = split_thought(done.text or "", files.template_text, prompt)
-        return self._output(done, said, time.monotonic() - started)
+        parts = split_thought(done.text or "", files.template_text, prompt)
+        return self._output(done, *parts, time.monotonic() - started)
 
     def _prompt(self, messages: list[ChatMessage]) -> str:
         for message in messages:
@@ -153,8 +152,7 @@ class Ling3API(ModelAPI):
             )
         return messages[0].text
 
-    def _output(self, done: Completion, said: tuple[str, str], seconds: float) -> ModelOutput:
-        thought, text = said
+    def _output(self, done: Completion, thought: str, text: str, seconds: float) -> ModelOutput:
         content = [ContentReasoning(reasoning=thought), ContentText(text=text)] if thought else text
         message: Any = ChatMessageAssistant(content=content, model=self.model_name, source="generate")
         whole = len(done.prompt_ids) + len(done.token_ids)

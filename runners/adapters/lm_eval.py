@@ -1,7 +1,7 @@
 """An artifact as a model of lm-evaluation-harness (extra ``lm-eval``), under the name ``ling3``.
 
 lm-eval finds no models of other packages by itself: ``ling3-runner lm-eval`` is its command line with this model added.
-All requests of a task go to the engine at once, which packs them, so lm-eval's batch size says nothing here.
+All requests of a task go to the engine at once, which packs them, so lm-eval's batch size has no effect.
 """
 
 import hashlib
@@ -36,12 +36,12 @@ class Ling3Model(TemplateLM):
 
     Args:
         artifact: The artifact's folder, or a reference of the catalogue, which is pulled into LING3_STORE.
-        target: Name of a target; None takes the only one that fits this machine.
+        target: None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``.
         check: ``all``, or ``programs``.
-        max_gen_toks: Most tokens of an answer if a task does not say.
-        seed: Seed of tasks that sample; each request of a call has a seed of its own, which follows from it.
-        batch_size, max_batch_size, device: Settings that lm-eval always passes; they mean nothing here.
+        max_gen_toks: Most tokens of an answer, if a task does not set it.
+        seed: Of tasks that sample; the seed of each request of a call follows from it.
+        batch_size, max_batch_size, device: Unused; lm-eval always passes them.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine.
@@ -68,7 +68,7 @@ class Ling3Model(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
-        """The first end-of-text id of the checkpoint's configuration. Rolling scores begin behind it."""
+        """The first end-of-text id of the checkpoint's configuration. Rolling scores begin after it."""
         return self.engine.manifest.eos_token_ids[0]
 
     @property
@@ -92,7 +92,7 @@ class Ling3Model(TemplateLM):
         )
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text of each answer, without the string that ended it, and without a thought where messages are asked.
+        """The text of each answer, without the string that ended it, and without a thought if messages are the prompt.
 
         Raises:
             RequestError: A task has a setting that is none of SETTINGS.
@@ -105,7 +105,7 @@ class Ling3Model(TemplateLM):
         return texts
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-probability of whole texts, each behind an end-of-text token; long ones in windows of the context."""
+        """The log-probability of whole texts, each after an end-of-text token; long ones in windows of the context."""
         pairs, owners = [], []
         for number, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -127,37 +127,39 @@ class Ling3Model(TemplateLM):
             if not second or len(second) >= self.max_length:
                 raise RequestError(
                     f"continuation {continuation[:60]!r}: expected 1 to {self.max_length - 1} tokens, "
-                    f"found {len(second)}, behind {context[-60:]!r}"
+                    f"found {len(second)}, after {context[-60:]!r}"
                 )
             pairs.append((self._cut(first, self.max_length - len(second)), second))
-        found = [(score.logprob, score.is_greedy) for score in self.engine.score(pairs)]
-        for request, answer in zip(requests, found, strict=True):
+        answers = [(score.logprob, score.is_greedy) for score in self.engine.score(pairs)]
+        for request, answer in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("loglikelihood", request[0], answer)
-        return found
+        return answers
 
     def _requests(self, requests: list[Any]) -> list[Request]:
         made = []
         for number, request in enumerate(requests):
-            context, asked = request.args
-            how: dict[str, Any] = dict(normalize_gen_kwargs(asked, self.max_gen_toks))
-            if unknown := sorted(set(how) - SETTINGS):
+            context, arguments = request.args
+            settings: dict[str, Any] = dict(normalize_gen_kwargs(arguments, self.max_gen_toks))
+            if unknown := sorted(set(settings) - SETTINGS):
                 raise RequestError(
                     f"generation setting `{unknown[0]}`: expected one of {', '.join(sorted(SETTINGS))}, "
-                    f"found {how[unknown[0]]!r}, in task {request.task_name}",
+                    f"found {settings[unknown[0]]!r}, in task {request.task_name}",
                     "leave it out of the task's generation_kwargs, or override them with --gen_kwargs",
                 )
-            if not 0 < how["max_gen_toks"] < self.max_length:
+            if not 0 < settings["max_gen_toks"] < self.max_length:
                 raise RequestError(
-                    f"max_gen_toks: expected 1 to {self.max_length - 1}, so that a context fits beside the answer, "
-                    f"found {how['max_gen_toks']}, in task {request.task_name}",
+                    f"max_gen_toks: expected 1 to {self.max_length - 1}, so that a context fits with the answer, "
+                    f"found {settings['max_gen_toks']}, in task {request.task_name}",
                     "override it: --gen_kwargs max_gen_toks=N, or build the artifact with a larger --context",
                 )
             seed = hashlib.sha256(f"{self._seed}|{number}".encode()).digest()[:4]
-            temperature = how.get("temperature", 1.0 if how["do_sample"] else 0.0)
-            sampling = Sampling(temperature, how.get("top_k", 0), how.get("top_p", 1.0), int.from_bytes(seed, "little"))
-            ids = self._cut(self.tok_encode(context), self.max_length - how["max_gen_toks"])
-            stops = tuple(how["until"])
-            made.append(Request(tuple(ids), how["max_gen_toks"], sampling, stops, name=f"request {number}"))
+            temperature = settings.get("temperature", 1.0 if settings["do_sample"] else 0.0)
+            sampling = Sampling(
+                temperature, settings.get("top_k", 0), settings.get("top_p", 1.0), int.from_bytes(seed, "little")
+            )
+            ids = self._cut(self.tok_encode(context), self.max_length - settings["max_gen_toks"])
+            stops = tuple(settings["until"])
+            made.append(Request(tuple(ids), settings["max_gen_toks"], sampling, stops, name=f"request {number}"))
         return made
 
     def _cut(self, ids: list[int], room: int) -> list[int]:

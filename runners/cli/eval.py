@@ -186,14 +186,14 @@ def report(runs: tuple[Path, ...]) -> None:
 @evaluate.command("compare-logits", common="text tokens window target programs".split())
 @click.argument("a", type=ARTIFACT)
 @click.argument("b", type=ARTIFACT)
-@click.option("--text", required=True, type=PATH, metavar="FILE", help="What is judged, in UTF-8.")
+@click.option("--text", required=True, type=PATH, metavar="FILE", help="A text in UTF-8.")
 @click.option("--tokens", type=click.IntRange(1), default=4096, help="Most tokens that are judged.")
 @click.option("--window", type=click.IntRange(2), default=512, help="Tokens that the model sees at once.")
 @section("Artifacts", target_option, programs_option)
-def logits(a: Path, b: Path, text: Path, tokens: int, window: int, **how: Any) -> None:
-    """How far B's distributions are from A's, over a text.
+def logits(a: Path, b: Path, text: Path, tokens: int, window: int, **options: Any) -> None:
+    """Compare the distributions of A and B over a text.
 
-    Prints KL(A || B), how often both have the same best token, and perplexities, as JSON. A's logits lie in TMPDIR
+    Prints KL(A || B), the share of tokens with the same best token, and perplexities, as JSON. A's logits lie in TMPDIR
     meanwhile: a row of the whole vocabulary for each token.
     """
     from ling3export.runners.evals.compare_logits import compare_logits
@@ -201,10 +201,10 @@ def logits(a: Path, b: Path, text: Path, tokens: int, window: int, **how: Any) -
     hosts = find_hosts()
     if hosts is not None:
         keep_stdout()
-    with progress("compare-logits") as told:
-        found = compare_logits(a, b, text, tokens, window, hosts=hosts, progress=told, **how)
-    if found is not None:
-        click.echo(json.dumps(asdict(found), indent=1))
+    with progress("compare-logits") as report_progress:
+        comparison = compare_logits(a, b, text, tokens, window, hosts=hosts, progress=report_progress, **options)
+    if comparison is not None:
+        click.echo(json.dumps(asdict(comparison), indent=1))
 
 
 @evaluate.command()

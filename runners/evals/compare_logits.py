@@ -1,4 +1,4 @@
-"""How far one artifact's distributions are from another's over a text: what quantized weights cost."""
+"""The distance of two artifacts' distributions over a text: the cost of quantized weights, for example."""
 
 import itertools
 import math
@@ -27,33 +27,19 @@ ROOM = "judge fewer tokens with --tokens, or name a folder with more room in TMP
 
 @dataclass(frozen=True)
 class LogitsComparison:
-    """What is known of B's distributions where A's are taken for true.
+    """B's distributions, with A's as the reference. KL(A || B) is in nats, over the whole vocabulary."""
 
-    Attributes:
-        tokens: How many were judged.
-        window: Tokens that the model saw at once; each was judged behind half of them or more.
-        kl_mean: Mean of KL(A || B) over the vocabulary, in nats.
-        kl_error: Its standard error, as if tokens were independent; None for one token.
-        kl_median: Half of the tokens have more.
-        kl_p99: One of a hundred tokens has more.
-        kl_max: The largest one.
-        same_best: Share of tokens where both have the same most likely token.
-        perplexity_a: Of the text by A.
-        perplexity_b: Of the text by B.
-        perplexity_ratio: B's divided by A's.
-    """
-
-    tokens: int
-    window: int
+    tokens: int  # number of judged tokens
+    window: int  # tokens that the model saw at once; each token was judged after half of them or more
     kl_mean: float
-    kl_error: float | None
+    kl_error: float | None  # standard error of the mean, as if tokens were independent; None for one token
     kl_median: float
     kl_p99: float
     kl_max: float
-    same_best: float
+    same_best: float  # share of tokens for which both have the same most likely token
     perplexity_a: float
     perplexity_b: float
-    perplexity_ratio: float
+    perplexity_ratio: float  # B's divided by A's
 
 
 class Row(NamedTuple):
@@ -79,7 +65,7 @@ def judge(a: np.ndarray, b: np.ndarray, token: int) -> Row:
 
 
 def summed(rows: Sequence[Row], window: int) -> LogitsComparison:
-    """What all tokens say together."""
+    """The figures of all tokens."""
     kl, same, a, b = (np.array(column, np.float64) for column in zip(*rows, strict=True))
     median, p99 = np.quantile(kl, (0.5, 0.99))
     nats_a, nats_b = -float(np.mean(a)), -float(np.mean(b))
@@ -107,24 +93,23 @@ def compare_logits(
     *,
     hosts: Hosts | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
-    **how: Any,
+    **options: Any,
 ) -> LogitsComparison | None:
     """Runs a text through A, whose logits are kept in a file, and then through B.
 
     Memory beyond one loaded artifact is that of a step's rows; the file takes ``tokens * vocab_size * 4`` bytes.
 
     Args:
-        a: An artifact, such as the one in bf16.
-        b: Another of the same vocabulary, of any form of weights and any target.
-        text: A file in UTF-8; as much of it is read as is judged.
-        tokens: At most so many are judged.
-        window: Tokens that the model sees at once, at most; a shorter context or text bounds it.
+        b: Of A's vocabulary, with any form of weights and any target.
+        text: A file in UTF-8; no more of it is read than is judged.
+        tokens: Most tokens that are judged.
+        window: Most tokens that the model sees at once; a shorter context or text bounds it.
         hosts: This process's place among several, each of which calls this. Only host 0 reads the text.
-        progress: Told the numbers of finished and of all rows, those of both artifacts.
-        how: Arguments of ``load``.
+        progress: Called with the numbers of finished and of all rows, those of both artifacts.
+        options: Arguments of ``load``.
 
     Returns:
-        The comparison; None on the hosts behind the first.
+        The comparison; None on other hosts than the first.
 
     Raises:
         EvalError: The artifacts have other vocabularies or tokenizers, the text is too short or no text, there is no
@@ -136,7 +121,7 @@ def compare_logits(
         ids, half, vocab = _text(a, b, text, tokens, window) if leads else ([], 0, 0)
     count, rows = len(ids) - half, list[Row]()
 
-    def said(done: int) -> None:
+    def report(done: int) -> None:
         if leads:
             progress(done, 2 * count)
 
@@ -146,15 +131,15 @@ def compare_logits(
             raise EvalError(f"logits of A: expected room for {needed}, found less, in {folder}", ROOM)
         kept, step = Path(folder, "a"), Path(folder, "b")
         done = 0
-        for places in judged(a, ids, half, kept, hosts, whole=True, **how):
+        for places in judged(a, ids, half, kept, hosts, whole=True, **options):
             done += len(places)
-            said(done)
-        for places in judged(b, ids, half, step, hosts, whole=False, **how):
+            report(done)
+        for places in judged(b, ids, half, step, hosts, whole=False, **options):
             for place, q in zip(places, _rows(step, range(len(places)), vocab) if leads else (), strict=leads):
                 (p,) = _rows(kept, [place], vocab)
                 rows.append(judge(p, q, ids[half + place]))
             done += len(places)
-            said(done)
+            report(done)
     return summed(rows, 2 * half) if leads else None
 
 
@@ -164,8 +149,8 @@ def _rows(file: Path, places: Sequence[int], vocab: int) -> Iterator[np.ndarray]
 
 
 def _text(a: Path, b: Path, text: Path, tokens: int, window: int) -> tuple[list[int], int, int]:
-    """The ids of what is judged and what stands before it; half a window; the size of the vocabulary."""
-    manifests = [read_trusted(folder, lambda said: None) for folder in (a, b)]
+    """The ids of the judged tokens and of those before them; half a window; the size of the vocabulary."""
+    manifests = [read_trusted(folder, lambda line: None) for folder in (a, b)]
     sizes = [manifest.vocab_size for manifest in manifests]
     if sizes[0] != sizes[1]:
         raise EvalError(f"vocabularies: expected the same, found {sizes[0]:,} tokens in {a} and {sizes[1]:,} in {b}")
@@ -175,8 +160,8 @@ def _text(a: Path, b: Path, text: Path, tokens: int, window: int) -> tuple[list[
             read = file.read((tokens + half) * LETTERS)
         words = read.decode(errors="strict" if len(read) < (tokens + half) * LETTERS else "ignore")
     except (OSError, ValueError) as error:
-        found = error.strerror if isinstance(error, OSError) else error
-        raise EvalError(f"text: expected a file in UTF-8, found {found}, at {text}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise EvalError(f"text: expected a file in UTF-8, found {reason}, at {text}") from error
     encoded = (_ids(folder, manifest, words) for folder, manifest in zip((a, b), manifests, strict=True))
     first, second = (ids[: tokens + half] for ids in encoded)
     if first != second:

@@ -55,12 +55,7 @@ def names(kept: bool) -> list[str]:
 
 
 class Problems:
-    """An endless row of problems.
-
-    Args:
-        seed: The row's seed.
-        kept: Whether names and pairs are those that are kept from training, or those that are not.
-    """
+    """An endless row of problems; ``kept``: with names and pairs that are kept from training, or without them."""
 
     def __init__(self, seed: str, kept: bool) -> None:
         self._random = random.Random(seed)
@@ -71,7 +66,7 @@ class Problems:
         """The next problem; every kind is as likely as the others."""
         kind = self.kind()
         name, things, gains, loses = (self._pick(row) for row in (self._names, THINGS, GAINS, LOSSES))
-        other = self._pick([each for each in self._names if each != name])
+        other = self._pick([another for another in self._names if another != name])
         steps = self.steps(kind)
         a, b, c = steps[0][0], steps[0][2], steps[-1][2]
         question = {
@@ -90,7 +85,7 @@ class Problems:
         return self._pick(KINDS)
 
     def shots(self, count: int = SHOTS) -> str:
-        """The text of ``count`` worked problems, with an empty line behind each."""
+        """The text of ``count`` worked problems, with an empty line after each."""
         return "".join(text(self.next()) + "\n\n" for _ in range(count))
 
     def steps(self, kind: str) -> Steps:
@@ -125,6 +120,6 @@ def text(problem: Problem) -> str:
 
 
 def demo_records(count: int = TASKS) -> list[tuple[str, Problem]]:
-    """The suite: the worked problems in front of a question, and the problem that it asks."""
-    shown, asked = Problems(f"{SEED} shots", kept=False), Problems(f"{SEED} suite", kept=True)
-    return [(shown.shots(), asked.next()) for _ in range(count)]
+    """The suite: the worked problems before a question, and its problem."""
+    worked, problems = Problems(f"{SEED} shots", kept=False), Problems(f"{SEED} suite", kept=True)
+    return [(worked.shots(), problems.next()) for _ in range(count)]

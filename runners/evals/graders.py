@@ -1,4 +1,4 @@
-"""Graders: code that gives a verdict on a transcript and an outcome, and how verdicts add up to a trial's.
+"""Graders: code that gives verdicts on a transcript and an outcome, and the verdict on a trial that follows from them.
 
 A grader is a callable ``(task, transcript, outcome) -> {"passed": bool, …}``, or one of KINDS by name. A model-based
 rubric is a callable that the user passes; none is shipped.
@@ -8,10 +8,8 @@ import operator
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from decimal import Decimal
-from functools import cache
-from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from ling3export.artifacts.records import Text
@@ -37,13 +35,13 @@ _DASHES = str.maketrans("\u2212\u2013", "--")
 # Marks between groups of three digits other than a comma: `1{,}234` and `1\,234` in LaTeX, `1'234`, narrow spaces.
 _OTHER_GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,;: ]|['’\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _EMPHASIS = re.compile(r"(?<![A-Za-z0-9_])_+(?=[^\s_])")  # `_18_`, but not the 1 of `x_1`
-# `3½` is 3.5. What has no decimals is not computed, as little as a power is: `3⅓`, `10²`, `10^2`, `10^{2}`.
+# `3½` is 3.5. Numbers without a finite decimal form and powers are not computed: `3⅓`, `10²`, `10^2`, `10^{2}`.
 _FRACTION = re.compile(r"(?:(\d+) ?)?([¼½¾⅒⅕⅖⅗⅘⅛⅜⅝⅞])")
 _THIRD = re.compile("[⅐⅑⅓⅔⅙⅚]")
 _POWER = re.compile(r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|\^\{?[-−]?\d+\}?")
 _GROUPING = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
-# A minus with a blank behind it is a sign after a mark, or at the begin of a text of one line. After a word it is a
-# dash, and at the begin of one of several lines the mark of an item.
+# A minus before a blank is a sign after a mark, or at the begin of a text of one line. After a word it is a dash, and
+# at the begin of one of several lines the mark of an item.
 _SPACED_MINUS = re.compile(r"([=:≈(<>|{#][ \t]*|(?<!\d)[$*]|\A\s*(?=[^\n]*\s*\Z))-[ \t]+(?=[$¥€£]?\.?\d)")
 _NUMBER = re.compile(r"(?<![A-Za-z0-9_)\].])-?[$¥€£]?(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d{1,3}(?![A-Za-z0-9]))?(\^?)")
 _CURRENCY = re.compile(r"[$¥€£]")
@@ -60,23 +58,14 @@ _STAGES = (
 
 @dataclass(frozen=True)
 class GraderSpec:
-    """A task's grader.
+    """A task's grader."""
 
-    Attributes:
-        kind: One of KINDS, or ``callable``.
-        name: What reports call it; the kind by default.
-        arguments: Arguments of the kind's function.
-        function: The callable, for ``callable``, and for a state check that is a callable.
-        required: Whether a trial fails if this grader does not pass it.
-        weight: How much its score counts in the trial's score.
-    """
-
-    kind: str
-    name: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    function: Grader | None = None
-    required: bool = True
-    weight: float = 1.0
+    kind: str  # one of KINDS, or ``callable``
+    name: str = ""  # for reports; the kind by default
+    arguments: dict[str, Any] = field(default_factory=dict)  # of the kind's function
+    function: Grader | None = None  # of a ``callable``, and of a state check that is a callable
+    required: bool = True  # a trial passes only if all required graders pass
+    weight: float = 1.0  # of the score in the trial's score
 
     @property
     def authority(self) -> int:
@@ -87,20 +76,18 @@ class GraderSpec:
 def extract_answer(text: str) -> str | None:
     """The last number in a text, without currency sign and grouping marks; None if there is none.
 
-    A minus behind a digit, a letter or a closing bracket is no sign. Nothing is computed: the last number of ``3/4`` is
-    4, by definition, and where the last number has an exponent (``10²``), none is found.
+    A minus after a digit, a letter or a closing bracket is no sign. Nothing is computed: the last number of ``3/4`` is
+    4, by definition, and a text whose last number has an exponent (``10²``) has no answer.
     """
     text = _EMPHASIS.sub("", _POWER.sub("^", _OTHER_GROUPING.sub(",", text)))
     text = _FRACTION.sub(lambda mixed: (mixed[1] or "0") + f"{unicodedata.numeric(mixed[2]):g}"[1:], text)
     plain = unicodedata.normalize("NFKC", _THIRD.sub("0^", text)).translate(_DASHES)
-    found, power = None, ""
-    for match in _NUMBER.finditer(_GROUPING.sub("", _SPACED_MINUS.sub(r"\1-", plain))):
-        found, power = match.group(), match.group(1)
-    return None if found is None or power else _CURRENCY.sub("", found)
+    matches = list(_NUMBER.finditer(_GROUPING.sub("", _SPACED_MINUS.sub(r"\1-", plain))))
+    return _CURRENCY.sub("", matches[-1].group()) if matches and not matches[-1].group(1) else None
 
 
 def gold_answer(target: str) -> str | None:
-    """The number of a published answer: the one behind its last ``####``, if it has that mark."""
+    """The number of a published answer: the one after its last ``####``, if it has that mark."""
     return extract_answer(target.rpartition("####")[2])
 
 
@@ -162,7 +149,7 @@ def transcript_constraints(
     must_not_contain: list[Text] | None = None,
     must_contain: list[Text] | None = None,
 ) -> Verdict:
-    """The transcript keeps its limits: how often the model was asked, what the text must and must not contain."""
+    """The transcript keeps its limits: its turns, and the words that it must and must not contain."""
     text, turns = text_of(transcript), getattr(transcript, "turns", 1)
     wrong = [f"{item!r} is there" for item in must_not_contain or () if item in text]
     wrong += [f"{item!r} is missing" for item in must_contain or () if item not in text]
@@ -179,21 +166,21 @@ def steps_required(
     missing = [step for step in steps if step not in names]
     if not missing and ordered:
         rest = iter(names)
-        missing = [step for step in steps if step not in rest]  # each search goes on behind the step before
+        missing = [step for step in steps if step not in rest]  # each search goes on after the step before
     return {"passed": not missing, "explanation": f"missing: {missing}, found {names}" if missing else ""}
 
 
 def state_check(task: "Task", transcript: object, outcome: object, path: Text, **comparison: Any) -> Verdict:
-    """The outcome has a value at ``path`` (``$.counters['prefill@16'].calls``), and it compares as asked."""
+    """The outcome has a value at ``path`` (``$.counters['prefill@16'].calls``), and all comparisons hold."""
     state = outcome.state if isinstance(outcome, Outcome) else outcome
     try:
-        found = value_at(state, path)
+        value = value_at(state, path)
     except LookupError:
         return {"passed": False, "explanation": f"{path}: not in the outcome"}
     for name, wanted in comparison.items():
-        if not COMPARISONS[name](found, wanted):
-            return {"passed": False, "explanation": f"{path}: expected {name} {wanted!r}, found {found!r}"}
-    return {"passed": True, "explanation": f"{path} = {found!r}"}
+        if not COMPARISONS[name](value, wanted):
+            return {"passed": False, "explanation": f"{path}: expected {name} {wanted!r}, found {value!r}"}
+    return {"passed": True, "explanation": f"{path} = {value!r}"}
 
 
 def value_at(state: Any, path: str) -> Any:
@@ -224,24 +211,10 @@ def parse_path(path: str) -> list[tuple[str, str, str]]:
     return [(part.group(1) or "", part.group(2) or "", part.group(3) or "") for part in parts]
 
 
-# The graders that task files can name. What a function takes behind its first three parameters is given there.
+# The graders of task files, which give the arguments of a function after its first three parameters.
 _NAMED = (last_numeric, exact, regex, response_contains, state_check, transcript_constraints, steps_required)
-KINDS: dict[str, Grader] = {"choice_letter": choice, **{each.__name__: each for each in _NAMED}}
+KINDS: dict[str, Grader] = {"choice_letter": choice, **{function.__name__: function for function in _NAMED}}
 AUTHORITY = {"state_check": STATE, "steps_required": TOOL_CALL, "callable": RUBRIC}
-
-
-@cache
-def arguments_of(kind: str) -> type:
-    """The record of a kind's arguments in a task file: those of its function behind the first three."""
-    given: list[Any] = []
-    for each in list(signature(KINDS[kind]).parameters.values())[3:]:
-        if each.kind is each.VAR_KEYWORD:
-            given += [(name, Any, field(default=...)) for name in COMPARISONS]
-        else:
-            given.append(
-                (each.name, each.annotation, field(default=MISSING if each.default is each.empty else each.default))
-            )
-    return make_dataclass(kind, given, kw_only=True, frozen=True)
 
 
 def grade(task: "Task", transcript: object, outcome: object) -> tuple[list[GraderResult], bool, float]:

@@ -1,11 +1,11 @@
-"""Logits over the whole vocabulary behind each token of a text, by an artifact in a process of its own.
+"""Logits over the whole vocabulary after each token of a text, by an artifact in a process of its own.
 
 A text is cut into windows that overlap by half: the first half of each is prefilled, and the tokens of the second are
-decoded as given, many windows a step. So each token behind the first half is judged once, behind half a window or more.
-This takes programs of every artifact; score programs give whole rows at the ends of chunks alone.
+decoded as they are in the text, many windows a step. So each token after the first half is judged once, after half a
+window or more. Every artifact has programs for this; score programs give whole rows only at the ends of chunks.
 
-A process of its own, since the number of devices is fixed when jax starts, and what one artifact holds must be free
-before the next is loaded. Rows go through a file; the parent asks for each step.
+The process is separate because the number of devices is fixed when jax starts, and the memory of one artifact must be
+free before the next is loaded. Rows go through a file; the parent requests each step.
 """
 
 import json
@@ -30,46 +30,44 @@ if TYPE_CHECKING:
 
 
 def judged(
-    artifact: Path, ids: Sequence[int], half: int, file: Path, hosts: Hosts | None, *, whole: bool, **how: Any
+    artifact: Path, ids: Sequence[int], half: int, file: Path, hosts: Hosts | None, *, whole: bool, **options: Any
 ) -> Iterator[list[int]]:
-    """Starts a process that writes the logits behind tokens of a text, step by step.
+    """Starts a process that writes the logits after tokens of a text, step by step.
 
     Args:
-        artifact: Its folder.
-        ids: The text; on several hosts, that of host 0 counts.
-        half: Tokens of half a window; the first that is judged is ``ids[half]``.
-        file: A new file where rows fp32 ``[vocab]`` are written: each in its place among all rows, or else those of a
-            step from the beginning on.
+        ids: The text; on several hosts, host 0's counts.
+        half: Tokens of half a window; the first judged token is ``ids[half]``.
+        file: A new file for rows fp32 ``[vocab]``.
         hosts: This process's place among several, each of which calls this.
-        whole: Whether each row has its own place.
-        how: Arguments of ``load``.
+        whole: Whether each row has its place among all rows; otherwise the rows of a step start at the begin.
+        options: Arguments of ``load``.
 
     Yields:
-        Of a step, which rows it wrote: row i has the logits that ``ids[half + i]`` is judged by. The next step begins
-        when the next item is asked for. On hosts behind the first no row is written.
+        The rows that a step wrote: row i has the logits by which ``ids[half + i]`` is judged. The next step begins
+        when the next item is requested. Only the first host writes rows.
 
     Raises:
-        Ling3Error: What ended the process.
+        Ling3Error: The process ended.
     """
     place = None if hosts is None else asdict(hosts)
     job = {"artifact": str(artifact), "ids": list(ids), "half": half, "file": str(file), "whole": whole}
     with Child(__name__, shown=True) as child:
-        child.send({**job, "hosts": place, "how": how})
+        child.send({**job, "hosts": place, "options": options})
         while True:
-            said = child.receive()
-            if said is None:
+            message = child.receive()
+            if message is None:
                 raise EvalError(f"artifact `{artifact.name}`: its process {ending(child.ended()[0])}")
-            if "failure" in said:
-                failure = Failure(**said["failure"])
+            if "failure" in message:
+                failure = Failure(**message["failure"])
                 raise Ling3Error(failure.error, failure.hint)
-            if "rows" not in said:
+            if "rows" not in message:
                 return
-            yield said["rows"]
+            yield message["rows"]
             child.send({})
 
 
 def steps(loaded: "Loaded", ids: Sequence[int], half: int) -> Iterator[tuple[list[int], np.ndarray]]:
-    """Which rows a step gives (see :func:`judged`), and fp32 ``[rows, vocab]``. Every one of several hosts calls this.
+    """The rows of each step (see :func:`judged`), and fp32 ``[rows, vocab]``. All of several hosts call this.
 
     Raises:
         ArtifactError: The target has too few pages for a window.
@@ -111,7 +109,7 @@ def _run(parent: Parent, job: Mapping[str, Any]) -> None:
     from ling3export.runners.load.loader import load
 
     hosts = job["hosts"] and Hosts(**job["hosts"])
-    loaded = load(job["artifact"], hosts=hosts, **job["how"])
+    loaded = load(job["artifact"], hosts=hosts, **job["options"])
     channel, text = loaded.channel, (job["ids"], job["half"])
     if channel is not None:
         text = json.loads(channel.shared(json.dumps(text).encode()))

@@ -19,7 +19,7 @@ from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import EvalError, Outcome
 
 SHOTS = 4
-# The tasks of product-smoke: tokens of the prompt, which are 1, 2, 3, … (any vocabulary has those), and the looks.
+# The tasks of product-smoke: tokens of the prompt, which are 1, 2, 3, … (any vocabulary has those), and the graders.
 SMOKE: dict[str, tuple[int, list[str]]] = {
     "short-prompt": (5, ["tokens_in", "nothing_compiles", "tokens_out", "one_prefill"]),
     "long-prompt": (40, ["tokens_in", "nothing_compiles", "tokens_out"]),
@@ -50,13 +50,11 @@ class Suite:
     """Tasks that belong together.
 
     Attributes:
-        name: What reports call it.
-        tasks: In the order in which they are run.
         files: sha256 of every file that the tasks came from, by name.
         reference: Score of the reference evaluation.
         settings: Settings of the run (RunConfig) that this suite fixes.
-        product: Whether its graders look at the product's own state, which is counters and files.
-        notes: What a reader of the report should know.
+        product: Whether its graders look at counters and files of the product.
+        notes: For readers of the report.
     """
 
     name: str
@@ -74,7 +72,7 @@ def load_suite(name: str, data: Path | None = None, limit: int | None = None) ->
     Args:
         name: One of SUITES, or the path of a task file.
         data: The folder or the file of a data set.
-        limit: Number of tasks to keep, the first ones; None keeps all.
+        limit: Keeps the first tasks; None keeps all.
 
     Raises:
         EvalError: There is no such suite; or its data is missing, or is something else.
@@ -99,7 +97,7 @@ def gsm8k(data: Path | None) -> Suite:
     The shots are the first four problems of the train split, as published (``<<48/2=24>>`` and ``####`` included);
     blocks are ``Question: …``, ``Answer: …`` with an empty line between. The answer is the last number.
     """
-    data = _given("gsm8k", data, "a folder with train.jsonl and test.jsonl, or a JSON file of prompts")
+    data = _existing("gsm8k", data, "a folder with train.jsonl and test.jsonl, or a JSON file of prompts")
     if data.is_file() and data.suffix == ".json":
         return _suite("gsm8k", load_tasks(data), [data])
     train_file, test_file = _file(data, "train"), _file(data, "test")
@@ -120,11 +118,11 @@ def mmlu_pro(data: Path | None) -> Suite:
     Records have question, options, answer (A … J) and category; those of validation cot_content too. Without
     validation there are no shots. A record with ``prompt`` is used verbatim.
     """
-    data = _given("mmlu-pro", data, "a folder with test.jsonl and validation.jsonl, or a file")
+    data = _existing("mmlu-pro", data, "a folder with test.jsonl and validation.jsonl, or a file")
     files = [data if data.is_file() else _file(data, "test")]
     shots: dict[str, str] = {}
     notes: tuple[str, ...] = ("no validation file: 0 shots",)
-    if data.is_dir() and _found(data, "validation"):
+    if data.is_dir() and _files(data, "validation"):
         files.append(_file(data, "validation"))
         examples = _records(files[1], ("question", "options", "answer", "category", "cot_content"))
         shots, notes = _mmlu_shots(examples), ()
@@ -143,7 +141,7 @@ def mmlu_pro(data: Path | None) -> Suite:
 
 
 def product_smoke(data: Path | None) -> Suite:
-    """Four tasks whose graders look at counters and files only, never at what the model said."""
+    """Four tasks whose graders look at counters and files only, never at the model's text."""
     tasks = [
         Task.model_validate(
             {
@@ -159,7 +157,7 @@ def product_smoke(data: Path | None) -> Suite:
 
 
 def demo(data: Path | None) -> Suite:
-    """Problems that were kept from the demo checkpoint's training, behind four worked problems that were not."""
+    """Problems that were kept from the demo checkpoint's training, after four worked problems that were not."""
     tasks = [
         _task(f"demo-{place}", f"{shots}Question: {problem.question}\nAnswer:", "last_numeric", target=problem.answer)
         for place, (shots, problem) in enumerate(demo_records())
@@ -192,21 +190,21 @@ def _task(name: str, prompt: Any, grader: str, **fields: Any) -> Task:
         raise EvalError(f"`{first['loc'][-1]}`: {first['msg']}, in record {name}") from None
 
 
-def _given(suite: str, data: Path | None, wanted: str) -> Path:
+def _existing(suite: str, data: Path | None, wanted: str) -> Path:
     if data is None or not data.exists():
-        found = "none" if data is None else f"nothing at {data}"
-        raise EvalError(f"suite `{suite}`: expected {wanted}, found {found}", "name it with --data")
+        place = "none" if data is None else f"nothing at {data}"
+        raise EvalError(f"suite `{suite}`: expected {wanted}, found {place}", "name it with --data")
     return data
 
 
-def _found(folder: Path, name: str) -> list[Path]:
+def _files(folder: Path, name: str) -> list[Path]:
     return [path for end in ("jsonl", "json") if (path := folder / f"{name}.{end}").is_file()]
 
 
 def _file(folder: Path, name: str) -> Path:
-    if not (found := _found(folder, name)):
+    if not (files := _files(folder, name)):
         raise EvalError(f"data `{name}.jsonl`: expected {name}.jsonl or {name}.json, found neither, in {folder}")
-    return found[0]
+    return files[0]
 
 
 def _records(file: Path, fields: Sequence[str]) -> list[dict[str, Any]]:
@@ -227,7 +225,7 @@ def _mmlu_question(item: dict[str, Any]) -> str:
 
 
 def _mmlu_shots(examples: list[dict[str, Any]]) -> dict[str, str]:
-    """The first five worked examples of each category, in front of its questions."""
+    """The first five worked examples of each category, before its questions."""
     shots: dict[str, list[str]] = {}
     for item in examples:
         worked = item["cot_content"].removeprefix("A: ")
@@ -242,7 +240,7 @@ def _mmlu_shots(examples: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _looks(task: Task, state: dict[str, Any]) -> dict[str, tuple[str, object, object]]:
-    """What the graders of product-smoke look at, by name: in words, what it has to be, and what it is."""
+    """The figures of product-smoke, by grader: their name, the expected and the actual value."""
     delta = state["delta"]
     prefills = sum(cell["calls"] for name, cell in delta["cells"].items() if name.startswith("prefill@"))
     return {
@@ -256,8 +254,8 @@ def _looks(task: Task, state: dict[str, Any]) -> dict[str, tuple[str, object, ob
 
 def _look(name: str) -> GraderSpec:
     def function(task: Task, transcript: object, outcome: Outcome) -> Verdict:
-        what, wanted, found = _looks(task, outcome.state)[name]
-        wrong = "" if wanted == found else f"{what}: expected {wanted}, found {found}"
+        words, wanted, value = _looks(task, outcome.state)[name]
+        wrong = "" if wanted == value else f"{words}: expected {wanted}, found {value}"
         return {"passed": not wrong, "explanation": wrong or "as it should be"}
 
     return GraderSpec("state_check", name, {}, function)

@@ -26,7 +26,7 @@ def drawn(kind: str, seed: int) -> Fault:
 
 
 def main() -> None:
-    """Prints what each fault led to, and for each kind how often it was as stated and how long it took at most."""
+    """Prints the end of each fault, and for each kind how many ended as stated and the longest time."""
     artifact, count = Path(sys.argv[1]), int(sys.argv[2])
     kinds = sys.argv[4:] or KINDS
     faults = [drawn(kind, seed) for seed in range(count) for kind in kinds]
@@ -35,8 +35,8 @@ def main() -> None:
         for fault, end in zip(faults, pool.map(lambda fault: inject(artifact, fault), faults), strict=True):
             ends[fault.kind].append(end)
             print(f"{fault}\n  {end.seconds:.1f} s {end.said} {end.wrong}", file=sys.stderr, flush=True)
-    for kind, found in ends.items():
-        right, longest = sum(not end.wrong for end in found), max(end.seconds for end in found)
+    for kind, group in ends.items():
+        right, longest = sum(not end.wrong for end in group), max(end.seconds for end in group)
         print(f"{kind:12} {right} of {count} as stated, longest {longest:.1f} s")
     used = os.times()
     print(f"{used.children_user + used.children_system:.0f} processor seconds")

@@ -285,10 +285,10 @@ def main(names: Sequence[str]) -> None:
         every = [(name, phase, MISTAKES[name], (case, right)) for name, phase in PLANTED]
         every += [(name, "prefill", plant, flash) for name, plant in FLASH_MISTAKES.items()]
         for name, phase, plant, both in every:
-            if name in (names or [each[0] for each in every]):
-                found = planted(*both, phase, plant)
-                print(f"{found:.3f}  {phase}: {name}", flush=True)
-                hidden += [name] * (found <= MISTAKE)
+            if name in (names or [row[0] for row in every]):
+                error = planted(*both, phase, plant)
+                print(f"{error:.3f}  {phase}: {name}", flush=True)
+                hidden += [name] * (error <= MISTAKE)
     if hidden:
         raise SystemExit(f"these mistakes do not show: {hidden}")
 

@@ -297,7 +297,7 @@ def test_lm_eval_settings_that_are_refused(lm_eval_model: Any, settings: dict[st
     assert raised.value.message == message
     with pytest.raises(RequestError) as raised:
         lm_eval_model.loglikelihood([instance("Question:", "")], disable_tqdm=True)
-    assert raised.value.message == f"continuation '': expected 1 to {CONTEXT - 1} tokens, found 0, behind 'Question:'"
+    assert raised.value.message == f"continuation '': expected 1 to {CONTEXT - 1} tokens, found 0, after 'Question:'"
 
 
 @pytest.fixture(scope="module")
