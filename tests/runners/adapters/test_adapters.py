@@ -286,7 +286,7 @@ def test_lm_eval_edges(lm_eval_model: Any, caplog: pytest.LogCaptureFixture):
         ),
         (
             {"max_gen_toks": CONTEXT},
-            f"max_gen_toks: expected 1 to {CONTEXT - 1}, so that a context fits beside the answer, found {CONTEXT}, "
+            f"max_gen_toks: expected 1 to {CONTEXT - 1}, so that a context fits with the answer, found {CONTEXT}, "
             "in task a task",
         ),
     ],
