@@ -107,7 +107,7 @@ class OciLayout:
         refuse_links(self.folder, (path,))
         if not (self.folder / path).exists():
             hint = "copy or publish the version again"
-            raise CatalogError(f"blob `sha256:{sha}`: expected a file, found none, in {self}", hint)
+            raise CatalogError(f"blob `sha256:{sha}`: the file is missing in {self}", hint)
         return path
 
     def _images(self) -> list[Descriptor]:
@@ -122,10 +122,10 @@ class OciLayout:
                 f"store `{self}`: expected an OCI image layout, found {error.strerror}, at {error.filename}",
                 "the first publication makes one: ling3export catalog publish ARTIFACT oci:FOLDER --id ID --version V",
             ) from error
-        if layout.get("imageLayoutVersion") != "1.0.0":
-            raise CatalogError(f"{LAYOUT}: expected imageLayoutVersion 1.0.0, found another, in {self}")
+        if (version := layout.get("imageLayoutVersion")) != "1.0.0":
+            raise CatalogError(f"{LAYOUT}: expected imageLayoutVersion 1.0.0, found {str(version)[:40]}, in {self}")
         if not isinstance(index.get("manifests"), list):
-            raise CatalogError(f"{INDEX} `manifests`: expected a list, found another value, in {self}")
+            raise CatalogError(f"{INDEX}: `manifests` must be a list, in {self}")
         return index
 
     def _manifest(self, image: Descriptor) -> dict[str, Any]:
@@ -206,7 +206,7 @@ class OciLayout:
                 manifest = self._manifest(image)
                 layers = manifest.get("layers")
                 if not isinstance(layers, list):
-                    raise CatalogError(f"manifest {image.digest}: expected layers, found none, in {self}")
+                    raise CatalogError(f"manifest {image.digest}: `layers` must be a list, in {self}")
                 kept |= {image.digest, *(self._descriptor(raw).digest for raw in (manifest.get("config"), *layers))}
             removed = freed = 0
             for path in (self.folder / BLOBS).iterdir():
@@ -234,7 +234,7 @@ def parse_reference(text: str) -> tuple[OciLayout, str, str | None]:
     match = re.fullmatch(r"oci:(.+)/([a-z0-9-]+)(?:@([^@/]+))?", text)
     if match is None or (match[3] is not None and not is_version(match[3]) and match[3] != "latest"):
         raise CatalogError(
-            f"reference `{text}`: expected oci:FOLDER/ID or oci:FOLDER/ID@VERSION, found another form",
+            f"reference `{text}`: it must be oci:FOLDER/ID or oci:FOLDER/ID@VERSION",
             "for example oci:store/ling3-tiny@1.0.0; skopeo copy brings versions of a registry into a folder",
         )
     return OciLayout(Path(match[1])), match[2], None if match[3] == "latest" else match[3]
@@ -244,5 +244,5 @@ def parse_store(text: str) -> OciLayout:
     """The store ``oci:FOLDER``."""
     if not text.startswith("oci:") or text == "oci:":
         hint = "skopeo copy moves versions between a folder and a registry"
-        raise CatalogError(f"store `{text}`: expected oci:FOLDER, found another form", hint)
+        raise CatalogError(f"store `{text}`: it must be oci:FOLDER", hint)
     return OciLayout(Path(text.removeprefix("oci:")))

@@ -71,7 +71,7 @@ def publish(
                 if old.record == replace(record, created_at=old.record.created_at):
                     return Publication(old, 0, False)
                 raise VersionExists(
-                    f"version `{old}`: expected a new one, found one with other content, in {store}",
+                    f"version `{old}`: it exists with other content, in {store}",
                     "what was published never changes: publish under the next version",
                 )
         moved = sum(store.add_file(artifact, file) for file in files)

@@ -48,7 +48,7 @@ def pull(
         named |= dict.fromkeys(manifest.weights.files, "")  # their slabs have digests, which loading compares
         for path, digest in named.items():
             if path not in files or digest not in ("", files[path].sha256):
-                raise CatalogError(f"file `{path}`: expected it in the record, found another or none, in {version}")
+                raise CatalogError(f"file `{path}`: the record of {version} lacks it, or has another digest")
         with ThreadPoolExecutor(PARALLEL) as pool:
             list(pool.map(fetch, named))  # the first error cancels what has not begun
 

@@ -132,7 +132,7 @@ def parsed(data: bytes, where: str, what: str) -> dict[str, Any]:
     except ValueError as error:
         raise CatalogError(f"{what}: expected JSON, found {error}, in {where}") from error
     if not isinstance(raw, dict):
-        raise CatalogError(f"{what}: expected an object, found another value, in {where}")
+        raise CatalogError(f"{what}: it must be a JSON object, in {where}")
     return raw
 
 
@@ -155,13 +155,13 @@ def check_paths(paths: Iterable[str], where: str) -> None:
     folders: dict[str, str] = {}
     for path in paths:
         if not stays_inside(path) or "\\" in path:
-            raise UnsafePath(f"path {path!r}: expected one that stays in its folder, found another, in {where}")
+            raise UnsafePath(f"path {path!r}: it leaves its folder, in {where}")
         key = path.casefold()
         if key in seen:
-            raise UnsafePath(f"path {path!r}: expected it once, found {seen[key]!r} besides, in {where}")
+            raise UnsafePath(f"path {path!r}: it is {seen[key]!r} on some file systems, in {where}")
         seen[key] = path
         for parent in PurePosixPath(path).parents:
             if (known := folders.setdefault(str(parent).casefold(), str(parent))) != str(parent):
-                raise UnsafePath(f"path {path!r}: expected folders once, found {known!r} besides, in {where}")
+                raise UnsafePath(f"path {path!r}: its folder {parent} is {known!r} on some file systems, in {where}")
     if both := sorted(seen.keys() & folders.keys()):
-        raise UnsafePath(f"path {seen[both[0]]!r}: expected a file, found a folder of that name, in {where}")
+        raise UnsafePath(f"path {seen[both[0]]!r}: it is a file and a folder, in {where}")

@@ -185,7 +185,7 @@ def _stored(config: Config, gate_dtype: str, form: Form | None) -> list[_Stored]
     for name in gates:
         if gate_dtype not in tensors[name].dtypes:
             expected = " or ".join(tensors[name].dtypes)
-            raise CheckpointError(f"gate dtype `{gate_dtype}`: expected {expected}, found another, in the request")
+            raise CheckpointError(f"gate dtype `{gate_dtype}`: it must be {expected}")
     stored = []
     for name, info in tensors.items():
         if (its := form_of(name, form, config)) is None:

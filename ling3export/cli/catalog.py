@@ -72,7 +72,7 @@ def publish(
     result = verify_artifact(artifact, None, run=not no_run, report=signed.append)
     if not result.passed:
         raise CatalogError(
-            f"artifact `{artifact.name}`: expected every cell within its tolerance, found another, in {artifact}",
+            f"artifact `{artifact.name}`: a cell is outside its tolerance, in {artifact}",
             f"see: ling3export verify {artifact}",
         )
     done = published(artifact, layout, name, version, Words(title, description, author, tags), score)

@@ -111,7 +111,7 @@ def test_a_version_never_changes_and_latest_moves_to_the_newest_release(toy, sto
     before = contents(store.folder)
     assert not publish(toy, store, "toy", "2.0.0-rc.1", Words()).new
     noted(toy, "changed")
-    with pytest.raises(VersionExists, match=r"version `toy@1\.10\.0`: expected a new one"):
+    with pytest.raises(VersionExists, match=r"version `toy@1\.10\.0`: it exists with other content"):
         publish(toy, store, "toy", "1.10.0", Words())
     assert contents(store.folder) == before
     assert parse_reference(f"{store}/toy@latest")[1:] == ("toy", None)
@@ -147,7 +147,7 @@ def test_a_flipped_byte_is_named_by_verify_and_refused_by_pull(toy, store, tmp_p
             read()
     blob.unlink()
     for read in reads:
-        with pytest.raises(CatalogError, match=f"blob `sha256:{blob.name}`: expected a file, found none"):
+        with pytest.raises(CatalogError, match=f"blob `sha256:{blob.name}`: the file is missing"):
             read()
     blob.symlink_to("/etc/passwd")
     for read in reads:
@@ -181,7 +181,7 @@ def test_the_score_of_an_evaluation_stands_in_the_record(toy, store, tmp_path):
     words = ("catalog", "publish", toy, store, "--id", "toy", "--version", "1.0.0", "--no-run", "--eval")
     digest = said(cli.main, *words, run("sums", 3))
     assert said(cli.main, *words, tmp_path / "sums.jsonl") == digest
-    assert "expected a new one, found one with other content" in refusal(cli.main, *words, run("differences", 2))
+    assert "it exists with other content" in refusal(cli.main, *words, run("differences", 2))
     run_digest = hashlib.sha256((tmp_path / "sums.jsonl").read_bytes()).hexdigest()
     record = json.loads(said(cli.main, "catalog", "info", f"{store}/toy"))
     assert record["eval"] == {"suite": "sums", "score": 0.75, "run_digest": f"sha256:{run_digest}"}
@@ -314,7 +314,7 @@ def test_a_store_that_is_none_is_refused(tmp_path):
     assert refusal(cli.main, "catalog", "search", f"oci:{tmp_path}").startswith(
         f"error: store `oci:{tmp_path}`: expected an OCI image layout, found No such file or directory, at "
     )
-    assert "expected oci:FOLDER" in refusal(cli.main, "catalog", "search", "nowhere")
+    assert "it must be oci:FOLDER" in refusal(cli.main, "catalog", "search", "nowhere")
     (tmp_path / "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
     (tmp_path / "index.json").write_text('{"schemaVersion": 2, "manifests": [{"digest": "../../x"}]}')
     assert "descriptor: expected the field mediaType, size" in refusal(cli.main, "catalog", "search", f"oci:{tmp_path}")

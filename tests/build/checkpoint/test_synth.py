@@ -158,7 +158,7 @@ def test_what_cannot_be_written(tmp_path: Path):
     )
     with pytest.raises(CheckpointError) as checkpoint_error:
         synthesize(tmp_path / "out", "micro", 0, gate_dtype="F16")
-    assert str(checkpoint_error.value) == "gate dtype `F16`: expected F32 or BF16, found another, in the request"
+    assert str(checkpoint_error.value) == "gate dtype `F16`: it must be F32 or BF16"
     assert [*tmp_path.iterdir()] == []
 
 
