@@ -74,9 +74,9 @@ class Endpoint:
                     if len(data) > LARGEST:
                         raise ValueError(f"more than {LARGEST:,} bytes")
         except (OSError, TimeoutError, ValueError, h11.ProtocolError) as error:
-            found = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             hint = "start it first: ling3-runner serve ARTIFACT"
-            raise Ling3Error(f"server: expected one at {self.place}, found {found}", hint) from error
+            raise Ling3Error(f"server: expected one at {self.place}, found {reason}", hint) from error
         return status, data
 
     async def replies(self, method: str, path: str, body: bytes = b"") -> AsyncGenerator[Reply, None]:
@@ -96,8 +96,8 @@ class Endpoint:
                 sent += [("Content-Type", "application/json"), ("Content-Length", str(len(body)))]
             if self._key:
                 sent.append(("Authorization", f"Bearer {self._key}"))
-            asked = h11.Request(method=method, target=self._path + path, headers=sent)
-            parts = [asked, h11.Data(data=body), h11.EndOfMessage()] if body else [asked, h11.EndOfMessage()]
+            request = h11.Request(method=method, target=self._path + path, headers=sent)
+            parts = [request, h11.Data(data=body), h11.EndOfMessage()] if body else [request, h11.EndOfMessage()]
             writer.write(b"".join(http.send(part) or b"" for part in parts))
             await writer.drain()
             status, at = 0, now()

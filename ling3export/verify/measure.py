@@ -41,7 +41,7 @@ def check_tokenizer(folder: Path, records: Sequence[FileRecord]) -> None:
 
     files = TokenizerFiles(folder, records)
     files.eos_token_ids()
-    if files.there:
+    if files.exist:
         files.tokenizer("text")
 
 

@@ -317,7 +317,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
 
 def _tokenizer_of(artifact: Path, manifest: Manifest) -> Tokenizer | None:
     files = TokenizerFiles(artifact, manifest.tokenizer, manifest.eos_token_ids)
-    return files.tokenizer("bench") if files.there else None
+    return files.tokenizer("bench") if files.exist else None
 
 
 def _limits(settings: Settings) -> tuple[Manifest | None, PromptLimits]:

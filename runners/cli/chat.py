@@ -99,11 +99,11 @@ class Conversation:
         room = min(left, self._max_tokens or left)
         (handle,) = self._engine.submit(self._engine.request(ids, room, name="messages", **settings))
         parser = AnswerParser(AnswerFormat.of(files.template_text, prompt, {}) or AnswerFormat(False, False))
-        said = {TEXT: "", REASONING: ""}
+        parts = {TEXT: "", REASONING: ""}
 
         def take(piece: str, *, last: bool = False) -> None:
             for kind, part in parser.push(piece, last=last):
-                said[kind] += part
+                parts[kind] += part
                 say(kind == REASONING, part)
 
         with suppress(KeyboardInterrupt):
@@ -112,8 +112,8 @@ class Conversation:
         done = handle.result()
         if done.stop_reason == "cancelled":
             take("", last=True)
-        thought = {REASONING: said[REASONING]} if said[REASONING] else {}
-        self.messages = [*messages, {"role": "assistant", "content": said[TEXT], **thought}]
+        thought = {REASONING: parts[REASONING]} if parts[REASONING] else {}
+        self.messages = [*messages, {"role": "assistant", "content": parts[TEXT], **thought}]
         return done
 
 
@@ -244,7 +244,7 @@ def chat(
     In a terminal, /help shows the commands. Through a pipe, each line of stdin is a turn: stdout has the answers,
     stderr the thoughts and how fast each answer came.
     """
-    said = given(click.get_current_context())
+    named = given(click.get_current_context())
     from ling3export.runners.engine.engine import Engine
     from ling3export.runners.engine.validation import generation_defaults
 
@@ -254,9 +254,9 @@ def chat(
         running.settle()
         defaults = generation_defaults(running.files.generation_config())
         limit = defaults.pop("max_new_tokens", None)
-        settings |= {name: value for name, value in defaults.items() if name not in said}
+        settings |= {name: value for name, value in defaults.items() if name not in named}
         conversation = Conversation(
-            running, seeded="seed" in said, max_tokens=max_tokens or limit, think=think, **settings
+            running, seeded="seed" in named, max_tokens=max_tokens or limit, think=think, **settings
         )
         conversation.system(system)
         talk(conversation)

@@ -124,9 +124,9 @@ class Command(click.Command):
             option.hidden = hidden
             if row is not None:
                 rows.setdefault(getattr(option, "section", "Options"), []).append(row)
-        for title, found in rows.items():
+        for title, records in rows.items():
             with formatter.section(title):
-                formatter.write_dl(found)
+                formatter.write_dl(records)
 
 
 class Group(click.Group):
@@ -212,13 +212,13 @@ def _read_config(ctx: click.Context, param: click.Parameter, path: Path | None) 
         return
     where = f"--config `{path}`"
     try:
-        found = tomllib.loads(path.read_text(encoding="utf-8"))
+        settings = tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:  # UnicodeDecodeError is one, too
         raise Ling3Error(f"{where}: expected a TOML file, found {error}") from error
     known = {name.removeprefix("--"): option for option in _options(ctx.command) for name in option.opts}
     known = {name: option for name, option in known.items() if name != "config"}
     defaults = {}
-    for name, value in found.items():
+    for name, value in settings.items():
         if name not in known:
             close = difflib.get_close_matches(name, known)
             hint = f"did you mean {' or '.join(close)}?" if close else f"see {ctx.command_path} --help"
@@ -244,13 +244,13 @@ def _checked(ctx: click.Context, option: click.Option, value: Any, where: str) -
     if option.multiple and not isinstance(option, Once):
         words = f"a list, each {words}"
     several = value if isinstance(value, list) else [value]
-    found = json.dumps(several[0] if isinstance(option, Once) else value, default=str, ensure_ascii=False)[:100]
-    if option.multiple != isinstance(value, list) or any(type(each) not in types for each in several):
-        raise Ling3Error(f"{where}: expected {words}, found {found}")
+    shown = json.dumps(several[0] if isinstance(option, Once) else value, default=str, ensure_ascii=False)[:100]
+    if option.multiple != isinstance(value, list) or any(type(item) not in types for item in several):
+        raise Ling3Error(f"{where}: expected {words}, found {shown}")
     try:
         option.type_cast_value(ctx, value)
     except click.BadParameter as error:
-        own = error.message if error.message.startswith("expected ") else f"expected {words}, found {found}"
+        own = error.message if error.message.startswith("expected ") else f"expected {words}, found {shown}"
         raise Ling3Error(f"{where}: {own.rstrip('.')}") from error
     return value
 

@@ -114,8 +114,8 @@ def generate(
     with announced(hosts):
         prompts = _prompts(prompt, prompt_ids, prompt_file, resume)
         if save is not None and (resume is not None or len(prompts) != 1):
-            found = "--resume" if resume is not None else f"{len(prompts)} prompts"
-            raise click.UsageError(f"--save: expected one prompt with it, found {found}.")
+            actual = "--resume" if resume is not None else f"{len(prompts)} prompts"
+            raise click.UsageError(f"--save: expected one prompt with it, found {actual}.")
         if logits is not None:
             _check_output("--logits", logits, force, "logits", ".npz files", zipfile.is_zipfile)
         if save is not None:
@@ -146,21 +146,21 @@ def generate(
 def _prompts(
     prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, resume: Path | None
 ) -> Sequence[Prompt]:
-    given = [value for value in (prompt, prompt_ids, prompt_file, resume) if value is not None]
-    if len(given) != 1:
-        found = len(given) or "none"
-        raise click.UsageError(f"expected one of --prompt, --prompt-ids, --prompt-file and --resume, found {found}.")
+    sources = [value for value in (prompt, prompt_ids, prompt_file, resume) if value is not None]
+    if len(sources) != 1:
+        count = len(sources) or "none"
+        raise click.UsageError(f"expected one of --prompt, --prompt-ids, --prompt-file and --resume, found {count}.")
     if prompt_file is not None:
         return read_prompts(prompt_file)
-    return [given[0]] if isinstance(given[0], (str, tuple)) else []
+    return [sources[0]] if isinstance(sources[0], (str, tuple)) else []
 
 
 def _grammar(json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
-    given = {"json": json_schema, "regex": regex, "lark": grammar}
-    found = [(kind, text) for kind, text in given.items() if text is not None]
-    if len(found) > 1:
-        raise click.UsageError(f"expected one of --json-schema, --regex and --grammar, found {len(found)}.")
-    for kind, text in found:
+    texts = {"json": json_schema, "regex": regex, "lark": grammar}
+    kinds = [(kind, text) for kind, text in texts.items() if text is not None]
+    if len(kinds) > 1:
+        raise click.UsageError(f"expected one of --json-schema, --regex and --grammar, found {len(kinds)}.")
+    for kind, text in kinds:
         return Grammar(kind, text if isinstance(text, str) else _read(text, f"form of the answer `{text}`"))
     return None
 
@@ -168,14 +168,14 @@ def _grammar(json_schema: Path | None, regex: str | None, grammar: Path | None) 
 def _check_settings(settings: dict[str, Any], logits: Path | None) -> None:
     """Refuses what a resumed answer cannot have: its settings are those of its file."""
     context = click.get_current_context()
-    said = given(context)
+    named = given(context)
     names = {param.name: param.opts[0] for param in context.command.params}
     others = [*settings, "json_schema", "regex", "grammar"]
-    found = [names[name] for name in others if name in said and name != "max_tokens"]
-    if "max_tokens" not in said:
+    unused = [names[name] for name in others if name in named and name != "max_tokens"]
+    if "max_tokens" not in named:
         raise click.UsageError("--resume: expected --max-tokens with it, found none.")
-    if found or logits is not None:
-        raise click.UsageError(f"--resume: expected --max-tokens alone with it, found {(found or ['--logits'])[0]}.")
+    if unused or logits is not None:
+        raise click.UsageError(f"--resume: expected --max-tokens alone with it, found {(unused or ['--logits'])[0]}.")
 
 
 def _text(completion: Completion) -> str:
@@ -185,7 +185,7 @@ def _text(completion: Completion) -> str:
 def _json_line(completion: Completion) -> str:
     names = ("prompt_ids", "token_ids", "text", "stop_reason", "cached_tokens")
     times = {name: round(getattr(completion, name), 3) for name in ("ttft_ms", "e2e_ms")}
-    likely = {} if completion.likely is None else {"logprobs": [each._asdict() for each in completion.likely]}
+    likely = {} if completion.likely is None else {"logprobs": [token._asdict() for token in completion.likely]}
     return json.dumps({name: getattr(completion, name) for name in names} | times | likely, ensure_ascii=False)
 
 

@@ -75,9 +75,9 @@ def gc(folder: Path | None, dry_run: bool) -> None:
     """
     if folder is not None and not folder.is_dir():
         raise Ling3Error(f"--folder `{folder}`: expected a folder, found none")
-    places = [each for each in (states.SHM, folder) if each is not None and each.is_dir()]
-    found = [each for place in places for each in states.collect(place, dry_run=dry_run)]
-    for name, size, reason in found:
+    places = [place for place in (states.SHM, folder) if place is not None and place.is_dir()]
+    removed = [state for place in places for state in states.collect(place, dry_run=dry_run)]
+    for name, size, reason in removed:
         click.echo(f"{name}\t{size:,} bytes\t{reason}")
     what = "would be freed" if dry_run else "freed"
-    click.echo(f"{sum(size for _, size, _ in found):,} bytes of {len(found)} states {what}", err=True)
+    click.echo(f"{sum(size for _, size, _ in removed):,} bytes of {len(removed)} states {what}", err=True)

@@ -209,10 +209,12 @@ def engine_options(*names: str, **defaults: Any) -> Decorator:
 
     def add(command: Callable[..., Any]) -> Any:
         @wraps(command)
-        def configured(**given: Any) -> Any:
+        def configured(**options: Any) -> Any:
             made = {"prefix_store": _prefix_folder_of, "transfer": _transfer_of}
-            found: dict[str, Any] = {name: made[name](given) if name in made else given.pop(name) for name in names}
-            return command(engine=EngineConfig(**found), **given)
+            settings: dict[str, Any] = {
+                name: made[name](options) if name in made else options.pop(name) for name in names
+            }
+            return command(engine=EngineConfig(**settings), **options)
 
         result: Any = configured
         for title, group in reversed(SECTIONS.items()):
@@ -226,24 +228,24 @@ def engine_options(*names: str, **defaults: Any) -> Decorator:
     return add
 
 
-def _prefix_folder_of(given: dict[str, Any]) -> PrefixFolder | None:
-    folder = given.pop("prefix_store")
+def _prefix_folder_of(options: dict[str, Any]) -> PrefixFolder | None:
+    folder = options.pop("prefix_store")
     return None if folder is None else PrefixFolder(folder)
 
 
-def _transfer_of(given: dict[str, Any]) -> Transfer | None:
+def _transfer_of(options: dict[str, Any]) -> Transfer | None:
     """What the options of Transfer say; None without ``--transfer``.
 
     Raises:
         RequestError: A role without a carrier.
         Ling3Error: The carrier lacks its folder; the secret cannot be read.
     """
-    how = {name: given.pop(f"transfer_{name}") for name in TRANSFER}
-    if how["carrier"] is None:
-        if how["role"] != Transfer.role:
-            raise RequestError(f"--role {how['role']}: expected --transfer with it, found none")
+    settings = {name: options.pop(f"transfer_{name}") for name in TRANSFER}
+    if settings["carrier"] is None:
+        if settings["role"] != Transfer.role:
+            raise RequestError(f"--role {settings['role']}: expected --transfer with it, found none")
         return None
-    return Transfer(**how, secret=read_secret() if how["carrier"] == "http" else "")
+    return Transfer(**settings, secret=read_secret() if settings["carrier"] == "http" else "")
 
 
 def sampling_option(name: str, text: str) -> Decorator:

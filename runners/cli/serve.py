@@ -43,9 +43,9 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
 
     def add(command: Callable[..., Any]) -> Any:
         @wraps(command)
-        def configured(**given: Any) -> Any:
-            found = {field.name: given.pop(field.name) for field in fields(ServerConfig) if field.name in given}
-            return command(server=ServerConfig(**found), **given)
+        def configured(**options: Any) -> Any:
+            settings = {field.name: options.pop(field.name) for field in fields(ServerConfig) if field.name in options}
+            return command(server=ServerConfig(**settings), **options)
 
         limits = section(
             "Limits",
@@ -186,8 +186,8 @@ def route(
     from ling3export.runners.serve.run import opened
 
     listener, policy = opened(server, "", server.max_connections)
-    how = RoutingPolicy(most_local=max_local_prefill, most_queued=max_queue)
-    router = Router(workers_of(prefill, policy.api_key, timeout), workers_of(decode, policy.api_key, timeout), how)
+    routing = RoutingPolicy(most_local=max_local_prefill, most_queued=max_queue)
+    router = Router(workers_of(prefill, policy.api_key, timeout), workers_of(decode, policy.api_key, timeout), routing)
     run(router, policy, listener, server.max_connections, server.grace)
 
 

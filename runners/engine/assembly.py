@@ -99,7 +99,7 @@ def _assembled(
 
     manifest, record, channel = loaded.manifest, loaded.record, loaded.channel
     files = TokenizerFiles(loaded.folder, manifest.tokenizer, manifest.eos_token_ids)
-    eos, tokenizer = files.eos_token_ids(), files.tokenizer("text out") if files.there else None
+    eos, tokenizer = files.eos_token_ids(), files.tokenizer("text out") if files.exist else None
     limits = Limits(manifest.plan.context, manifest.vocab_size, record.state.pages, record.state.page_size)
     measured = calls_measured(loaded.folder, manifest, loaded.target, report, channel)
     blocks, counters, shapes = BlockManager.of(record), Counters(), Shapes.of(record, measured)

@@ -158,8 +158,8 @@ class ChoicesAnswer:
         parts = self._parsed(index, piece)
         if not parts and any(more.values()):
             parts = [(TEXT, "")]
-        for kind, said in parts:
-            delta = {kind: [said] if kind == TOOL else said}
+        for kind, content in parts:
+            delta = {kind: [content] if kind == TOOL else content}
             chunks.append(self._chunk([self._choice(index, delta) | more]))
             more = {}
         if piece.completion is not None:
@@ -172,7 +172,7 @@ class ChoicesAnswer:
         return chunks
 
     def end(self) -> list[dict[str, Any]]:
-        """The chunk with numbers of tokens and the first choice's times that ends a stream; none if nobody asked."""
+        """The chunk that ends a stream, with numbers of tokens and the first choice's times, if it was requested."""
         if not self._options.include_usage:
             return []
         return [self._chunk([]) | {"usage": self.usage(), **self._times}]
@@ -217,37 +217,39 @@ class ChoicesAnswer:
     def _scored(self, ids: Sequence[int], score: Completion | None) -> dict[str, Any]:
         """The log-probabilities of a prompt's tokens, in the form of /v1/completions; the first one has none."""
         likely = (score.likely or []) if score is not None else []
-        said = self._listed(0, ids[1:], [each._replace(top=each.top[: self._call.body.top]) for each in likely])
+        listed = self._listed(
+            0, ids[1:], [logprobs._replace(top=logprobs.top[: self._call.body.top]) for logprobs in likely]
+        )
         first = self._spelled(ids[0])[0]
         return {
-            "tokens": [first, *said["tokens"]],
-            "token_logprobs": [None, *said["token_logprobs"]],
-            "top_logprobs": [None, *said["top_logprobs"]],
-            "text_offset": [0, *(at + len(first) for at in said["text_offset"])],
+            "tokens": [first, *listed["tokens"]],
+            "token_logprobs": [None, *listed["token_logprobs"]],
+            "top_logprobs": [None, *listed["top_logprobs"]],
+            "text_offset": [0, *(at + len(first) for at in listed["text_offset"])],
         }
 
     def _likely(self, index: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any] | None:
-        """The log-probabilities of generated tokens, in the form of the endpoint; None where nobody asked."""
+        """The log-probabilities of generated tokens in the form of the endpoint, if they were requested."""
         if self._call.body.top is None:
             return None
         if not self._chat:
-            said = self._listed(self._offsets[index], ids, likely)
-            self._offsets[index] += sum(map(len, said["tokens"]))
-            return said
+            listed = self._listed(self._offsets[index], ids, likely)
+            self._offsets[index] += sum(map(len, listed["tokens"]))
+            return listed
         return {
             "content": [
-                {**self._entry(id, each.logprob), "top_logprobs": [self._entry(*top) for top in each.top]}
-                for id, each in zip(ids, likely, strict=True)
+                {**self._entry(id, logprobs.logprob), "top_logprobs": [self._entry(*top) for top in logprobs.top]}
+                for id, logprobs in zip(ids, likely, strict=True)
             ]
         }
 
     def _listed(self, offset: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any]:
         tokens = [self._spelled(id)[0] for id in ids]
         offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset) if tokens else ()
-        tops = [{self._spelled(id)[0]: logprob for id, logprob in reversed(each.top)} for each in likely]
+        tops = [{self._spelled(id)[0]: logprob for id, logprob in reversed(entry.top)} for entry in likely]
         return {
             "tokens": tokens,
-            "token_logprobs": [each.logprob for each in likely],
+            "token_logprobs": [entry.logprob for entry in likely],
             "top_logprobs": tops,
             "text_offset": list(offsets),
         }
@@ -351,8 +353,8 @@ def release(handles: Sequence[RequestHandle], metrics: Metrics) -> None:
 
 async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> AsyncGenerator[str, None]:
     """The events of a stream."""
-    for said in answer.begin():
-        yield event(said)
+    for first in answer.begin():
+        yield event(first)
     try:
         async with aclosing(merged(handles)) as pieces:
             async for index, piece in pieces:
@@ -363,8 +365,8 @@ async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metr
     except RequestFailed as error:
         yield event(answer.failed(stopped(error)))
         return
-    for said in answer.end():
-        yield event(said)
+    for last in answer.end():
+        yield event(last)
     if answer.ending:
         yield answer.ending
 

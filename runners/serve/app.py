@@ -268,8 +268,8 @@ class RequestMiddleware:
                 async with asyncio.timeout_at(deadline):
                     message = await receive()
             except TimeoutError:
-                found = f"body: expected all of it within {BODY_SECONDS:g} s, found a part"
-                raise ApiError(408, found, code="request_timeout", headers={"Connection": "close"}) from None
+                late = f"body: expected all of it within {BODY_SECONDS:g} s, found a part"
+                raise ApiError(408, late, code="request_timeout", headers={"Connection": "close"}) from None
             length += len(message.get("body", b""))
             complete = not message.get("more_body", False)
             if length > self._policy.max_body:
@@ -308,9 +308,9 @@ class RequestMiddleware:
         header = headers.get("authorization", "")
         if scope["path"].startswith(MESSAGES) and "x-api-key" in headers:  # as Anthropic's clients send it
             header = f"bearer {headers['x-api-key']}"
-        scheme, _, given = header.partition(" ")
+        scheme, _, credentials = header.partition(" ")
         # In constant time: how long a comparison takes must not tell how much of a guess is right.
-        if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
+        if hmac.compare_digest(credentials.strip().encode(), key.encode()) and scheme.lower() == "bearer":
             return None
         message = (
             f"`Authorization`: expected `Bearer KEY` with this server's key, found {'another' if header else 'none'}"

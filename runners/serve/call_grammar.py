@@ -44,8 +44,8 @@ def schema_text(schema: Any, param: str) -> str:
         depth += 1
         if depth > DEPTH:
             raise refusal(param, f"a schema of at most {DEPTH} levels", "more")
-        inner = [each for each in level if isinstance(each, (dict, list))]
-        level = [value for each in inner for value in (each.values() if isinstance(each, dict) else each)]
+        inner = [member for member in level if isinstance(member, (dict, list))]
+        level = [value for member in inner for value in (member.values() if isinstance(member, dict) else member)]
     text = json.dumps(schema)
     if len(text) > LARGEST:
         raise refusal(param, f"a schema of at most {LARGEST:,} characters", f"{len(text):,}")
@@ -171,7 +171,7 @@ def _members(schema: Any, root: Any, seen: set[int]) -> tuple[dict[str, Any], li
         members, required, more = members | inner[0], required + inner[1], more if inner[2] is True else inner[2]
     own = schema.get("properties")
     members |= own if isinstance(own, dict) else {}
-    required += [each for each in listed(schema, "required") if isinstance(each, str)]
+    required += [name for name in listed(schema, "required") if isinstance(name, str)]
     return members, required, schema.get("additionalProperties", more)
 
 
@@ -197,9 +197,9 @@ def _forms(schema: Any, root: Any, seen: set[str]) -> Iterator[tuple[str, str]]:
             joined: list[Any] = [{name: schema[name]}] if name == "$ref" else parts
             for part in joined:
                 reference = str(part.get("$ref", "")) if isinstance(part, dict) else ""
-                found = resolved(part, root) if reference and reference not in seen else part
+                target = resolved(part, root) if reference and reference not in seen else part
                 seen.add(reference)
-                merged = _merged(merged, {} if found is part and reference else found, name)
+                merged = _merged(merged, {} if target is part and reference else target, name)
             parts = [merged]
         for part in parts:
             yield from _forms(_merged(rest, part, name), root, seen)
@@ -230,19 +230,19 @@ def _merged(one: dict[str, Any], other: Any, name: str) -> dict[str, Any]:
 
 def _regex(schema: Mapping[str, Any]) -> str:
     """What a bare text has to match, as a terminal in Lark's form; a `format` is not looked at."""
-    found = []
+    terms = []
     if isinstance(pattern := schema.get("pattern"), str):
         before = "" if pattern.startswith("^") else "(?s:.*)"
         behind = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
         inner = pattern.removeprefix("^")
         inner = inner if behind else inner.removesuffix("$")
-        slashes = re.sub(r"\\.|/", lambda each: r"\/" if each[0] == "/" else each[0], inner, flags=re.DOTALL)
-        found.append(f"/{before}(?:{slashes}){behind}/".replace("\n", r"\n"))
+        slashes = re.sub(r"\\.|/", lambda match: r"\/" if match[0] == "/" else match[0], inner, flags=re.DOTALL)
+        terms.append(f"/{before}(?:{slashes}){behind}/".replace("\n", r"\n"))
     least, most = (value if type(value := schema.get(name)) is int else None for name in ("minLength", "maxLength"))
     if least or most is not None:
-        found.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
+        terms.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
     # A reader closes the value at the first mark, so a text that is not yet complete must not go on behind it.
-    return " & ".join([*found, rf"~/(?s:.*){VALUED[:1]}\/{VALUED[2:]}(?s:.*)/"]) if found else ANY
+    return " & ".join([*terms, rf"~/(?s:.*){VALUED[:1]}\/{VALUED[2:]}(?s:.*)/"]) if terms else ANY
 
 
 def _quoted(text: str) -> str:

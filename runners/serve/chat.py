@@ -110,21 +110,23 @@ def chat(
         QueueFull: The engine has no room for the call now.
     """
     check_messages(body, "messages", engine)
-    asked, files = validated(ChatBody, body, model), engine.files
-    if asked.top_logprobs and not asked.logprobs:
-        raise refusal("top_logprobs", "it with `logprobs` only", str(asked.top_logprobs))
-    if not files.there or not files.chats:
+    request, files = validated(ChatBody, body, model), engine.files
+    if request.top_logprobs and not request.logprobs:
+        raise refusal("top_logprobs", "it with `logprobs` only", str(request.top_logprobs))
+    if not files.exist or not files.chats:
         raise refusal("messages", "a model with a chat template", "none: use /v1/completions", "no_chat_template")
-    check_choices(asked, engine, asked.n, most)
-    offered = tools(asked, files.template_text)
+    check_choices(request, engine, request.n, most)
+    offered = tools(request, files.template_text)
     with refusing("messages"):
-        text = files.render_chat(asked.conversation, tools=offered.offered, name="messages", **asked.how)
-    begun = asked.continue_final_message
+        text = files.render_chat(
+            request.conversation, tools=offered.offered, name="messages", **request.template_options
+        )
+    begun = request.continue_final_message
     format = AnswerFormat.of(files.template_text, text, offered.functions, offered.reader, begun=begun)
     within = format is not None and format.within
     call = generation(
-        asked, engine, [text], asked.limit, default=default, n=asked.n, params=asked.kv_transfer_params, tools=offered,
-        within=within, special=False, ends=() if asked.ignore_eos else files.spelled_ends,
+        request, engine, [text], request.limit, default=default, n=request.n, params=request.kv_transfer_params,
+        tools=offered, within=within, special=False, ends=() if request.ignore_eos else files.spelled_ends,
     )  # fmt: skip
     return replace(call, format=format)
 
@@ -175,13 +177,13 @@ def spoken(message: dict[str, Any], name: str) -> dict[str, Any]:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise refusal(name, 'calls of functions, {"function": {"name": NAME, "arguments": TEXT}}', "another call")
-        given = function.get("arguments") or {}
+        written = function.get("arguments") or {}
         try:
-            arguments = json.loads(given) if isinstance(given, str) else given
+            arguments = json.loads(written) if isinstance(written, str) else written
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             wanted = f"an earlier call of {shown(function['name'])} with a JSON object as its arguments"
-            raise refusal(name, wanted, shown(given))
+            raise refusal(name, wanted, shown(written))
         function["arguments"] = arguments
     return message

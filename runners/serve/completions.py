@@ -13,7 +13,7 @@ from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.validation import SEEDS, TOP_LOGPROBS
 from ling3export.runners.serve.schema import COUNT, MOST, ApiError, Flag, GenerationBody, Ids, refusal, shown, validated
-from ling3export.runners.serve.structure import GUIDES, NO_TOOLS, Tools, asked_grammar
+from ling3export.runners.serve.structure import GUIDES, NO_TOOLS, Tools, grammar_field
 from ling3export.runners.text.answer import THOUGHT, AnswerFormat
 from ling3export.runners.text.grammar import grammar_of
 
@@ -61,7 +61,7 @@ class CompletionsBody(GenerationBody):
 
     @property
     def top(self) -> int | None:
-        """How many of the most likely tokens are asked for with each token."""
+        """How many of the most likely tokens are returned with each token."""
         return self.logprobs
 
 
@@ -75,8 +75,8 @@ class GenerationCall:
         prompts: Token ids of each prompt.
         tokenizer: Says what text tokens stand for; None where the artifact has none.
         n: Choices of each prompt.
-        echo: The text of each prompt, to stand before its choices; None where it is not asked for.
-        scores: How many of the requests score a prompt's tokens, where they are asked for.
+        echo: The text of each prompt, to stand before its choices; None where it is not requested.
+        scores: How many of the requests score a prompt's tokens, where they are requested.
         format: What of an answer's text is a thought or the call of a tool; None where all of it is content.
         outer: The body in another protocol, where ``body`` is its translation.
     """
@@ -109,26 +109,28 @@ def completions(
         QueueFull: The engine has no room for the call now.
     """
     _check_lengths(body.get("prompt"), most, engine.limits.context)
-    asked = validated(CompletionsBody, body, model)
-    prompts = asked.prompts
-    if isinstance(prompts[0], str) and not engine.files.there:
+    request = validated(CompletionsBody, body, model)
+    prompts = request.prompts
+    if isinstance(prompts[0], str) and not engine.files.exist:
         raise refusal("prompt", "token ids", "text: this model has no tokenizer", "no_tokenizer")
-    check_choices(asked, engine, len(prompts) * asked.n, most)
-    call = generation(asked, engine, prompts, asked.limit or MAX_TOKENS, n=asked.n, params=asked.kv_transfer_params)
-    return _echoed(call, asked, engine) if asked.echo else call
+    check_choices(request, engine, len(prompts) * request.n, most)
+    call = generation(
+        request, engine, prompts, request.limit or MAX_TOKENS, n=request.n, params=request.kv_transfer_params
+    )
+    return _echoed(call, request, engine) if request.echo else call
 
 
-def _echoed(call: GenerationCall, asked: CompletionsBody, engine: "Engine") -> GenerationCall:
+def _echoed(call: GenerationCall, body: CompletionsBody, engine: "Engine") -> GenerationCall:
     tokenizer = engine.files.tokenizer("echo")
-    texts = (prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in asked.prompts)  # type: ignore[arg-type]
-    call = replace(call, echo=tuple(texts), requests=[] if asked.max_tokens == 0 else call.requests)
-    if asked.stream and asked.max_tokens == 0:
+    texts = (prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in body.prompts)  # type: ignore[arg-type]
+    call = replace(call, echo=tuple(texts), requests=[] if body.max_tokens == 0 else call.requests)
+    if body.stream and body.max_tokens == 0:
         raise refusal("stream", "a whole answer where `max_tokens` is 0", "a stream")
-    if asked.logprobs is None:
+    if body.logprobs is None:
         return call
-    if asked.stream or asked.logprobs > 1:
-        found = "a stream" if asked.stream else f"{asked.logprobs} log-probabilities"
-        raise refusal("echo", "a whole answer and at most 1 log-probability with `logprobs`", found)
+    if body.stream or body.logprobs > 1:
+        cause = "a stream" if body.stream else f"{body.logprobs} log-probabilities"
+        raise refusal("echo", "a whole answer and at most 1 log-probability with `logprobs`", cause)
     # Nothing is known of a prompt's first token.
     scores = [Request(ids, 0, name="prompt", score_from=1) for ids in call.prompts if len(ids) > 1]
     with refusing("echo"):
@@ -154,24 +156,24 @@ def refusing(param: str) -> Iterator[None]:
         raise ApiError(400, text, param=param, code="invalid_value") from None
 
 
-def check_choices(asked: GenerationBody, engine: "Engine", count: int, most: int) -> None:
+def check_choices(body: GenerationBody, engine: "Engine", count: int, most: int) -> None:
     """Refuses a call of ``count`` answers before any text of it is looked at.
 
     Raises:
         ApiError: There may be ``most`` at once; or stop strings, log-probabilities and an echo need a tokenizer.
         QueueFull: The engine has no room for them now.
     """
-    needing = {"stop": asked.stop, "logprobs": asked.top is not None, "echo": getattr(asked, "echo", False)}
+    needing = {"stop": body.stop, "logprobs": body.top is not None, "echo": getattr(body, "echo", False)}
     for name, asks in needing.items():
-        if asks and not engine.files.there:
-            raise refusal(name, "it left out", "it asked for: this model has no tokenizer", "no_tokenizer")
+        if asks and not engine.files.exist:
+            raise refusal(name, "it left out", "it requested: this model has no tokenizer", "no_tokenizer")
     if count > most:
         raise refusal("n", f"at most {most} answers", str(count))
     engine.check_room(count)
 
 
 def generation(
-    asked: GenerationBody,
+    body: GenerationBody,
     engine: "Engine",
     prompts: "Sequence[Prompt]",
     limit: int | None,
@@ -187,7 +189,7 @@ def generation(
     """The requests of a call whose body has been checked.
 
     Args:
-        asked: The body.
+        body: The body.
         engine: The engine that is to answer.
         prompts: Each a text or token ids.
         limit: Tokens that an answer may have; None where the body does not say.
@@ -202,37 +204,37 @@ def generation(
     Raises:
         ApiError: The call can never be served.
     """
-    name = asked.prompt_name
+    name = body.prompt_name
     field, grammars = "tools", tools.grammars(within)
-    if (form := asked_grammar(asked)) is not None:
+    if (form := grammar_field(body)) is not None:
         field, grammar = form
         if grammars:
             param, wanted = str(tools.reason), "true" if tools.single else '"auto" or "none"'
-            raise refusal(param, f"{wanted} beside `{field}`", shown(getattr(asked, param)))
+            raise refusal(param, f"{wanted} beside `{field}`", shown(getattr(body, param)))
         grammars = [grammar._replace(behind=THOUGHT if within else "")]
     with refusing(field):
         for grammar in grammars:
             engine.files.grammars(engine.limits.vocab_size).check(grammar_of(grammar, field), field)
     with refusing("logit_bias"):
-        samplings = [_sampling(asked, choice) for choice in range(n)]
+        samplings = [_sampling(body, choice) for choice in range(n)]
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
         called = name if len(prompts) == 1 else f"{name} {number}"
         with refusing(name):
             ids = engine.prompt_ids(prompt, called, special=special)
-            if (last := asked.truncate_prompt_tokens) is not None:
+            if (last := body.truncate_prompt_tokens) is not None:
                 ids = ids[-(last if last > 0 else engine.limits.context - 1) :]
             left = max(1, engine.limits.room(len(ids)))
             room = limit or min(left, default or left)
-            if asked.min_tokens > room:
-                raise refusal("min_tokens", f"at most {room}, as the answer may have", str(asked.min_tokens))
+            if body.min_tokens > room:
+                raise refusal("min_tokens", f"at most {room}, as the answer may have", str(body.min_tokens))
             first = Request(
-                ids, room, samplings[0], (*asked.stop, *ends), asked.ignore_eos,
-                name=called, cache_salt=asked.cache_salt, logprobs=asked.top, grammar=grammars[0] if grammars else None,
-                stop_token_ids=tuple(asked.stop_token_ids),
-                include_stop_str_in_output=asked.include_stop_str_in_output,
-                skip_special_tokens=asked.skip_special_tokens,
-                min_tokens=asked.min_tokens, priority=asked.priority,
+                ids, room, samplings[0], (*body.stop, *ends), body.ignore_eos,
+                name=called, cache_salt=body.cache_salt, logprobs=body.top, grammar=grammars[0] if grammars else None,
+                stop_token_ids=tuple(body.stop_token_ids),
+                include_stop_str_in_output=body.include_stop_str_in_output,
+                skip_special_tokens=body.skip_special_tokens,
+                min_tokens=body.min_tokens, priority=body.priority,
             )  # fmt: skip
             engine.check(first)
         same = [first, *map(first.sampled, samplings[1:])]
@@ -241,21 +243,21 @@ def generation(
                 same[0] = replace(first, kv_transfer_params=params)
                 engine.check(same[0])
         requests += same
-    tokenizer = engine.files.tokenizer("text out") if engine.files.there else None
-    return GenerationCall(asked, requests, tuple(request.prompt_ids for request in requests[::n]), tokenizer, n)
+    tokenizer = engine.files.tokenizer("text out") if engine.files.exist else None
+    return GenerationCall(body, requests, tuple(request.prompt_ids for request in requests[::n]), tokenizer, n)
 
 
-def _sampling(asked: GenerationBody, choice: int) -> Sampling:
+def _sampling(body: GenerationBody, choice: int) -> Sampling:
     return Sampling(
-        asked.temperature,
-        asked.top_k,
-        asked.top_p,
-        secrets.randbelow(SEEDS) if asked.seed is None else seed_of(asked.seed, choice),
-        asked.presence_penalty,
-        asked.frequency_penalty,
-        asked.repetition_penalty,
-        tuple(asked.logit_bias),
-        asked.min_p,
+        body.temperature,
+        body.top_k,
+        body.top_p,
+        secrets.randbelow(SEEDS) if body.seed is None else seed_of(body.seed, choice),
+        body.presence_penalty,
+        body.frequency_penalty,
+        body.repetition_penalty,
+        tuple(body.logit_bias),
+        body.min_p,
     )
 
 

@@ -178,11 +178,11 @@ def messages(
 ) -> GenerationCall:
     """A call of /v1/messages; the arguments and errors are those of ``chat``."""
     check_messages(body, "messages", engine)
-    asked = validated(MessagesBody, body, model)
-    if "max_tokens" not in asked.same:
+    request = validated(MessagesBody, body, model)
+    if "max_tokens" not in request.same:
         raise refusal("max_tokens", COUNT, "none")
-    with asked.named():
-        return replace(chat(asked.chat, engine, model, most, default), outer=asked)
+    with request.named():
+        return replace(chat(request.chat, engine, model, most, default), outer=request)
 
 
 def count_tokens(body: dict[str, Any], engine: "Engine", model: str) -> dict[str, Any]:
@@ -192,9 +192,9 @@ def count_tokens(body: dict[str, Any], engine: "Engine", model: str) -> dict[str
         ApiError: The body is malformed, or the model has no chat template.
     """
     check_messages(body, "messages", engine)
-    asked = validated(MessagesBody, body, model)
-    with asked.named():
-        fields = asked.conversation
+    request = validated(MessagesBody, body, model)
+    with request.named():
+        fields = request.conversation
         return {"input_tokens": tokenize({**fields, "tools": fields["tools"] or None}, engine, model)["count"]}
 
 

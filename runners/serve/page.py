@@ -14,10 +14,10 @@ PAGE = "/"
 
 def page_routes() -> list[Route]:
     """Where the page is."""
-    found = page()
+    response = page()
 
     async def endpoint(request: Request) -> Response:
-        return found
+        return response
 
     return [Route(PAGE, endpoint, methods=["GET"])]
 

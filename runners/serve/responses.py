@@ -230,9 +230,9 @@ def responses(
 ) -> GenerationCall:
     """A call of /v1/responses; the arguments and errors are those of ``chat``."""
     check_messages(body, "input", engine)
-    asked = validated(ResponsesBody, body, model)
-    with asked.named():
-        return replace(chat(asked.chat, engine, model, most, default), outer=asked)
+    request = validated(ResponsesBody, body, model)
+    with request.named():
+        return replace(chat(request.chat, engine, model, most, default), outer=request)
 
 
 class ResponsesAnswer:
@@ -248,20 +248,21 @@ class ResponsesAnswer:
     ending = ""
 
     def __init__(self, call: GenerationCall, model: str) -> None:
-        self._chat, asked, body = ChoicesAnswer(call, model), call.outer, call.body
-        assert isinstance(asked, ResponsesBody) and isinstance(body, ChatBody)
-        form = asked.text.format if asked.text and asked.text.format else {"type": "text"}
+        self._chat, request, body = ChoicesAnswer(call, model), call.outer, call.body
+        assert isinstance(request, ResponsesBody) and isinstance(body, ChatBody)
+        form = request.text.format if request.text and request.text.format else {"type": "text"}
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
             "object": "response",
             "created_at": int(time.time()),
             "model": model,
             **{
-                name: getattr(asked, name) for name in ("instructions", "max_output_tokens", "metadata", "top_logprobs")
+                name: getattr(request, name)
+                for name in ("instructions", "max_output_tokens", "metadata", "top_logprobs")
             },
             **{name: getattr(body, name) for name in ("parallel_tool_calls", "temperature", "tool_choice", "top_p")},
             "text": {"format": form},
-            "tools": [tool.model_dump() for tool in asked.tools],
+            "tools": [tool.model_dump() for tool in request.tools],
             "reasoning": {"effort": body.reasoning_effort, "summary": None},
             "truncation": "disabled",
             "store": False,
@@ -309,25 +310,25 @@ class ResponsesAnswer:
 
     def failed(self, error: ApiError) -> Event:
         """The event that ends a stream that cannot go on."""
-        found = {"code": error.code or "server_error", "message": error.message}
-        return self._event("failed", response=self._response("failed", error=found))
+        details = {"code": error.code or "server_error", "message": error.message}
+        return self._event("failed", response=self._response("failed", error=details))
 
-    def _grown(self, kind: str, said: Any) -> Iterator[Event]:
-        if kind != self._grows and said:
+    def _grown(self, kind: str, delta: Any) -> Iterator[Event]:
+        if kind != self._grows and delta:
             yield from self._closed("completed")
         if kind == TOOL:
-            yield from self._called(said[0]["id"], said[0]["function"])
+            yield from self._called(delta[0]["id"], delta[0]["function"])
             return
-        if not said:
+        if not delta:
             return
         if self._grows is None:
             yield from self._opened(kind)
-        self._text += said
+        self._text += delta
         entries = {}
         if kind == TEXT:
             entries, self._unsaid = {"logprobs": self._unsaid}, []
             self._entries += entries["logprobs"]
-        yield self._event(f"{FORMS[kind][2]}.delta", **self._place(), delta=said, **entries)
+        yield self._event(f"{FORMS[kind][2]}.delta", **self._place(), delta=delta, **entries)
 
     def _opened(self, kind: str) -> Iterator[Event]:
         self._grows, self._text, self._entries = kind, "", []
@@ -415,10 +416,10 @@ class _Thoughts:
 
     def push(self, ids: Sequence[int]) -> list[bool]:
         """Whether each of the next tokens belongs to one."""
-        found = []
+        belongs = []
         for id in ids:
             before = self._parser.thinking
             self._parser.push(self._text.push(id))
-            found.append(before or self._parser.thinking)
-        self.count += sum(found)
-        return found
+            belongs.append(before or self._parser.thinking)
+        self.count += sum(belongs)
+        return belongs

@@ -92,15 +92,15 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
         supervised(engine, config.restarts),
     ):
         engine.settle()  # a client's first request must not wait for a program, and none may fail later
-        if engine.files.there:
+        if engine.files.exist:
             # A broken tokenizer fails here, not at the first client.
             engine.files.tokenizer("text in")
             say(f"serve: {'a' if engine.files.chats else 'no'} chat template")
         if lacking("llguidance"):
             say(f"serve: no answers that follow a schema, a regex or a grammar; {install('structured')}")
         defaults = generation_defaults(engine.files.generation_config() if config.generation_config == "auto" else {})
-        said = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        of = f"{said}, as generation_config.json says" if said else "those of OpenAI's API"
+        settings = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        of = f"{settings}, as generation_config.json says" if settings else "those of OpenAI's API"
         say(f"serve: settings of requests that name none: {of}")
         policy = replace(policy, max_new_tokens=defaults.pop("max_new_tokens", None), defaults=defaults)
         host = listener.getsockname()[0]

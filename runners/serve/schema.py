@@ -115,9 +115,9 @@ def json_response(body: dict[str, Any], status: int = 200, headers: dict[str, st
     return Response(json.dumps(body), status, headers, "application/json")
 
 
-def refusal(param: str, wanted: str, found: str, code: str = "invalid_value", status: int = 400) -> ApiError:
+def refusal(param: str, wanted: str, actual: str, code: str = "invalid_value", status: int = 400) -> ApiError:
     """The refusal of a field of the body."""
-    return ApiError(status, f"`{param}`: expected {wanted}, found {found}", param=param, code=code)
+    return ApiError(status, f"`{param}`: expected {wanted}, found {actual}", param=param, code=code)
 
 
 def shown(value: object) -> str:
@@ -139,10 +139,10 @@ class JsonObject(BaseModel):
     def _known(cls, value: Any) -> Any:
         if not isinstance(value, dict):
             return value
-        given = {name: each for name, each in value.items() if each is not None}
-        for name in [name for name in given if name not in cls.model_fields and name not in cls.passed]:
-            cls._refuse_unless_neutral(name, given.pop(name))
-        return given
+        fields = {name: item for name, item in value.items() if item is not None}
+        for name in [name for name in fields if name not in cls.model_fields and name not in cls.passed]:
+            cls._refuse_unless_neutral(name, fields.pop(name))
+        return fields
 
     @classmethod
     def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
@@ -165,8 +165,8 @@ def text_of_parts(content: Any, kinds: Sequence[str] = ("text",)) -> Any:
     for part in content:
         if not isinstance(part, dict) or part.get("type") not in kinds or not isinstance(part.get("text"), str):
             kind = shown(part.get("type") if isinstance(part, dict) else part)
-            found = {"wanted": "content of text alone", "found": f"a part of type {kind}"}
-            raise PydanticCustomError("part", "a part that is no text", found)
+            context = {"wanted": "content of text alone", "found": f"a part of type {kind}"}
+            raise PydanticCustomError("part", "a part that is no text", context)
     return "".join(part["text"] for part in content)
 
 
@@ -233,8 +233,8 @@ def refuse_unless_neutral(name: str, value: Any, neutral: Mapping[str, Sequence[
     """Refuses a field that is not implemented, unless its value asks for nothing or it only labels the request."""
     if name not in LABELS and repr(value) not in map(repr, neutral[name]):  # by repr, since 1 equals True
         wanted = " or ".join(map(json.dumps, neutral[name]))
-        found = f"{shown(value)}: not supported here"
-        raise refusal(name, f"it left out or {wanted}", found, "unsupported_parameter")
+        actual = f"{shown(value)}: not supported here"
+        raise refusal(name, f"it left out or {wanted}", actual, "unsupported_parameter")
 
 
 class GenerationBody(ModelBody):
@@ -336,7 +336,7 @@ class TemplateBody(ModelBody):
         return variables
 
     @property
-    def how(self) -> dict[str, Any]:
+    def template_options(self) -> dict[str, Any]:
         """The arguments of ``ChatTemplate.render``; variables of the body's own go first."""
         effort: dict[str, Any] = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
         effort |= {"enable_thinking": False} if self.reasoning_effort == "none" else {}
@@ -368,8 +368,8 @@ def parse(data: bytes, most: int = ELEMENTS) -> dict[str, Any]:
         # Half a character is refused where it stands, by the field's name.
         body = parse_json(data, len(data), depth=LEVELS, most=most, halves=True)
     except DoubledKeyError as error:
-        found = f"expected each key once, found {shown(error.key)} twice"
-        raise ApiError(400, f"body: {found}", code="invalid_json") from None
+        message = f"expected each key once, found {shown(error.key)} twice"
+        raise ApiError(400, f"body: {message}", code="invalid_json") from None
     except ValueError as error:  # also for bytes that are no UTF-8, and for numbers of thousands of digits
         raise ApiError(400, f"body: expected JSON, found {error}", code="invalid_json") from None
     if not isinstance(body, dict):
@@ -405,17 +405,17 @@ def validated(kind: type[AnyBody], body: dict[str, Any], model: str) -> AnyBody:
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     param, *inner = (part for part in first["loc"] if part not in MEMBERS)
-    info, given = kind.model_fields[str(param)], body.get(str(param))
+    info, value = kind.model_fields[str(param)], body.get(str(param))
     missing = first["type"] == "missing"
-    found, place = "none" if missing else shown(first["input"]), ""
+    actual, place = "none" if missing else shown(first["input"]), ""
     if inner and param == "stream_options":
         param, info = inner[0], StreamOptions.model_fields[str(inner[0])]
-    elif inner and isinstance(given, list):
+    elif inner and isinstance(value, list):
         number, *field = inner
         place = f" at place {number}"
         if field and isinstance(field[0], str):  # a message's
-            found = f"no `{field[0]}`" if missing else f"`{field[0]}` {found}"
+            actual = f"no `{field[0]}`" if missing else f"`{field[0]}` {actual}"
         elif field:
-            found = shown(given[int(number)])
+            actual = shown(value[int(number)])
     context = first.get("ctx", {})
-    raise refusal(str(param), str(context.get("wanted", info.description)), f"{context.get('found', found)}{place}")
+    raise refusal(str(param), str(context.get("wanted", info.description)), f"{context.get('found', actual)}{place}")

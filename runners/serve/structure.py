@@ -19,28 +19,28 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 GUIDES = {f"guided_{kind}": kind for kind in KINDS[:-1]}
 
 
-def asked_grammar(asked: GenerationBody) -> tuple[str, Grammar] | None:
+def grammar_field(body: GenerationBody) -> tuple[str, Grammar] | None:
     """The field that says what the text has to be, and the grammar of it; None where a body does not say.
 
     Raises:
         ApiError: It says so twice, or in a form that is unknown; or its schema is too large or nested too deeply.
     """
     name = "response_format"
-    found = {each: (kind, value) for each, kind in GUIDES.items() if (value := getattr(asked, each)) is not None}
-    if (outputs := asked.structured_outputs) is not None:
-        given = {kind: value for kind, value in outputs.items() if value} if isinstance(outputs, dict) else {}
-        if len(given) != 1 or not given.keys() <= set(KINDS):
+    guides = {guide: (kind, value) for guide, kind in GUIDES.items() if (value := getattr(body, guide)) is not None}
+    if (outputs := body.structured_outputs) is not None:
+        named = {kind: value for kind, value in outputs.items() if value} if isinstance(outputs, dict) else {}
+        if len(named) != 1 or not named.keys() <= set(KINDS):
             raise refusal("structured_outputs", f"an object with one of {', '.join(KINDS)}", shown(outputs))
-        found["structured_outputs"] = next(iter(given.items()))
-    form = asked.response_format or {"type": "text"}
+        guides["structured_outputs"] = next(iter(named.items()))
+    form = body.response_format or {"type": "text"}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise refusal(name, "a type of text, json_object or json_schema", shown(kind))
-    if len(found) + (kind != "text") > 1:
-        both = [*found, *([name] if kind != "text" else [])]
+    if len(guides) + (kind != "text") > 1:
+        both = [*guides, *([name] if kind != "text" else [])]
         raise refusal(name, f"one of {name}, structured_outputs and {', '.join(GUIDES)}", " and ".join(both))
-    for each, (guide, value) in found.items():
-        return each, _grammar(guide, value, each)
+    for guide_name, (guide, value) in guides.items():
+        return guide_name, _grammar(guide, value, guide_name)
     if kind != "json_schema":
         return (name, _grammar("json_object", True, name)) if kind == "json_object" else None
     inner = form.get("json_schema")
@@ -55,7 +55,7 @@ def _grammar(kind: str, value: Any, name: str) -> Grammar:
     if kind == "json_object":
         return Grammar("json", '{"type": "object"}')
     if kind == "choice":
-        if not isinstance(value, list) or not value or not all(isinstance(each, str) and each for each in value):
+        if not isinstance(value, list) or not value or not all(isinstance(choice, str) and choice for choice in value):
             raise refusal(name, "a list of texts", shown(value))
         return Grammar("lark", f"start: {' | '.join(map(json.dumps, value))}\n")
     if kind == "json":
@@ -118,17 +118,16 @@ class Tools:
 NO_TOOLS = Tools()
 
 
-def tools(asked: "ChatBody", template: str) -> Tools:
+def tools(body: "ChatBody", template: str) -> Tools:
     """What a body says of tools.
 
     Args:
-        asked: The body.
         template: The chat template.
 
     Raises:
         ApiError: They are malformed, or the template does not write tools in a form that is known here.
     """
-    offered = asked.tools
+    offered = body.tools
     functions: dict[str, Any] = {}
     for place, tool in enumerate(offered):
         function = tool.get("function")
@@ -137,7 +136,7 @@ def tools(asked: "ChatBody", template: str) -> Tools:
             wanted = 'functions, {"type": "function", "function": {"name": NAME, …}}'
             raise refusal("tools", wanted, f"another at place {place}")
         functions[name] = (function or {}).get("parameters")
-    choice = asked.tool_choice
+    choice = body.tool_choice
     inner = choice.get("function", choice) if isinstance(choice, dict) else {}
     named = inner.get("name") if isinstance(inner, dict) else None
     named = named if isinstance(named, str) else None
@@ -156,4 +155,4 @@ def tools(asked: "ChatBody", template: str) -> Tools:
         if reader is KeyedCall and not NAME.fullmatch(name):
             raise refusal("tools", "names of letters, digits and _ . : / - with this model", shown(name))
     called = (str(named),) if isinstance(choice, dict) else tuple(functions) if choice == "required" else ()
-    return Tools(offered, functions, called, not (called or asked.parallel_tool_calls), reader)
+    return Tools(offered, functions, called, not (called or body.parallel_tool_calls), reader)

@@ -33,15 +33,15 @@ def tokenize(body: dict[str, Any], engine: "Engine", model: str) -> dict[str, An
     Raises:
         ApiError: The body is malformed, or the model has no tokenizer or chat template.
     """
-    asked = validated(TokenizeBody, {"model": model, **body}, model)
-    if (asked.prompt is None) == (asked.messages is None):
-        raise refusal("prompt", "it or `messages`", "both" if asked.messages is not None else "none")
-    name = "messages" if asked.prompt is None else "prompt"
+    request = validated(TokenizeBody, {"model": model, **body}, model)
+    if (request.prompt is None) == (request.messages is None):
+        raise refusal("prompt", "it or `messages`", "both" if request.messages is not None else "none")
+    name = "messages" if request.prompt is None else "prompt"
     with refusing(name):
-        text, special = asked.prompt or "", asked.add_special_tokens
-        if asked.messages is not None:
-            conversation = [spoken(message.model_dump(exclude_none=True), "messages") for message in asked.messages]
-            text = engine.files.render_chat(conversation, tools=asked.tools, name=name, **asked.how)
+        text, special = request.prompt or "", request.add_special_tokens
+        if request.messages is not None:
+            conversation = [spoken(message.model_dump(exclude_none=True), "messages") for message in request.messages]
+            text = engine.files.render_chat(conversation, tools=request.tools, name=name, **request.template_options)
             special = False
         ids = engine.prompt_ids(text, name, special=special) if text else ()
     return {"tokens": list(ids), "count": len(ids), "max_model_len": engine.limits.context}
@@ -53,12 +53,12 @@ def detokenize(body: dict[str, Any], engine: "Engine", model: str) -> dict[str, 
     Raises:
         ApiError: The body is malformed, or the model has no tokenizer.
     """
-    asked = validated(DetokenizeBody, {"model": model, **body}, model)
+    request = validated(DetokenizeBody, {"model": model, **body}, model)
     most = engine.limits.vocab_size
-    if wrong := [id for id in asked.tokens if not 0 <= id < most]:
+    if wrong := [id for id in request.tokens if not 0 <= id < most]:
         raise refusal("tokens", f"token ids from 0 to {most - 1}", shown(wrong[0]))
     with refusing("tokens"):
-        return {"prompt": engine.files.tokenizer("tokens").decode(asked.tokens)}
+        return {"prompt": engine.files.tokenizer("tokens").decode(request.tokens)}
 
 
 def tokenizer_info(engine: "Engine") -> dict[str, Any]:
@@ -67,6 +67,6 @@ def tokenizer_info(engine: "Engine") -> dict[str, Any]:
     Raises:
         ApiError: The model has no tokenizer.
     """
-    if not engine.files.there:
+    if not engine.files.exist:
         raise ApiError(404, "tokenizer: expected one, found none: this model takes token ids", code="no_tokenizer")
     return {"eos_token": None, **engine.files.named_tokens, "chat_template": engine.files.template_text or None}

@@ -95,26 +95,26 @@ class AnswerParser:
             last: Nothing follows: what was held back is given, too. A call that did not end is text.
         """
         self._held += text
-        found: list[tuple[str, Any]] = []
-        while self._called(found, last) if self._reader is not None else self._said(found, last):
+        parts: list[tuple[str, Any]] = []
+        while self._called(parts, last) if self._reader is not None else self._said(parts, last):
             pass
         if last and self._blanks and not self._marked:
-            found.append((TEXT, self._blanks))
-        return found
+            parts.append((TEXT, self._blanks))
+        return parts
 
-    def _said(self, found: list[tuple[str, Any]], last: bool) -> bool:
+    def _said(self, parts: list[tuple[str, Any]], last: bool) -> bool:
         """Takes what stands before the next mark, and the mark; whether there is one."""
         marks = self._marks()
         places = {place: mark for mark in marks if (place := self._held.find(mark)) >= 0}
         if not places:
             keep = 0 if last else max((overlap(self._held, mark) for mark in marks), default=0)
             end = len(self._held) - keep
-            said, self._held = self._held[:end], self._held[end:]
-            self._say(found, said)
+            before, self._held = self._held[:end], self._held[end:]
+            self._say(parts, before)
             return False
         place, mark = min(places.items())
-        said, self._held = self._held[:place], self._held[place + len(mark) :]
-        self._say(found, said)
+        before, self._held = self._held[:place], self._held[place + len(mark) :]
+        self._say(parts, before)
         if mark == CALL:
             self._reader = self._form.reader(self._form.functions)
         else:
@@ -122,25 +122,25 @@ class AnswerParser:
             self._kind = REASONING if mark == THINK else TEXT
         return True
 
-    def _called(self, found: list[tuple[str, Any]], last: bool) -> bool:
+    def _called(self, parts: list[tuple[str, Any]], last: bool) -> bool:
         """Takes the call that has begun; whether it is certain what it is."""
         assert self._reader is not None
         read = self._reader.read(self._held, last)
         if read is None:
             return False
-        said, self._held, self._reader = self._held[: read.end], self._held[read.end :], None
+        text, self._held, self._reader = self._held[: read.end], self._held[read.end :], None
         if read.call is None:
-            thought, closed, said = (
-                (CALL + said).partition(THOUGHT) if self._kind == REASONING else ("", "", CALL + said)
+            thought, closed, text = (
+                (CALL + text).partition(THOUGHT) if self._kind == REASONING else ("", "", CALL + text)
             )
-            self._say(found, thought)
+            self._say(parts, thought)
             if closed:
                 self._kind, self._marked = TEXT, True
-            self._say(found, said)
+            self._say(parts, text)
             return True
         function = {"name": read.call.name, "arguments": read.call.arguments}
         id = f"call_{secrets.token_hex(12)}"
-        found.append((TOOL, {"index": self.calls, "id": id, "type": "function", "function": function}))
+        parts.append((TOOL, {"index": self.calls, "id": id, "type": "function", "function": function}))
         self._open = self._kind == REASONING
         self.calls, self._kind, self._blanks, self._marked = self.calls + 1, TEXT, "", True
         return True
@@ -152,7 +152,7 @@ class AnswerParser:
         opening = (THINK,) if self._form.thinks and not self._form.within else ()
         return (*calls, *opening, *((THOUGHT,) if self._open else ()))
 
-    def _say(self, found: list[tuple[str, Any]], text: str) -> None:
+    def _say(self, parts: list[tuple[str, Any]], text: str) -> None:
         if self._kind == TEXT and self._blanks is not None:
             blank, text = not text.strip(), self._blanks + text
             if blank:
@@ -161,4 +161,4 @@ class AnswerParser:
             text = text.lstrip() if self._marked and not self._begun else text
             self._blanks, self._begun = None, True
         if text:
-            found.append((self._kind, text))
+            parts.append((self._kind, text))

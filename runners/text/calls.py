@@ -75,13 +75,13 @@ class JsonCall:
                 if not text.startswith('"', self._place):
                     return None
                 self._place, self._in_string = self._place + 1, False
-            elif (found := OUTSIDE.search(text, self._place)) is None:
+            elif (match := OUTSIDE.search(text, self._place)) is None:
                 self._place = max(self._place, len(text) - len(CALLED) + 1)
                 return None
-            elif found[0] == CALLED:
-                return found.start()
+            elif match[0] == CALLED:
+                return match.start()
             else:
-                self._place, self._in_string = found.end(), True
+                self._place, self._in_string = match.end(), True
 
 
 def _json_call(text: str) -> Call | None:
@@ -131,7 +131,7 @@ class KeyedCall:
         if not name[1]:
             return name.end(), None
         mark, at = yield from self._mark(name.end())
-        schema, found = self._functions.get(name[1], {}), dict[str, str]()
+        schema, values = self._functions.get(name[1], {}), dict[str, str]()
         while mark == KEY:
             key = yield from self._until(at)
             if key is None or key[0] != KEYED:
@@ -157,8 +157,8 @@ class KeyedCall:
                 quotes, counted = quotes + QUOTES.sub("", self._text[counted:place]).count('"'), place
                 if mark and quotes % 2 and "string" not in kinds:
                     first, mark = first if first[0] else (mark, end, place), ""
-            at, found[written] = end, argument(self._text[start:place], kinds)
-        pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in found.items())
+            at, values[written] = end, argument(self._text[start:place], kinds)
+        pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in values.items())
         return at, Call(name[1], f"{{{', '.join(pairs)}}}") if mark else None
 
     def _mark(self, at: int, marks: tuple[str, ...] = (KEY, CALLED)) -> Generator[None, None, tuple[str, int]]:
@@ -176,10 +176,10 @@ class KeyedCall:
 
     def _until(self, at: int) -> Generator[None, None, re.Match[str] | None]:
         """The next mark, whichever it is; None where none comes."""
-        while (found := MARK.search(self._text, at)) is None and not self._last:
+        while (mark := MARK.search(self._text, at)) is None and not self._last:
             at = max(at, len(self._text) - LONGEST + 1)
             yield
-        return found
+        return mark
 
 
 Reader = JsonCall | KeyedCall
@@ -224,7 +224,7 @@ def kind_of(value: object) -> frozenset[str]:
 def kinds_of_property(schema: object, name: str) -> frozenset[str]:
     """The JSON types that the schema of an object takes for one of its members: all of them where it says nothing."""
     try:
-        return next((kinds_of(found, schema) for found in _properties(schema, schema, name, set())), KINDS)
+        return next((kinds_of(member, schema) for member in _properties(schema, schema, name, set())), KINDS)
     except RecursionError:
         return KINDS
 
@@ -255,26 +255,26 @@ def kinds_of(schema: object, root: object, seen: dict[int, frozenset[str]] | Non
     seen = {} if seen is None else seen
     if id(schema) in seen:
         return seen[id(schema)]
-    found = seen[id(schema)] = KINDS
-    given = schema.get("type")
-    named = {each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)} & KINDS
+    kinds = seen[id(schema)] = KINDS
+    declared = schema.get("type")
+    named = {part for part in (declared if isinstance(declared, list) else [declared]) if isinstance(part, str)} & KINDS
     if named:
-        found &= named | ({"integer"} if "number" in named else set())
+        kinds &= named | ({"integer"} if "number" in named else set())
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if isinstance(values, list) and values:
-        found &= frozenset().union(*map(kind_of, values))
+        kinds &= frozenset().union(*map(kind_of, values))
     for name in ("anyOf", "oneOf"):
         if branches := listed(schema, name):
-            found &= frozenset().union(*(kinds_of(branch, root, seen) for branch in branches))
-    for each in (resolved(schema, root), *listed(schema, "allOf")):
-        found &= kinds_of(each, root, seen)
-    found = seen[id(schema)] = found | {"null"} if schema.get("nullable") is True else found
-    return found
+            kinds &= frozenset().union(*(kinds_of(branch, root, seen) for branch in branches))
+    for part in (resolved(schema, root), *listed(schema, "allOf")):
+        kinds &= kinds_of(part, root, seen)
+    kinds = seen[id(schema)] = kinds | {"null"} if schema.get("nullable") is True else kinds
+    return kinds
 
 
 def listed(schema: dict[str, Any], *names: str) -> list[Any]:
-    found = (schema.get(name) for name in names)
-    return [each for values in found if isinstance(values, list) for each in values]
+    lists = (schema.get(name) for name in names)
+    return [item for values in lists if isinstance(values, list) for item in values]
 
 
 def resolved(schema: dict[str, Any], root: object) -> object:
@@ -282,10 +282,10 @@ def resolved(schema: dict[str, Any], root: object) -> object:
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return True
-    found = root
+    value = root
     for part in reference[1:].split("/")[1:]:
         part = part.replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or part not in found:
+        if not isinstance(value, dict) or part not in value:
             return True
-        found = found[part]
-    return found
+        value = value[part]
+    return value

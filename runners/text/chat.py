@@ -89,10 +89,10 @@ class ChatTemplate:
             raise RequestError(
                 f"chat_template_kwargs: expected variables of the chat template's own, found `{reserved[0]}`"
             )
-        said = [dict(message) for message in messages]
-        values = {**self._tokens, **(variables or {}), "messages": said}
+        copies = [dict(message) for message in messages]
+        values = {**self._tokens, **(variables or {}), "messages": copies}
         if continue_final_message:
-            mark, last, add_generation_prompt = secrets.token_hex(16), said[-1], False
+            mark, last, add_generation_prompt = secrets.token_hex(16), copies[-1], False
             field = "content" if last["content"] or not last.get("reasoning_content") else "reasoning_content"
             last[field] = f"{last[field]}{mark}"
         if tools is not None:
@@ -149,8 +149,10 @@ def check_messages(messages: object, name: str) -> None:
             raise RequestError(f"{name}: {WANTED}, found {type(message).__name__} at place {place}")
         for field in ("role", "content"):
             if not isinstance(message.get(field), str):
-                found = f"{field} {json.dumps(message[field], default=str)[:60]}" if field in message else f"no {field}"
-                raise RequestError(f"{name}: {WANTED}, found {found} at place {place}")
+                actual = (
+                    f"{field} {json.dumps(message[field], default=str)[:60]}" if field in message else f"no {field}"
+                )
+                raise RequestError(f"{name}: {WANTED}, found {actual} at place {place}")
 
 
 class _Refusal(Exception):

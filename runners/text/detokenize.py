@@ -81,10 +81,10 @@ class TextStream:
         text, before = self._held + new, len(self._held)
         # One that lies before the new text was not to be watched for.
         starts = ((text.find(stop, max(0, before - len(stop) + 1)), len(stop)) for stop in self.stop)
-        found = [(place, size) for place, size in starts if place >= 0]
-        if found and watch:
+        stops = [(place, size) for place, size in starts if place >= 0]
+        if stops and watch:
             self.stopped, self._held = True, ""
-            place, size = min(found)
+            place, size = min(stops)
             return text[: place + size if self._include_stop else place]
         keep = max((overlap(text, stop) for stop in self.stop), default=0)
         self._held = text[len(text) - keep :]

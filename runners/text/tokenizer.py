@@ -39,7 +39,7 @@ class TokenizerFiles:
         self._grammars: Grammars | None = None
 
     @property
-    def there(self) -> bool:
+    def exist(self) -> bool:
         """Whether the artifact has a tokenizer."""
         return FILE in self._records
 
@@ -53,7 +53,7 @@ class TokenizerFiles:
             RequestError: The artifact has none.
             ArtifactError: The tokenizer's file is damaged.
         """
-        if not self.there:
+        if not self.exist:
             raise RequestError(
                 f"{purpose}: expected an artifact with a tokenizer, found none, in {self._folder}",
                 "give and take token ids, or build from a checkpoint that has tokenizer.json",
@@ -69,7 +69,7 @@ class TokenizerFiles:
         """Ids that end a text: those of config.json, generation_config.json and tokenizer_config.json together."""
         ids = {*self._eos, *_ids(self.generation_config().get("eos_token_id"))}
         token = _token(self._json(CONFIG).get("eos_token"))
-        if token and self.there:
+        if token and self.exist:
             named = self.tokenizer("eos_token").id_of(token)
             ids |= set() if named is None else {named}
         return frozenset(ids)
@@ -121,13 +121,13 @@ class TokenizerFiles:
         source = self._template_source[1]
         return source if isinstance(source, str) else ""
 
-    def render_chat(self, messages: Sequence[chat.Message], *, name: str = "messages", **how: Any) -> str:
+    def render_chat(self, messages: Sequence[chat.Message], *, name: str = "messages", **options: Any) -> str:
         """The text of a conversation, by the checkpoint's chat template.
 
         Args:
             messages: ``[{"role": TEXT, "content": TEXT}, …]``.
             name: What messages of errors call it.
-            how: The other arguments of ``ChatTemplate.render``.
+            options: The other arguments of ``ChatTemplate.render``.
 
         Raises:
             RequestError: The messages are malformed or refused, or the artifact has no chat template.
@@ -138,7 +138,7 @@ class TokenizerFiles:
                 f"{name}: expected an artifact with a chat template, found none, in {self._folder}",
                 "give text or token ids, or build from a checkpoint that has a chat template",
             )
-        return self._chat_template.render(messages, name=name, **how)
+        return self._chat_template.render(messages, name=name, **options)
 
     def grammars(self, vocab_size: int) -> Grammars:
         """Makes matchers of grammars, for a model whose token ids are below ``vocab_size``.

@@ -222,7 +222,7 @@ def tokenizers(folder: Path) -> Iterator[Case]:
         found.eos_token_ids()
         if found.chats:
             found.render_chat(MESSAGES)
-        if found.there:
+        if found.exist:
             tokenizer = found.tokenizer("text")
             stream, ids = tokenizer.stream(["a", "é"]), tokenizer.encode(TEXT)
             for token in (*ids[:20], 0, EOS, 2**31):

@@ -70,7 +70,7 @@ def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
 def rendered(kind: type[ChatBody | ResponsesBody], body: dict[str, Any]) -> str:
     asked = validated(kind, body, "toy")
     chat = asked if isinstance(asked, ChatBody) else validated(ChatBody, asked.chat, "toy")
-    return TEMPLATE.render(chat.conversation, **chat.how)
+    return TEMPLATE.render(chat.conversation, **chat.template_options)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,10 @@ def test_a_request_says_how_the_template_writes_it(kind, body, fields, end):
 
 def test_an_effort_reaches_the_template_by_its_name():
     asked = validated(ChatBody, SAID | {"reasoning_effort": "low", "chat_template_kwargs": {"a": [1]}}, "toy")
-    assert ChatTemplate("{{ reasoning_effort }} {{ a[0] }}", {}, "t").render(asked.conversation, **asked.how) == "low 1"
+    assert (
+        ChatTemplate("{{ reasoning_effort }} {{ a[0] }}", {}, "t").render(asked.conversation, **asked.template_options)
+        == "low 1"
+    )
     assert rendered(ResponsesBody, ASKED | {"reasoning": {"effort": "none"}}).endswith("<think></think>")
     assert validated(ResponsesBody, ASKED | {"reasoning": {"effort": "high"}}, "toy").chat["reasoning_effort"] == "high"
 

@@ -348,7 +348,7 @@ def test_without_a_tokenizer(wordless):
     assert found == ("`prompt`: expected token ids, found text: this model has no tokenizer", "prompt", "no_tokenizer")
     for name, value in (("stop", "a"), ("logprobs", 0), ("echo", True)):
         found = refused(call(wordless, COMPLETIONS, IDS | {name: value}), 400)
-        message = f"`{name}`: expected it left out, found it asked for: this model has no tokenizer"
+        message = f"`{name}`: expected it left out, found it requested: this model has no tokenizer"
         assert found == (message, name, "no_tokenizer")
     found = refused(call(wordless, "/tokenizer_info", b"", method="GET"), 404)
     assert found == ("tokenizer: expected one, found none: this model takes token ids", None, "no_tokenizer")

@@ -158,7 +158,7 @@ def test_a_changed_tokenizer_file_is_not_used(tmp_path):
 
 def test_no_tokenizer_is_refused_by_purpose(tmp_path):
     files = TokenizerFiles(tmp_path, [], [7])
-    assert not files.there
+    assert not files.exist
     assert files.eos_token_ids() == {7}
     with pytest.raises(RequestError, match="text in: expected an artifact with a tokenizer, found none"):
         files.tokenizer("text in")
