@@ -35,7 +35,7 @@ class Conversation:
     """What was said so far, and an engine that goes on with it.
 
     Args:
-        engine: It; its artifact has a chat template.
+        engine: Its artifact has a chat template.
         seeded: Whether each answer has the seed of the settings; else each has one of its own.
         max_tokens: Most tokens of an answer, which has no more than the context leaves; None for these.
         think: Whether to think first; None for what the template does by itself.
@@ -194,7 +194,6 @@ def talk(conversation: Conversation) -> None:
 
 
 def _line(asking: bool) -> str:
-    """The next line, with those that it goes on in."""
     line = input("> " if asking else "")
     while line.endswith("\\"):
         line = line[:-1] + "\n" + input("… " if asking else "")
@@ -202,7 +201,6 @@ def _line(asking: bool) -> str:
 
 
 def _obey(conversation: Conversation, line: str) -> None:
-    """Does what a line that begins with / says."""
     name, _, rest = line.partition(" ")
     rest = rest.strip()
     if name == "/think" and rest in ("on", "off"):

@@ -196,7 +196,6 @@ def _options(command: click.Command) -> list[click.Option]:
 
 
 def _eager(name: str, callback: Callable[..., None], text: str, **settings: Any) -> click.Option:
-    """An option that does its work before others are read."""
     return click.Option([name], callback=callback, help=text, is_eager=True, expose_value=False, **settings)
 
 

@@ -26,7 +26,6 @@ COMMON = "prompt prompt_file max_tokens temperature top_p min_p seed stop as_jso
 
 
 def _ids(text: str) -> tuple[int, ...]:
-    """``1,2,3``."""
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:

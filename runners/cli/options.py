@@ -29,8 +29,6 @@ PORT = click.IntRange(0, 65535)
 
 
 class _Folder(click.Path):
-    """A folder to write; a version in a store is none."""
-
     def __init__(self) -> None:
         super().__init__(path_type=Path)
 

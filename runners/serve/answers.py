@@ -269,7 +269,6 @@ class ChoicesAnswer:
 
 
 def _add(choice: dict[str, Any], chunk: dict[str, Any]) -> None:
-    """Adds what a chunk of a stream says to a choice of a whole answer."""
     message, delta = choice.get("message"), chunk.get("delta", {})
     if message is None:
         choice["text"] += chunk["text"]

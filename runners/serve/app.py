@@ -300,7 +300,6 @@ class RequestMiddleware:
         return ApiError(421, f"`Host`: expected {wanted}, found {host[:100]}: see --allow-host", code="unknown_host")
 
     def _unknown(self, scope: Scope, headers: Headers) -> ApiError | None:
-        """The refusal of a call without the key."""
         key = self._policy.api_key
         asks = bool(self._policy.origins) and scope["method"] == "OPTIONS"  # to which browsers add no key
         if key is None or asks or scope["path"] in (HEALTH, *((PAGE,) if self._policy.page else ())):
@@ -319,7 +318,6 @@ class RequestMiddleware:
 
 
 def _filled(body: dict[str, Any], policy: Policy) -> dict[str, Any]:
-    """The body with the defaults of what it does not say; null says nothing."""
     return body | {name: value for name, value in policy.defaults.items() if body.get(name) is None}
 
 

@@ -112,8 +112,8 @@ class _Rules:
     """Rules of a grammar in Lark's form.
 
     Attributes:
-        lines: They.
-        values: Those of the values of arguments.
+        lines: All rules, a line each.
+        values: Names of the rules of the arguments' values.
     """
 
     def __init__(self) -> None:
@@ -135,7 +135,6 @@ class _Rules:
         return self._rule(" ".join((_quoted(name), "NL", *parts, "NL", _quoted(CALLED))))
 
     def _value(self, schema: Any, root: Any) -> str:
-        """The rule of a value and of the mark that closes it."""
         rules = []
         for kind, form in _forms(schema, root, set()):
             if form == ANY:  # whatever else it may be

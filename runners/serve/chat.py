@@ -167,7 +167,7 @@ def spoken(message: dict[str, Any], name: str) -> dict[str, Any]:
     """A message as chat templates take it: arguments of calls are objects, which OpenAI's API writes as text.
 
     Args:
-        message: It; its calls are changed.
+        message: Its calls are changed.
         name: What the messages are called.
 
     Raises:

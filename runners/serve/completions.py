@@ -25,7 +25,6 @@ MAX_TOKENS = 16  # of /v1/completions if a body does not say, like OpenAI's API
 
 
 def _kind(value: Any) -> str:
-    """Which of the forms of a prompt a value has to have, by its first item."""
     if isinstance(value, str):
         return "TEXT"
     first = value[0] if isinstance(value, list) and value else None

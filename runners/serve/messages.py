@@ -283,7 +283,6 @@ class MessagesAnswer:
             yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 
     def _stop_sequence(self, completion: Completion) -> str | None:
-        """The stop sequence that ended the answer, which its text does not have."""
         if not self._stops or self._call.tokenizer is None:
             return None
         ending = self._call.tokenizer.decode(completion.token_ids)[len(completion.text or "") :]

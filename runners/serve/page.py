@@ -40,6 +40,5 @@ def page() -> Response:
 
 
 def _digest(text: str, kind: str) -> str:
-    """What the policy calls the one element of this kind."""
     (inner,) = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
     return f"'sha256-{base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()}'"

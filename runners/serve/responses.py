@@ -57,8 +57,6 @@ Content = Annotated[str, BeforeValidator(partial(text_of_parts, kinds=("input_te
 
 
 class _Item(ListedObject):
-    """What any item may have that was an answer's."""
-
     type: Any = None
     id: Any = None
     status: Any = None
@@ -87,8 +85,6 @@ class _ReasoningItem(_Item):
 
 
 class _Function(ListedObject):
-    """A function that an answer may call."""
-
     type: Literal["function"]
     name: str
     description: str | None = None
@@ -97,15 +93,11 @@ class _Function(ListedObject):
 
 
 class _Reasoning(ListedObject):
-    """How much an answer is to think; no summaries are made."""
-
     effort: Effort = None
     summary: Literal["auto"] | None = None
 
 
 class _Text(ListedObject):
-    """The form of an answer's text."""
-
     format: dict[str, Any] | None = None
     verbosity: Literal["medium"] | None = None
 

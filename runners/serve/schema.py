@@ -171,7 +171,6 @@ def text_of_parts(content: Any, kinds: Sequence[str] = ("text",)) -> Any:
 
 
 def _setting(name: str) -> Any:
-    """The bounds of a sampling setting."""
     bounds = BOUNDS[name]
     above, least = (bounds.low, None) if bounds.above else (None, bounds.low)
     return Field(gt=above, ge=least, le=bounds.high, description=str(bounds))

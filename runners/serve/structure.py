@@ -51,7 +51,6 @@ def grammar_field(body: GenerationBody) -> tuple[str, Grammar] | None:
 
 
 def _grammar(kind: str, value: Any, name: str) -> Grammar:
-    """The grammar of a guide of one of KINDS; ``name`` is the field that has it."""
     if kind == "json_object":
         return Grammar("json", '{"type": "object"}')
     if kind == "choice":

@@ -103,7 +103,6 @@ class AnswerParser:
         return parts
 
     def _said(self, parts: list[tuple[str, Any]], last: bool) -> bool:
-        """Takes what stands before the next mark, and the mark; whether there is one."""
         marks = self._marks()
         places = {place: mark for mark in marks if (place := self._held.find(mark)) >= 0}
         if not places:
@@ -123,7 +122,6 @@ class AnswerParser:
         return True
 
     def _called(self, parts: list[tuple[str, Any]], last: bool) -> bool:
-        """Takes the call that has begun; whether it is certain what it is."""
         assert self._reader is not None
         read = self._reader.read(self._held, last)
         if read is None:

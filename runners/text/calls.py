@@ -246,7 +246,7 @@ def kinds_of(schema: object, root: object, seen: dict[int, frozenset[str]] | Non
     """The JSON types that a schema takes.
 
     Args:
-        schema: It; nobody has checked it.
+        schema: Nothing of it has been checked.
         root: The document in which its references are looked up.
         seen: What was found of schemas that were looked at, each once: there may be circles, and many ways to each.
     """

@@ -164,8 +164,6 @@ class _TooMuch(Exception):
 
 
 class _Deadline(threading.local):
-    """When the rendering of a thread has to end."""
-
     _time = float("inf")
 
     def begin(self) -> None:
@@ -210,7 +208,6 @@ def _environment(check: Callable[[], None]) -> Any:
 
 
 def _json(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-    """JSON that leaves HTML alone."""
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 

@@ -78,7 +78,6 @@ class Grammars:
     """Makes matchers for one tokenizer.
 
     Args:
-        tokenizer: It.
         vocab_size: Token ids of the model are below it.
         eos: Ids that end a text.
         trial: What ``check`` asks of a grammar before it is compiled here: what is wrong with it, or an empty text.

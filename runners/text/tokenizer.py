@@ -176,6 +176,5 @@ def _token(value: object) -> str | None:
 
 
 def _ids(value: object) -> list[int]:
-    """The ids of a JSON field that holds one, or a list of them, or nothing."""
     values = value if isinstance(value, list) else [value]
     return [item for item in values if type(item) is int]
