@@ -184,8 +184,8 @@ def _text(completion: Completion) -> str:
 def _json_line(completion: Completion) -> str:
     names = ("prompt_ids", "token_ids", "text", "stop_reason", "cached_tokens")
     times = {name: round(getattr(completion, name), 3) for name in ("ttft_ms", "e2e_ms")}
-    likely = {} if completion.likely is None else {"logprobs": [token._asdict() for token in completion.likely]}
-    return json.dumps({name: getattr(completion, name) for name in names} | times | likely, ensure_ascii=False)
+    logprobs = {} if completion.logprobs is None else {"logprobs": [token._asdict() for token in completion.logprobs]}
+    return json.dumps({name: getattr(completion, name) for name in names} | times | logprobs, ensure_ascii=False)
 
 
 def _is_state(path: Path) -> bool:

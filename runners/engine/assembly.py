@@ -17,7 +17,7 @@ from ling3export.runners.text.tokenizer import TokenizerFiles
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.block_manager import BlockManager
-    from ling3export.runners.engine.core import Arrival, EngineCore
+    from ling3export.runners.engine.core import EngineCore, EngineCoreRequest
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.state.prefix_cache import Event, PrefixCache
     from ling3export.runners.transfer.prefix_store import PrefixStore
@@ -151,7 +151,8 @@ def _assembled(
         else:
             follows = FollowingStore(channel)
 
-    def sequence(arrival: "Arrival") -> Sequence:  # knows no engine, so that the engine's thread keeps none alive
+    # Refers to no engine: the engine's thread keeps none alive.
+    def sequence(arrival: "EngineCoreRequest") -> Sequence:
         number, request, at, carried, saved = arrival
         kept = {"include_stop": request.include_stop_str_in_output, "skip_special": request.skip_special_tokens}
         stream = tokenizer.stream(request.stop, **kept) if tokenizer else None

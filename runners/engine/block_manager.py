@@ -180,7 +180,7 @@ class BlockManager:
         table.pages.clear()
         self.page_table[table.slot] = 0
 
-    def blocks(self, other: BlockTable, table: BlockTable) -> bool:
+    def could_free_page_for(self, other: BlockTable, table: BlockTable) -> bool:
         """Whether ``other`` holds a page that could be the next one of ``table``."""
         pool = self._pool(table, len(table.pages))
         return any(self._pool(other, index) is pool for index in range(len(other.pages)))

@@ -90,7 +90,7 @@ class PrefixCacheCoordinator:
     def admit(self, sequence: Sequence) -> bool:
         """Gives a sequence its slot and pages, and the state that is known of it; False if there is no room."""
         prefix, cache = self._prefixes[sequence.number], self._cache
-        tokens = min(sequence.num_tokens + 1, sequence.num_tokens_in_the_end)
+        tokens = min(sequence.num_tokens + 1, sequence.max_num_tokens)
         if prefix.copy is not None:
             if not self._allocate(sequence, tokens, home=prefix.copy.home):
                 return False

@@ -24,7 +24,7 @@ from ling3export.runners.engine.executor import Executor
 from ling3export.runners.engine.handle import broken
 from ling3export.runners.engine.mask_queue import MaskQueue, WaitingRow
 from ling3export.runners.engine.output_processor import OutputProcessor
-from ling3export.runners.engine.outputs import DeviceArray, Emitted, InFlightSample, InFlightScore, SchedulerOutput
+from ling3export.runners.engine.outputs import DeviceArray, InFlightSample, InFlightScore, NewToken, SchedulerOutput
 from ling3export.runners.engine.request import Request, request_of
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence, now
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 SHORT = 8  # bytes of a digest that travel with every step
 
 
-class Arrival(NamedTuple):
+class EngineCoreRequest(NamedTuple):
     """A request that was checked and accepted.
 
     Attributes:
@@ -67,7 +67,7 @@ class StepInputs(NamedTuple):
         saved: Numbers of arrivals that end where they are, so that they can go on elsewhere.
     """
 
-    arrivals: tuple[Arrival, ...] = ()
+    arrivals: tuple[EngineCoreRequest, ...] = ()
     cancelled: tuple[int, ...] = ()
     compare: bool = False
     saved: tuple[int, ...] = ()
@@ -82,7 +82,7 @@ class StepOutputs(NamedTuple):
         digests: If the hosts compared their tokens: the digest of each host's, by host.
     """
 
-    emitted: list[Emitted]
+    emitted: list[NewToken]
     ended: list[Sequence]
     digests: tuple[bytes, ...] = ()
 
@@ -118,7 +118,7 @@ class EngineCore:
         shapes: Shapes,
         blocks: BlockManager,
         vocab_size: int,
-        sequence: Callable[[Arrival], Sequence],
+        sequence: Callable[[EngineCoreRequest], Sequence],
         *,
         ahead: int = 1,
         counters: Counters | None = None,
@@ -174,13 +174,13 @@ class EngineCore:
         """Queues a sequence; the tokens that it comes with may end it."""
         self.live[sequence.number] = sequence
         self._processor.accept_transferred(sequence)
-        if not sequence.over:
+        if not sequence.finished:
             self._scheduler.submit(sequence)
 
     def cancel(self, number: int) -> Sequence | None:
         """Ends a sequence, wherever it is; what it holds is free at once. None for an unknown or ended one."""
         sequence = self.live.pop(number, None)
-        if sequence is not None and not sequence.over:
+        if sequence is not None and not sequence.finished:
             sequence.stop_reason = "cancelled"
             self._scheduler.remove(sequence)
         return sequence
@@ -191,7 +191,7 @@ class EngineCore:
         if sequence.awaits_mask:
             self._sample_waiting(self._masks.finish(sequence))
         self._settle()
-        if not sequence.over:
+        if not sequence.finished:
             sequence.stop_reason = "saved"
             self._processor.end(sequence)
 
@@ -353,9 +353,9 @@ def decode(payload: bytes) -> StepInputs:
             tokens, names = begun
             state = None if names is None else SequenceState({}, next(left), {name: next(left) for name in names})
             transferred = TransferredState(tuple(_token(*each) for each in tokens), state)
-        arrivals.append(Arrival(number, request_of(fields), None, transferred, saved))
+        arrivals.append(EngineCoreRequest(number, request_of(fields), None, transferred, saved))
     return StepInputs(tuple(arrivals), tuple(said["cancelled"]), said["compare"], tuple(said["saved"]))
 
 
-def _token(token: int, likely: Any) -> Token:
-    return token, None if likely is None else (likely[0], tuple((each, value) for each, value in likely[1]))
+def _token(token: int, logprobs: Any) -> Token:
+    return token, None if logprobs is None else (logprobs[0], tuple((each, value) for each, value in logprobs[1]))

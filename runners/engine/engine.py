@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.engine.config import EngineConfig
-from ling3export.runners.engine.handle import EngineStopped, Piece, RequestHandle
+from ling3export.runners.engine.handle import EngineStopped, RequestDelta, RequestHandle
 from ling3export.runners.engine.request import Completion, Limits, Request, Sampling
 from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, scored
 from ling3export.runners.engine.validation import shown, token_ids
@@ -153,7 +153,7 @@ class Engine:
         done = self.complete(requests)
         return [scored(completion, request) for completion, request in zip(done, requests, strict=True)]
 
-    def stream(self, prompt: Prompt, *, max_tokens: int, **settings: Any) -> AsyncGenerator[Piece, None]:
+    def stream(self, prompt: Prompt, *, max_tokens: int, **settings: Any) -> AsyncGenerator[RequestDelta, None]:
         """One prompt's answer as it comes: ``async for piece in engine.stream(prompt, max_tokens=100)``.
 
         The prompt is checked at once, and submitted when iteration begins. The devices never wait for the reader: what
@@ -386,7 +386,7 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    async def _pieces(self, request: Request) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, request: Request) -> AsyncGenerator[RequestDelta, None]:
         (handle,) = self._loop.submit([request])
         try:
             async for piece in handle.pieces():

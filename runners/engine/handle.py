@@ -43,7 +43,7 @@ class QueueFull(Ling3Error):
 
 
 @dataclass(frozen=True)
-class Piece:
+class RequestDelta:
     """What came since the piece before.
 
     Attributes:
@@ -56,12 +56,12 @@ class Piece:
     text: str
     token_ids: list[int]
     completion: Completion | None = None
-    likely: tuple[Logprobs, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
 
     @classmethod
-    def whole(cls, completion: Completion) -> "Piece":
+    def whole(cls, completion: Completion) -> "RequestDelta":
         """A whole answer as one piece."""
-        return cls(completion.text or "", completion.token_ids, completion, tuple(completion.likely or ()))
+        return cls(completion.text or "", completion.token_ids, completion, tuple(completion.logprobs or ()))
 
 
 class RequestHandle:
@@ -133,7 +133,7 @@ class RequestHandle:
             self.cancel()
         return self._outcome()
 
-    async def pieces(self) -> AsyncGenerator[Piece, None]:
+    async def pieces(self) -> AsyncGenerator[RequestDelta, None]:
         """The answer as it comes; the last piece has the completion. Leaving early cancels the request.
 
         Leaving is: the task is cancelled, ``aclose()``, or a ``break`` (then when the generator is collected).
@@ -184,7 +184,7 @@ class RequestHandle:
             event.set()
         return event
 
-    def _take(self) -> Piece | None:
+    def _take(self) -> RequestDelta | None:
         with self._lock:
             output, completion = self._output, self._completion
             tokens, text, logprobs = map(slice, self._taken, self._there)
@@ -194,7 +194,7 @@ class RequestHandle:
         if tokens.start == tokens.stop and completion is None:
             return None
         said = tuple(output.logprobs[logprobs])
-        return Piece((output.text or "")[text], output.token_ids[tokens], completion, said)
+        return RequestDelta((output.text or "")[text], output.token_ids[tokens], completion, said)
 
     def _outcome(self) -> Completion:
         if self._error is not None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.threads import GuardedThread
-from ling3export.runners.engine.core import Arrival, EngineCore, StepInputs, StepOutputs
+from ling3export.runners.engine.core import EngineCore, EngineCoreRequest, StepInputs, StepOutputs
 from ling3export.runners.engine.handle import (
     EngineStalled,
     EngineStopped,
@@ -61,7 +61,7 @@ class Loop:
         store: "PrefixStore | None" = None,
     ) -> None:
         self._transfers, self._store = transfers, store
-        self._awaited: dict[int, Arrival] = {}  # whose states are being loaded
+        self._awaited: dict[int, EngineCoreRequest] = {}  # whose states are being loaded
         self._saving: dict[int, Future[Sequence]] = {}  # who waits for their states
         self._timings = timings
         self._max_requests = max_requests
@@ -78,7 +78,7 @@ class Loop:
 
     def _start(self, core: EngineCore) -> None:
         self.core: EngineCore | None = core
-        self._arrivals: list[Arrival] = []
+        self._arrivals: list[EngineCoreRequest] = []
         self._cancelled: list[int] = []
         self._saved: list[int] = []
         self._comparing: list[Future[tuple[bytes, ...]]] = []  # asked for in the next step
@@ -157,7 +157,7 @@ class Loop:
             for request in requests:
                 handle = RequestHandle(request, self._count, self.cancel)
                 self._handles[handle.number] = handle
-                arrival = Arrival(handle.number, request, at, transferred, saved is not None)
+                arrival = EngineCoreRequest(handle.number, request, at, transferred, saved is not None)
                 if saved is not None:
                     self._saving[handle.number] = saved
                 self._await(arrival)
@@ -166,7 +166,7 @@ class Loop:
             self._changed.notify()
         return handles
 
-    def _await(self, arrival: Arrival) -> None:
+    def _await(self, arrival: EngineCoreRequest) -> None:
         """Has a request arrive with its state, once that is here, or without it."""
         number, request = arrival.number, arrival.request
         source: TransferQueue | PrefixStore | None = None
@@ -374,8 +374,8 @@ class Loop:
                 "save": 1e3 * (now() - begun),
             }
             if params is not None:
-                likely = completion.likely[0] if completion.likely else None
-                tail = {"token": completion.token_ids[0], "likely": likely}
+                logprobs = completion.logprobs[0] if completion.logprobs else None
+                tail = {"token": completion.token_ids[0], "logprobs": logprobs}
                 params |= {"tail": tail, "phases_ms": phases}
             handle.finish(replace(completion, kv_transfer_params=None if handle.cancelled else params))
             wake([handle])

@@ -75,7 +75,7 @@ class MaskQueue:
         """Takes the rows that have a grammar out of a call."""
         now = time.monotonic()
         for row in output.processed:
-            if row.sequence.has_grammar and not row.sequence.over:
+            if row.sequence.has_grammar and not row.sequence.finished:
                 row.sequence.awaits_mask = True
                 self._rows.append(WaitingRow(output, logits, row, now))
         output.rows = [row for row in output.rows if not row.sequence.awaits_mask]
@@ -83,7 +83,7 @@ class MaskQueue:
 
     def fill(self) -> list[WaitingRow]:
         """Fills masks for STEP_SECONDS, at least one, and returns their rows; refuses those that waited too long."""
-        self._rows = [row for row in self._rows if not row.sequence.over]
+        self._rows = [row for row in self._rows if not row.sequence.finished]
         if not self._rows:
             return []
         decided = self._fill_by_time() if self._channel is None or self._channel.leads else None
@@ -134,5 +134,5 @@ class MaskQueue:
     def _take(self, rows: list[WaitingRow]) -> list[WaitingRow]:
         for row in rows:
             row.sequence.awaits_mask = False
-        self._rows = [row for row in self._rows if row.sequence.awaits_mask and not row.sequence.over]
-        return [row for row in rows if not row.sequence.over]
+        self._rows = [row for row in self._rows if row.sequence.awaits_mask and not row.sequence.finished]
+        return [row for row in rows if not row.sequence.finished]

@@ -13,7 +13,7 @@ from ling3export.runners.engine.coordinator import PrefixCacheCoordinator
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.handle import GrammarFailed, LogitsError, RequestFailed, broken
 from ling3export.runners.engine.logits_processor import RESTRICTING, LogitsEdits
-from ling3export.runners.engine.outputs import Emitted, ModelRunnerOutput, SchedulerOutput
+from ling3export.runners.engine.outputs import ModelRunnerOutput, NewToken, SchedulerOutput
 from ling3export.runners.engine.request import Logprobs
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence, now
@@ -35,10 +35,10 @@ class OutputProcessor:
     ) -> None:
         self._scheduler, self._coordinator, self._counters = scheduler, coordinator, counters
         self._vocab_size, self._chunk = vocab_size, chunk
-        self._emitted: list[Emitted] = []
+        self._emitted: list[NewToken] = []
         self._ended: list[Sequence] = []
 
-    def take(self) -> tuple[list[Emitted], list[Sequence]]:
+    def take(self) -> tuple[list[NewToken], list[Sequence]]:
         """The tokens that were read and the sequences that ended by themselves since this was asked last, in order."""
         taken = self._emitted, self._ended
         self._emitted, self._ended = [], []
@@ -52,9 +52,9 @@ class OutputProcessor:
                 sequence.accept(token, now(), None, logprobs)
             except BaseException as error:
                 return self.fail(sequence, broken(sequence.request, "its token to be taken", error))
-            self._emitted.append(Emitted(sequence, token))
+            self._emitted.append(NewToken(sequence, token))
             sequence.num_sampled += 1
-            if sequence.over:
+            if sequence.finished:
                 return self.end(sequence)
 
     def logits_edits(self, output: SchedulerOutput) -> dict[int, LogitsEdits]:
@@ -65,14 +65,14 @@ class OutputProcessor:
         edits = {}
         for row in output.processed:
             sequence, processor = row.sequence, row.sequence.logits_processor
-            if processor is not None and not sequence.over:
+            if processor is not None and not sequence.finished:
                 try:
                     edit = LogitsEdits(processor.edits, processor.mask(self._vocab_size))
                     if edit.mask is not None or edit.edits.shape[1]:
                         edits[row.row] = edit
                 except BaseException as error:
                     self.fail(sequence, broken(sequence.request, RESTRICTING, error))
-        output.rows = [row for row in output.rows if not row.sequence.over]
+        output.rows = [row for row in output.rows if not row.sequence.finished]
         return edits
 
     def update_from_output(self, output: SchedulerOutput, result: ModelRunnerOutput) -> None:
@@ -81,7 +81,7 @@ class OutputProcessor:
             self._update_scores(output, result.scores)
         tokens, logits, said = result.tokens, result.logits, result.logprobs
         for sequence, row, _, _, call, _ in output.rows:
-            if sequence.over:
+            if sequence.finished:
                 continue
             token, request = tokens[row], sequence.request
             if not 0 <= token < self._vocab_size:
@@ -102,7 +102,7 @@ class OutputProcessor:
                 continue
             self._counters.tokens_out += 1
             self._coordinator.read(sequence)
-            self._emitted.append(Emitted(sequence, token))
+            self._emitted.append(NewToken(sequence, token))
             if why:
                 found = f"{request.name}: expected a grammar that can be followed, found: {why}"
                 self.fail(sequence, GrammarFailed(found, "it is too complex; ask for less at once"))
@@ -111,7 +111,7 @@ class OutputProcessor:
 
     def _update_scores(self, output: SchedulerOutput, scores: Mapping[str, np.ndarray]) -> None:
         for sequence, span, row in output.spans:
-            if sequence.over:
+            if sequence.finished:
                 continue
             at = row * self._chunk
             said = {name: array[at : at + len(span.tokens)] for name, array in scores.items()}

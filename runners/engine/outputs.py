@@ -144,7 +144,7 @@ class ModelRunnerOutput(NamedTuple):
     scores: Mapping[str, np.ndarray] | None = None
 
 
-class Emitted(NamedTuple):
+class NewToken(NamedTuple):
     """A token that was read."""
 
     sequence: Sequence

@@ -272,7 +272,7 @@ class Completion:
     token_ms: list[float] = field(default_factory=list)
     steps: list[EngineStep] = field(default_factory=list)
     cached_tokens: int = 0
-    likely: list[Logprobs] | None = None
+    logprobs: list[Logprobs] | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
     @property

@@ -202,7 +202,11 @@ class Scheduler:
                 s
                 for s in (*self._prefilling, *self._running)
                 if s is sequence
-                or (not s.awaits_mask and s.table is not None and self._blocks.blocks(s.table, sequence.table))
+                or (
+                    not s.awaits_mask
+                    and s.table is not None
+                    and self._blocks.could_free_page_for(s.table, sequence.table)
+                )
             ]
             self._preempt(max(holders, key=ORDER))
 

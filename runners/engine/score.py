@@ -69,10 +69,10 @@ def scored(completion: Completion, request: Request) -> Score:
         Ling3Error: The request was cancelled.
     """
     first = request.score_from
-    if first is None or completion.likely is None:
+    if first is None or completion.logprobs is None:
         raise Ling3Error(f"{request.name}: expected it scored, found it {completion.stop_reason}")
     ids = list(request.prompt_ids)
-    logprobs, best = [each.logprob for each in completion.likely], [each.top[0][0] for each in completion.likely]
+    logprobs, best = [each.logprob for each in completion.logprobs], [each.top[0][0] for each in completion.logprobs]
     return Score(ids[:first], ids[first:], logprobs, best)
 
 

@@ -120,7 +120,7 @@ class Sequence:
         return self.request.priority, self.number
 
     @property
-    def over(self) -> bool:
+    def finished(self) -> bool:
         """Whether it ended."""
         return self.stop_reason is not None
 
@@ -158,10 +158,10 @@ class Sequence:
     @property
     def num_tokens_to_prefill(self) -> int:
         """Known tokens that prefill has yet to compute. The last token that is scored need not be."""
-        return (self.num_tokens_in_the_end if self.scoring else self.num_tokens) - self.num_computed_tokens
+        return (self.max_num_tokens if self.scoring else self.num_tokens) - self.num_computed_tokens
 
     @property
-    def num_tokens_in_the_end(self) -> int:
+    def max_num_tokens(self) -> int:
         """Positions that it will have computed if nothing ends it early: the last token is never fed back."""
         return self.num_prompt_tokens + self.max_new_tokens - 1
 
@@ -192,23 +192,23 @@ class Sequence:
             self.stop_reason = "eos"
         elif token in self.request.stop_token_ids:
             self.stop_reason = "stop"
-        if stream is not None and (not self.over or self.request.include_stop_str_in_output):
+        if stream is not None and (not self.finished or self.request.include_stop_str_in_output):
             piece = stream.push(token, watch=len(self.generated) > self.request.min_tokens)
-            if stream.stopped and not self.over:
+            if stream.stopped and not self.finished:
                 self.stop_reason = "stop"
         if self.stop_reason is None and processor is not None and processor.over:
             self.stop_reason = "stop"
         if self.stop_reason is None and len(self.generated) == self.max_new_tokens:
             self.stop_reason = "length"
         if stream is not None:
-            self.output.text = f"{self.output.text}{piece}{stream.finish() if self.over else ''}"
+            self.output.text = f"{self.output.text}{piece}{stream.finish() if self.finished else ''}"
 
     def accept_scores(self, start: int, scores: Many[Logprobs]) -> bool:
         """Takes what a call said behind the positions from ``start`` on; ends with the last one, and then is True."""
         self._scores.update(enumerate(scores, start))
-        if start + len(scores) == self.num_tokens_in_the_end:
+        if start + len(scores) == self.max_num_tokens:
             self.stop_reason = "scored"
-        return self.over
+        return self.finished
 
     def completion(self) -> Completion:
         """What it came to, or what there was of it when it was cancelled.
@@ -224,10 +224,10 @@ class Sequence:
 
             logits = np.stack(self.rows)
         token_ms = [self._ms(at) for at in self.times]
-        likely = None if self.request.logprobs is None else list(self.output.logprobs)
+        logprobs = None if self.request.logprobs is None else list(self.output.logprobs)
         if (first := self.request.score_from) is not None:
             behind = range(first - 1, self.num_prompt_tokens - 1)
-            likely = [self._scores[at] for at in behind] if self.stop_reason == "scored" else None
+            logprobs = [self._scores[at] for at in behind] if self.stop_reason == "scored" else None
         return Completion(
             prompt_ids=list(self.request.prompt_ids),
             token_ids=list(self.generated),
@@ -240,7 +240,7 @@ class Sequence:
             token_ms=token_ms,
             steps=[EngineStep(self._ms(at), kind, padding, tokens) for at, kind, padding, tokens in self.calls],
             cached_tokens=self.num_cached_tokens,
-            likely=likely,
+            logprobs=logprobs,
             kv_transfer_params=self._transfer_times(),
         )
 

@@ -20,7 +20,7 @@ from ling3export.runners.engine.handle import (
     GrammarFailed,
     HostGone,
     LogitsError,
-    Piece,
+    RequestDelta,
     RequestFailed,
     RequestHandle,
 )
@@ -68,7 +68,7 @@ class Answer(Protocol):
         """The events before anything of the answer is known."""
         ...
 
-    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+    def piece(self, index: int, piece: RequestDelta) -> list[dict[str, Any]]:
         """The events that a piece of the answer to request ``index`` adds to a stream."""
         ...
 
@@ -125,7 +125,7 @@ class ChoicesAnswer:
             if self._chat:
                 choice["message"] = {"role": "assistant"} | choice.pop("delta")
         for index, done in enumerate(completions[:generated]):
-            for chunk in self.piece(index, Piece.whole(done)):
+            for chunk in self.piece(index, RequestDelta.whole(done)):
                 _add(choices[index], chunk["choices"][0])
             message = choices[index].get("message", {})
             if TOOL in message:
@@ -148,13 +148,13 @@ class ChoicesAnswer:
         echoes = choices if self._call.echo else ()
         return [self._chunk([self._choice(index, {TEXT: self._echo(index)})]) for index in echoes]
 
-    def piece(self, index: int, piece: Piece) -> list[dict[str, Any]]:
+    def piece(self, index: int, piece: RequestDelta) -> list[dict[str, Any]]:
         """The chunks that a piece of a choice adds to a stream; none if the piece has nothing to say yet."""
         chunks = []
         self._counts[index] += len(piece.token_ids)
         more: dict[str, Any] = {"token_ids": piece.token_ids} if self._token_ids else {}
-        if piece.likely:
-            more["logprobs"] = self._likely(index, piece.token_ids, piece.likely)
+        if piece.logprobs:
+            more["logprobs"] = self._likely(index, piece.token_ids, piece.logprobs)
         parts = self._parsed(index, piece)
         if not parts and any(more.values()):
             parts = [(TEXT, "")]
@@ -181,7 +181,7 @@ class ChoicesAnswer:
         """What ends a stream that cannot go on."""
         return error.body()
 
-    def _parsed(self, index: int, piece: Piece) -> list[tuple[str, Any]]:
+    def _parsed(self, index: int, piece: RequestDelta) -> list[tuple[str, Any]]:
         """The parts of the text that a piece adds: text, thoughts and calls."""
         if self._parsers:
             return self._parsers[index].push(piece.text, last=piece.completion is not None)
@@ -216,9 +216,9 @@ class ChoicesAnswer:
 
     def _scored(self, ids: Sequence[int], score: Completion | None) -> dict[str, Any]:
         """The log-probabilities of a prompt's tokens, in the form of /v1/completions; the first one has none."""
-        likely = (score.likely or []) if score is not None else []
+        logprobs = (score.logprobs or []) if score is not None else []
         listed = self._listed(
-            0, ids[1:], [logprobs._replace(top=logprobs.top[: self._call.body.top]) for logprobs in likely]
+            0, ids[1:], [logprobs._replace(top=logprobs.top[: self._call.body.top]) for logprobs in logprobs]
         )
         first = self._spelled(ids[0])[0]
         return {
@@ -228,28 +228,28 @@ class ChoicesAnswer:
             "text_offset": [0, *(at + len(first) for at in listed["text_offset"])],
         }
 
-    def _likely(self, index: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any] | None:
+    def _likely(self, index: int, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any] | None:
         """The log-probabilities of generated tokens in the form of the endpoint, if they were requested."""
         if self._call.body.top is None:
             return None
         if not self._chat:
-            listed = self._listed(self._offsets[index], ids, likely)
+            listed = self._listed(self._offsets[index], ids, logprobs)
             self._offsets[index] += sum(map(len, listed["tokens"]))
             return listed
         return {
             "content": [
                 {**self._entry(id, logprobs.logprob), "top_logprobs": [self._entry(*top) for top in logprobs.top]}
-                for id, logprobs in zip(ids, likely, strict=True)
+                for id, logprobs in zip(ids, logprobs, strict=True)
             ]
         }
 
-    def _listed(self, offset: int, ids: Sequence[int], likely: Sequence[Logprobs]) -> dict[str, Any]:
+    def _listed(self, offset: int, ids: Sequence[int], logprobs: Sequence[Logprobs]) -> dict[str, Any]:
         tokens = [self._spelled(id)[0] for id in ids]
         offsets = itertools.accumulate(map(len, tokens[:-1]), initial=offset) if tokens else ()
-        tops = [{self._spelled(id)[0]: logprob for id, logprob in reversed(entry.top)} for entry in likely]
+        tops = [{self._spelled(id)[0]: logprob for id, logprob in reversed(entry.top)} for entry in logprobs]
         return {
             "tokens": tokens,
-            "token_logprobs": [entry.logprob for entry in likely],
+            "token_logprobs": [entry.logprob for entry in logprobs],
             "top_logprobs": tops,
             "text_offset": list(offsets),
         }
@@ -370,14 +370,14 @@ async def events(handles: Sequence[RequestHandle], answer: Answer, metrics: Metr
         yield answer.ending
 
 
-async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, Piece], None]:
+async def merged(handles: Sequence[RequestHandle]) -> AsyncGenerator[tuple[int, RequestDelta], None]:
     """The pieces of all requests as they come, each with the place of its request.
 
     Raises:
         RequestFailed: A request ended without an answer.
     """
     # A queue of one: what a slow client does not take yet is joined in the handles, and piles up nowhere.
-    pieces: asyncio.Queue[tuple[int, Piece | Exception]] = asyncio.Queue(1)
+    pieces: asyncio.Queue[tuple[int, RequestDelta | Exception]] = asyncio.Queue(1)
 
     async def pump(index: int, handle: RequestHandle) -> None:
         try:

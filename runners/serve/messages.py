@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from ling3export.runners.engine.handle import Piece
+from ling3export.runners.engine.handle import RequestDelta
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.chat import TranslatedBody, chat, check_messages
@@ -220,7 +220,9 @@ class MessagesAnswer:
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The whole answer, from the completion of the call's request."""
-        last = next(event for event in self.piece(0, Piece.whole(completions[0])) if event["type"] == "message_delta")
+        last = next(
+            event for event in self.piece(0, RequestDelta.whole(completions[0])) if event["type"] == "message_delta"
+        )
         return {**self._message, "content": self._blocks, **last["delta"], "usage": last["usage"]}
 
     def begin(self) -> list[Event]:
@@ -228,7 +230,7 @@ class MessagesAnswer:
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return [{"type": "message_start", "message": {**self._message, **empty}}]
 
-    def piece(self, index: int, piece: Piece) -> list[Event]:
+    def piece(self, index: int, piece: RequestDelta) -> list[Event]:
         """The events that a piece of the answer adds to a stream."""
         events, reason = list[Event](), ""
         for chunk in self._chat.piece(index, piece):

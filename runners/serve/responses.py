@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from ling3export.runners.engine.handle import Piece
+from ling3export.runners.engine.handle import RequestDelta
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.chat import ChatBody, TranslatedBody, chat, check_messages
@@ -276,7 +276,7 @@ class ResponsesAnswer:
         Args:
             completions: The one of the call's request.
         """
-        *_, last = self.piece(0, Piece.whole(completions[0]))
+        *_, last = self.piece(0, RequestDelta.whole(completions[0]))
         return dict(last["response"])
 
     def begin(self) -> list[Event]:
@@ -284,7 +284,7 @@ class ResponsesAnswer:
         response = self._response("in_progress")
         return [self._event("created", response=response), self._event("in_progress", response=response)]
 
-    def piece(self, index: int, piece: Piece) -> list[Event]:
+    def piece(self, index: int, piece: RequestDelta) -> list[Event]:
         """The events that a piece of the answer adds to a stream; the last of an answer has the whole of it."""
         thought = [False] * len(piece.token_ids) if self._thoughts is None else self._thoughts.push(piece.token_ids)
         choices = [chunk["choices"][0] for chunk in self._chat.piece(index, piece)]

@@ -143,7 +143,7 @@ def fill(state: SequenceState, pools: Arrays) -> None:
         state.arrays[name][...] = array[:, : len(state.tokens)] if name == LATENT else array
 
 
-def token_of(token: Any, likely: Any, vocab_size: int) -> Token:
+def token_of(token: Any, logprobs: Any, vocab_size: int) -> Token:
     """A token that another process sampled, with its log probabilities.
 
     Raises:
@@ -151,10 +151,10 @@ def token_of(token: Any, likely: Any, vocab_size: int) -> Token:
     """
     if type(token) is not int or not 0 <= token < vocab_size:
         raise ValueError("a token outside of the vocabulary")
-    if likely is None:
+    if logprobs is None:
         return token, None
     try:
-        logprob, top = likely
+        logprob, top = logprobs
         return token, (float(logprob), tuple((int(each), float(value)) for each, value in top[:MOST_LIKELY]))
     except OverflowError as error:
         raise ValueError("a number that is none") from error

@@ -238,7 +238,7 @@ class TransferQueue:
             if address is None:
                 raise UnusableError("bad_params", "kv_transfer_params: do_remote_prefill is not set")
             try:
-                token = token_of(params["tail"]["token"], params["tail"].get("likely"), self._vocab_size)
+                token = token_of(params["tail"]["token"], params["tail"].get("logprobs"), self._vocab_size)
             except (LookupError, TypeError, ValueError) as error:
                 raise UnusableError("bad_params", "kv_transfer_params: `tail` has no token", address) from error
         except UnusableError as error:

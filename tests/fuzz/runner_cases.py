@@ -97,7 +97,7 @@ def together(folder: Path) -> Iterator[Case]:
                 alone += alone[:1] * (len(asked) - len(alone))
                 for request, done, other in zip(asked, found, alone, strict=True):
                     both = [(each.token_ids, each.text, each.stop_reason) for each in (done, other)]
-                    if both[0] != both[1] or (done.likely or ()) != (other.likely or ()):
+                    if both[0] != both[1] or (done.logprobs or ()) != (other.logprobs or ()):
                         raise WrongResultError(f"not as alone: {request}: {done}, and {other}")
             finally:
                 stats = engine.stats()

@@ -139,8 +139,8 @@ def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, 
         if "logprobs" not in settings:
             assert found["token_ids"] != plain
             continue
-        assert expected.likely is not None
-        for each, (logprob, top) in zip(found["logprobs"], expected.likely, strict=True):
+        assert expected.logprobs is not None
+        for each, (logprob, top) in zip(found["logprobs"], expected.logprobs, strict=True):
             assert (each["logprob"], [tuple(pair) for pair in each["top"]]) == (logprob, list(top))
 
 

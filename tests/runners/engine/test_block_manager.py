@@ -43,7 +43,11 @@ def test_striped_pages_go_round_the_devices_each_sequence_from_another():
     first, second, third, fourth = tables
     assert blocks.grow(third, 2) and third.pages == [8, 9], "from device 3 on to device 0"
     assert not blocks.grow(third, 3), "device 1 has given its last page, though two are free elsewhere"
-    assert blocks.blocks(first, third) and blocks.blocks(fourth, third) and not blocks.blocks(second, third)
+    assert (
+        blocks.could_free_page_for(first, third)
+        and blocks.could_free_page_for(fourth, third)
+        and not blocks.could_free_page_for(second, third)
+    )
     blocks.release(first)
     assert blocks.grow(third, 3) and third.pages == [8, 9, 2]
     assert (blocks.free_slots, blocks.free_pages) == (6, 7)

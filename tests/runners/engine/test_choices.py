@@ -46,7 +46,7 @@ def test_who_asks_for_nothing_gets_the_same_beside_one_who_asks(engine):
     alone = engine.complete([plain])[0]
     found = engine.complete([beside, plain, ask(20, how={"logit_bias": {7: 100.0}})])
     assert found[1].token_ids == alone.token_ids == greedy(logits, PROMPT, 20)
-    assert found[1].likely is None
+    assert found[1].logprobs is None
     assert found[0].token_ids == greedy(logits, PROMPT, 20, frequency=2)
     assert found[2].token_ids == [7] * 20
 
@@ -55,14 +55,14 @@ def test_log_probabilities_are_the_models_whatever_was_changed(engine):
     for how, oracle in (({}, {}), ({"logit_bias": {7: 100.0}}, {"bias": {7: 100.0}})):
         (found,) = engine.complete([ask(6, how=how, logprobs=20)])
         assert found.token_ids == greedy(logits, PROMPT, 6, **oracle)
-        for at, likely in enumerate(found.likely):
+        for at, logprobs in enumerate(found.logprobs):
             row = logits([*PROMPT, *found.token_ids[:at]])
             expected = log_softmax(row)
-            assert abs(likely.logprob - expected[found.token_ids[at]]) < 1e-5
-            assert [token for token, _ in likely.top] == most_likely(row, 20)
-            assert all(abs(logprob - expected[token]) < 1e-5 for token, logprob in likely.top)
+            assert abs(logprobs.logprob - expected[found.token_ids[at]]) < 1e-5
+            assert [token for token, _ in logprobs.top] == most_likely(row, 20)
+            assert all(abs(logprob - expected[token]) < 1e-5 for token, logprob in logprobs.top)
     (found,) = engine.complete([ask(3, logprobs=0)])
-    assert [likely.top for likely in found.likely] == [()] * 3
+    assert [logprobs.top for logprobs in found.logprobs] == [()] * 3
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ling3export.foundation.errors import RankDivergence
-from ling3export.runners.engine.core import Arrival, StepInputs
+from ling3export.runners.engine.core import EngineCoreRequest, StepInputs
 from ling3export.runners.engine.handle import RequestBroken, RequestHandle
 from ling3export.runners.engine.logits_processor import LogitsProcessorState
 from ling3export.runners.engine.request import Limits, Request, Sampling
@@ -197,7 +197,7 @@ class Host(Rig):
         self.wire, self.error = Wire(number), error
         super().__init__(channel=self.wire)
 
-    def sequence(self, arrival: Arrival) -> Sequence:
+    def sequence(self, arrival: EngineCoreRequest) -> Sequence:
         if arrival.request.name == "mine" and self.error is not None:
             raise self.error
         return super().sequence(arrival)
@@ -207,7 +207,10 @@ def hosts(*errors: Exception | None) -> list[Host]:
     return [Host(number, error) for number, error in enumerate(errors)]
 
 
-ARRIVALS = (Arrival(0, Request((1, 2), 5, name="mine")), Arrival(1, Request((3, 4), 5, name="other")))
+ARRIVALS = (
+    EngineCoreRequest(0, Request((1, 2), 5, name="mine")),
+    EngineCoreRequest(1, Request((3, 4), 5, name="other")),
+)
 
 
 def test_hosts_that_fail_a_request_alike_go_on_together():

@@ -73,7 +73,7 @@ def test_a_prompt_of_100_000_tokens_computed_cached_and_moved(engine, right):
     _, taking = moved(engine, replace(asked(ids), logits=False))
     (done,) = engine.complete([taking])
     assert done.token_ids == alone.token_ids and done.cached_tokens == LONG
-    assert [each.top for each in done.likely] == [each.top for each in again.likely]
+    assert [each.top for each in done.logprobs] == [each.top for each in again.logprobs]
 
 
 def test_a_prompt_of_67_000_tokens_that_gives_its_pages_back_in_the_middle(engine, right):

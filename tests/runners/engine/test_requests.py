@@ -13,7 +13,7 @@ import pytest
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.generate import read_prompts
-from ling3export.runners.engine.core import Arrival, StepInputs, decode, encode
+from ling3export.runners.engine.core import EngineCoreRequest, StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle
 from ling3export.runners.engine.request import Request, Sampling
@@ -156,7 +156,7 @@ def test_whatever_a_request_is_made_of_the_engine_lives_on(engine, field):
             assert len(request.message) < 200 and ": expected " in request.message
             continue
         taken.append(request)
-        travelled = decode(encode(StepInputs((Arrival(0, request),))))
+        travelled = decode(encode(StepInputs((EngineCoreRequest(0, request),))))
         assert travelled.arrivals[0].request == request
         if request.score_from is None:
             (completion,) = engine.complete([request])
@@ -191,7 +191,7 @@ def test_the_same_is_refused_wherever_it_enters(engine, tmp_path):
     said = "expected token ids, found 1.5 at place 1"
     with pytest.raises(RequestError, match=said):
         Request((1, 1.5), 4)  # type: ignore[arg-type]
-    sent = encode(StepInputs((Arrival(0, Request((1, 2), 4)),))).replace(b"[1, 2]", b"[1, 1.5]")
+    sent = encode(StepInputs((EngineCoreRequest(0, Request((1, 2), 4)),))).replace(b"[1, 2]", b"[1, 1.5]")
     with pytest.raises(RequestError, match=said):
         decode(sent)
     (tmp_path / "prompts").write_text('{"prompt_ids": [1, 1.5]}\n')

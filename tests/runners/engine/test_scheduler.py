@@ -52,7 +52,7 @@ def test_who_gives_way_holds_what_is_wanted():
         rig.submit(prompt(random.Random(seed), length), tokens)
     while not rig.counters.preempted:
         rig.step()
-    assert [s.number for s in rig.sequences if s.table is None and not s.over] == [2]
+    assert [s.number for s in rig.sequences if s.table is None and not s.finished] == [2]
     youngest = rig.sequences[3].table
     assert youngest is not None and len(youngest.pages) == 1, "its only page is on the other device"
     rig.run()
@@ -86,7 +86,7 @@ def test_the_pool_running_dry_preempts_the_highest_priority_and_changes_no_token
     gave, given = [], set()
     while rig.core.busy:
         rig.step()
-        now = {s.number for s in rig.sequences if s.table is None and not s.over}
+        now = {s.number for s in rig.sequences if s.table is None and not s.finished}
         gave, given = [*gave, *sorted(now - given)], now
     rig.check()
     first = min(range(3), key=lambda number: (priorities[number], number))
@@ -222,7 +222,7 @@ def test_a_sequence_that_samples_no_token_fails_and_the_others_go_on(ahead, mark
     others = [rig.submit([n, n + 1], 9) for n in (1, 2, 3)]
     bad = rig.submit([1, 7], 9)
     rig.run()
-    assert (bad.stop_reason, bad.generated, bad.over) == ("failed", [], True)
+    assert (bad.stop_reason, bad.generated, bad.finished) == ("failed", [], True)
     assert str(bad.error).startswith(
         f"logits of request: expected finite numbers, found {found}, at position 2\nhint: "
     )

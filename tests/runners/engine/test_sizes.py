@@ -60,4 +60,4 @@ def test_log_probabilities_up_to_their_limit(engine, top):
             engine.complete([Request((1, 2), 3, logprobs=top)])
         return
     (done,) = engine.complete([Request((1, 2), 3, ignore_eos=True, logprobs=top)])
-    assert [len(each.top) for each in done.likely or ()] == [top] * 3
+    assert [len(each.top) for each in done.logprobs or ()] == [top] * 3

@@ -67,7 +67,7 @@ def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_
         url = processes[0].stdout.readline().strip()
         (choice,) = httpx2.post(f"{url}/v1/completions", json=edited, timeout=60).json()["choices"]
         assert choice["token_ids"] == alone.token_ids and re.fullmatch("[a-f]{3,20}", choice["text"])
-        expected = pytest.approx([each.logprob for each in alone.likely], abs=1e-4)
+        expected = pytest.approx([each.logprob for each in alone.logprobs], abs=1e-4)
         assert choice["logprobs"]["token_logprobs"] == expected
         with httpx2.stream("POST", f"{url}/v1/completions", json=ask, timeout=60) as reply:
             lines = (line.removeprefix("data: ") for line in reply.iter_lines() if line)

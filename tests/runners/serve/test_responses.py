@@ -10,7 +10,7 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.handle import Piece
+from ling3export.runners.engine.handle import RequestDelta
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.chat import ChatBody
@@ -262,7 +262,7 @@ def test_thoughts_and_calls_are_items_of_their_own_in_whatever_pieces_they_come(
             at += len(some)
             text = "".join(map(stream.push, some)) + (stream.finish() if at == len(ids) else "")
             done = Completion([1, 2], ids, thought + tail, "eos", 0, 0) if at == len(ids) else None
-            events += answer.piece(0, Piece(text, some, done))
+            events += answer.piece(0, RequestDelta(text, some, done))
         for event in events:
             EVENT.validate_python(event)
         assert without_ids(events[-1]["response"]) == without_ids(whole)

@@ -265,8 +265,8 @@ def test_min_tokens_keeps_stop_tokens_and_the_end_of_text_from_being_sampled(eng
     streamed = [id for chunk in chunks(engine, COMPLETIONS, body) for id in chunk["choices"][0].get("token_ids", ())]
     assert streamed == expected
     # In Python, beside others, with the end-of-text token as the likeliest.
-    likely = Sampling(logit_bias={min(eos): 100.0})
-    requests = [engine.request([5, 9, 7], 12, likely, min_tokens=each) for each in (least, 0)]
+    logprobs = Sampling(logit_bias={min(eos): 100.0})
+    requests = [engine.request([5, 9, 7], 12, logprobs, min_tokens=each) for each in (least, 0)]
     found, first = engine.complete([*requests, engine.request([5, 9, 7], 12, ignore_eos=True, min_tokens=least)])[:2]
     assert first.token_ids == [min(eos)] and len(found.token_ids) == min(least + 1, 12)
     assert eos.isdisjoint(found.token_ids[:least]) and found.stop_reason == ("eos" if least < 12 else "length")

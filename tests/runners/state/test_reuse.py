@@ -129,7 +129,7 @@ def test_tokens_are_the_same_with_the_cache_and_everything_comes_back(seed):
     heads = [prompt(rng, rng.randint(4, 40)) for _ in range(3)]
     for _ in range(30):
         for _ in range(rng.randint(0, 3)):
-            done = [s for s in rig.sequences if s.over and len(s.request.prompt_ids) + len(s.generated) < 50]
+            done = [s for s in rig.sequences if s.finished and len(s.request.prompt_ids) + len(s.generated) < 50]
             if done and rng.random() < 0.3:
                 last = rng.choice(done)  # another turn
                 ids = [*last.request.prompt_ids, *last.generated, *prompt(rng, 3)]
@@ -138,7 +138,7 @@ def test_tokens_are_the_same_with_the_cache_and_everything_comes_back(seed):
             rig.submit(ids, rng.randint(1, 20), eos=frozenset(prompt(rng, 2)), cache_salt=rng.choice(["", "", "x"]))
         for _ in range(rng.randint(0, 6)):
             rig.step()
-        live = [s for s in rig.sequences if not s.over]
+        live = [s for s in rig.sequences if not s.finished]
         if live and rng.random() < 0.2:
             rig.cancel(rng.choice(live))
     rig.run()

@@ -98,9 +98,9 @@ def test_the_state_of_another_artifact_is_refused_by_what_differs(file):
 def test_a_number_too_large_for_a_float_is_refused_like_any_other():
     """It ended the thread that takes states: JSON has integers that no float holds."""
     assert token_of(3, [-0.5, [[3, -0.5]]], VOCAB) == (3, (-0.5, ((3, -0.5),)))
-    for likely in ([10**400, []], [-0.5, [[3, 10**400]]]):
+    for logprobs in ([10**400, []], [-0.5, [[3, 10**400]]]):
         with pytest.raises(ValueError, match="a number that is none"):
-            token_of(3, likely, VOCAB)
+            token_of(3, logprobs, VOCAB)
 
 
 def test_names_of_states_tell_weights_apart(artifact):
@@ -134,8 +134,8 @@ def test_another_engine_of_another_tp_goes_on_with_the_same_tokens(engine, other
         done = second.resume(tmp_path / "state", max_tokens=30).result()
         assert (done.token_ids, done.stop_reason) == (alone.token_ids, "length")
         assert done.kv_transfer_params is None and done.cached_tokens == len(PROMPT)
-        assert [[token for token, _ in each.top] for each in done.likely] == [
-            [token for token, _ in each.top] for each in alone.likely
+        assert [[token for token, _ in each.top] for each in done.logprobs] == [
+            [token for token, _ in each.top] for each in alone.logprobs
         ]
         assert second.stats()["tokens_in"] == before, "nothing is computed again"
 

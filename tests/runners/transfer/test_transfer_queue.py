@@ -44,7 +44,7 @@ def test_who_takes_a_state_goes_on_with_the_same_tokens(engine, length):
     (done,) = engine.complete([taking])
     after = engine.stats()
     assert done.token_ids == alone.token_ids and done.stop_reason == "length"
-    assert [each.top for each in done.likely] == [each.top for each in alone.likely]
+    assert [each.top for each in done.logprobs] == [each.top for each in alone.logprobs]
     assert (done.cached_tokens, after["tokens_in"] - before["tokens_in"]) == (length, length)
     phases = done.kv_transfer_params["phases_ms"]
     assert set(phases) == {"queue", "prefill", "save", "transfer", "decode"}
