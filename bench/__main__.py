@@ -71,7 +71,7 @@ def witness(
     """Our server by our client and by aiperf, beside other servers. `.ci/witness` made FOLDER."""
     from bench.witness import main as run
 
-    aiperf, python = (folder / each / "bin" for each in ("aiperf", "transformers"))
+    aiperf, python = (folder / part / "bin" for part in ("aiperf", "transformers"))
     theirs = python / "python" if transformers else None
     run(checkpoint, rounds, requests, aiperf / "aiperf", llama_cpp and llama_cpp.resolve(), theirs)
 

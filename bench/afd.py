@@ -30,8 +30,8 @@ def main() -> None:
         for batch in BATCHES:
             for link in LINKS:
                 groups = [(a, f) for a in range(1, MOST + 1) for f in range(1, MOST + 1)]
-                each = [priced(replace(full, moe_intermediate_size=width), batch, link, a, f) for a, f in groups]
-                best = max(each, key=lambda row: min(row["replicas"], row["spread"]) / row["split"])
+                speeds = [priced(replace(full, moe_intermediate_size=width), batch, link, a, f) for a, f in groups]
+                best = max(speeds, key=lambda row: min(row["replicas"], row["spread"]) / row["split"])
                 gains = [best[name] / best["split"] for name in ("replicas", "spread")]
                 parts = [1e6 * best[name] for name in ("attention", "experts", "link")]
                 rows.append([width, batch, link, f"{best['A']}A{best['F']}F", *parts, *gains])

@@ -86,15 +86,15 @@ class Group:
 
     def steps(self) -> dict[str, Callable[[], Said]]:
         """What is done, by name; nothing of it without the first."""
-        found: dict[str, Callable[[], Said]] = {
+        steps: dict[str, Callable[[], Said]] = {
             "build": self._build,
             "verify": self._verify,
             "generate": self._generate,
         }
-        found |= {f"serve {count}": partial(self._serve, count) for count in COUNTS}
+        steps |= {f"serve {count}": partial(self._serve, count) for count in COUNTS}
         if self._form == self._card.weights[0] and self._card.transformers.exists():
-            found["transformers"] = self._transformers
-        return found
+            steps["transformers"] = self._transformers
+        return steps
 
     def remove(self) -> None:
         """Makes room, once all is done."""
@@ -107,10 +107,16 @@ class Group:
         if not self._checkpoint.exists():
             self._ran([BUILD, "synth", self._checkpoint, "--preset", card.preset, "--layers", self._layers])
         context = -(-(card.prompt + card.answer + 1) // 1024) * 1024
-        how = ["--target", card.target, "--paddings", card.paddings, "--decode-paddings", "1,16", "--max-running", 16]
-        how += ["--context", context, *([] if self._form == "bf16" else ["--weights", self._form])]
+        options: list[Any] = ["--target", card.target, "--paddings", card.paddings, "--decode-paddings", "1,16"]
+        options += [
+            "--max-running",
+            16,
+            "--context",
+            context,
+            *([] if self._form == "bf16" else ["--weights", self._form]),
+        ]
         begun = time.monotonic()
-        self._ran([BUILD, "build", self._checkpoint, self._artifact, "--force", *how])
+        self._ran([BUILD, "build", self._checkpoint, self._artifact, "--force", *options])
         stored = sum(file.stat().st_size for file in (self._artifact / "weights").iterdir())
         return {"seconds": time.monotonic() - begun, "gigabytes": stored / 1e9}
 
@@ -123,26 +129,30 @@ class Group:
         return {"kind": times.machine.kind, "median error": error, "ms": ms}
 
     def _generate(self) -> Said:
-        how = ["--prompt-ids", "1,2,3", "--max-tokens", 32, "--ignore-eos", "--json"]
-        said = self._ran([RUN, "generate", self._artifact, *how])
-        return {"tokens": len(last_line(said)["token_ids"])}
+        options = ["--prompt-ids", "1,2,3", "--max-tokens", 32, "--ignore-eos", "--json"]
+        output = self._ran([RUN, "generate", self._artifact, *options])
+        return {"tokens": len(last_line(output)["token_ids"])}
 
     def _serve(self, count: int) -> Said:
         card, file = self._card, self._artifact.with_suffix(f".{count}.jsonl")
         file.unlink(missing_ok=True)
-        how = ["--input-len", card.prompt, "--output-len", card.answer, "--range-ratio", 1, "--max-concurrency", count]
-        how += ["--num-prompts", 2 * count, "--output", file]
+        options = ["--input-len", card.prompt, "--output-len", card.answer, "--range-ratio", 1]
+        options += ["--max-concurrency", count, "--num-prompts", 2 * count, "--output", file]
         with served(self._artifact) as url:
-            self._ran([RUN, "bench", "serve", self._artifact, "--url", url, *how])
-        found = last_line(file.read_text())["figures"]
-        return {"tpot": found["tpot"]["mean"], "ttft": found["ttft"]["mean"], "tokens/s": found["output_throughput"]}
+            self._ran([RUN, "bench", "serve", self._artifact, "--url", url, *options])
+        figures = last_line(file.read_text())["figures"]
+        return {
+            "tpot": figures["tpot"]["mean"],
+            "ttft": figures["ttft"]["mean"],
+            "tokens/s": figures["output_throughput"],
+        }
 
     def _transformers(self) -> Said:
         """Steps of a batch on the same checkpoint, its default experts, without a server."""
         device = "cuda" if self._card.target.startswith("cuda") else "cpu"
         command = [self._card.transformers, HF, self._checkpoint, "--device", device, "--prefill", 0, "--context", 512]
-        found = json.loads(spawn([*command, "--batches", ",".join(map(str, COUNTS))], {}, LONGEST))
-        return {str(row["batch"]): 1e3 * row["seconds"] for row in found["decode"]}
+        report = json.loads(spawn([*command, "--batches", ",".join(map(str, COUNTS))], {}, LONGEST))
+        return {str(row["batch"]): 1e3 * row["seconds"] for row in report["decode"]}
 
 
 def main(card: Card) -> None:
@@ -188,25 +198,25 @@ def _milliseconds(bound: RooflineBound | None) -> float | None:
 
 def table(card: Card, done: Said) -> list[str]:
     """What is known, in Markdown."""
-    kinds = {said["kind"] for name, said in done.items() if name.endswith(" verify")}
-    said = f"{card.preset}, {card.prompt} tokens in, {card.answer} out"
-    lines = [f"Milliseconds on {', '.join(sorted(kinds)) or 'no card'}; {said}:", ""]
+    kinds = {step["kind"] for name, step in done.items() if name.endswith(" verify")}
+    shape = f"{card.preset}, {card.prompt} tokens in, {card.answer} out"
+    lines = [f"Milliseconds on {', '.join(sorted(kinds)) or 'no card'}; {shape}:", ""]
     head = ["layers, weights", "GB", "build, s", "verified: median error", "decode@1", "@16", "bounds", "a token at 1"]
     head += ["16", "first token at 1", "16", "transformers at 1", "16"]
     rows = [head, ["---"] * len(head)]
     for layers, form in card.groups:
-        of = {name.removeprefix(f"{layers} {form} "): each for name, each in done.items()}
+        of = {name.removeprefix(f"{layers} {form} "): step for name, step in done.items()}
         ms = [of.get("verify", {}).get("ms", {}).get(f"decode@{count}", (None, None)) for count in COUNTS]
         at = [of.get(f"serve {count}", {}) for count in COUNTS]
         row = [f"{layers}, {form}", *(of.get("build", {}).get(name) for name in ("gigabytes", "seconds"))]
         row += [of["verify"]["median error"] if "verify" in of else "no"]
-        row += [*(each for each, _ in ms), " ".join(cell(bound) for _, bound in ms)]
-        row += [each.get(name) for name in ("tpot", "ttft") for each in at]
+        row += [*(time for time, _ in ms), " ".join(cell(bound) for _, bound in ms)]
+        row += [step.get(name) for name in ("tpot", "ttft") for step in at]
         rows.append([*row, *(of.get("transformers", {}).get(str(count)) for count in COUNTS)])
     lines += [f"| {' | '.join(map(cell, row))} |" for row in rows]
-    here = next((kind for kind, name in CARDS.items() if name in kinds), None)
-    if here is not None:
-        ratio = CHIPS["cuda", PUBLISHED_ON].bandwidth / CHIPS["cuda", here].bandwidth
+    card_kind = next((kind for kind, name in CARDS.items() if name in kinds), None)
+    if card_kind is not None:
+        ratio = CHIPS["cuda", PUBLISHED_ON].bandwidth / CHIPS["cuda", card_kind].bandwidth
         theirs = " and ".join(f"{ms} ({ratio * ms:.2f} by this card's bandwidth)" for ms in PUBLISHED)
         lines += ["", f"SGLang published {theirs} ms a token for 24 layers in bf16 on an H200."]
     return lines

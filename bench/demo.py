@@ -41,7 +41,8 @@ def main(artifact: Path) -> None:
     assert starts["artifact"]["compiles"] == 0 and len({start["token"] for start in starts.values()}) == 1, starts
     seconds = {arm: start["seconds"] for arm, start in starts.items()}
     print("Start to first token, one start each\n")
-    print(table(["seconds", *seconds], [[stage, *(each.get(stage) for each in seconds.values())] for stage in STAGES]))
+    rows = [[stage, *(stages.get(stage) for stages in seconds.values())] for stage in STAGES]
+    print(table(["seconds", *seconds], rows))
     print(f"\nThe artifact starts {seconds['jit, cold']['whole'] / seconds['artifact']['whole']:.1f} times faster.")
 
 
@@ -57,10 +58,10 @@ def spoken(url: str) -> str:
         raise SystemExit(f"demo: expected a call of a tool, found {first['content']!r}")
     call = first["tool_calls"][0]
     expression = json.loads(call["function"]["arguments"])["expression"]
-    found = sum(int(number) for number in re.findall(r"[+-]?\d+", expression))
-    messages += [first, {"role": "tool", "tool_call_id": call["id"], "content": str(found)}]
+    total = sum(int(number) for number in re.findall(r"[+-]?\d+", expression))
+    messages += [first, {"role": "tool", "tool_call_id": call["id"], "content": str(total)}]
     last = _answer(url, messages)["content"]
-    return f"user: {SPOKEN}\nassistant: calculate({expression})\ntool: {found}\nassistant: {last}"
+    return f"user: {SPOKEN}\nassistant: calculate({expression})\ntool: {total}\nassistant: {last}"
 
 
 def _answer(url: str, messages: list[dict[str, Any]]) -> dict[str, Any]:

@@ -22,10 +22,10 @@ CACHE = ROOT / ".cache" / "bench"
 SPAWNED = "BENCH_SPAWNED"  # time.monotonic() at which the parent started a process: its clock is the machine's
 
 
-def checkpoint(given: Path | None, preset: str = "small", layers: int = 24, context: int = 0) -> Path:
+def checkpoint(chosen: Path | None, preset: str = "small", layers: int = 24, context: int = 0) -> Path:
     """``given``, or one of ``preset`` with so many layers, for sequences of ``context`` tokens if it is not 0."""
-    if given is not None:
-        return given.resolve()
+    if chosen is not None:
+        return chosen.resolve()
     folder = CACHE / f"{preset}-{layers}{f'-{context}' * bool(context)}"
     if not folder.exists():
         CACHE.mkdir(parents=True, exist_ok=True)
@@ -70,11 +70,11 @@ def _quoted(word: str) -> str:
 def spawn(command: Sequence[Any], environment: dict[str, str], timeout: float | None = None) -> str:
     """Runs a command at the checkout's root and returns its stdout; no compilation cache but one that is asked for."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
-    here = {SPAWNED: str(time.monotonic()), "PYTHONPATH": str(ROOT)}
+    variables = {SPAWNED: str(time.monotonic()), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [str(part) for part in command],
         cwd=ROOT,
-        env=inherited | here | environment,
+        env=inherited | variables | environment,
         stdout=subprocess.PIPE,
         text=True,
         timeout=timeout,

@@ -27,7 +27,7 @@ def llama(file: Path, sources: Path, lengths: list[int], threads: int) -> Flat:
 
 
 def main(
-    given: Path | None, layers: int, lengths: list[int], rounds: int, sources: Path | None, only: str | None = None
+    chosen: Path | None, layers: int, lengths: list[int], rounds: int, sources: Path | None, only: str | None = None
 ) -> dict[str, Any]:
     """Measures and prints medians of ``rounds``, in each of which every arm has its turn, in a process of its own.
 
@@ -40,25 +40,25 @@ def main(
         only: ``ling3export`` or ``llama.cpp`` where one of the two is to be measured in this run.
     """
     context = max(CONTEXT, max(lengths) + SPAN + 2 * ANSWER)
-    source, threads = checkpoint(given, "full", layers, context), len(os.sched_getaffinity(0))
+    source, threads = checkpoint(chosen, "full", layers, context), len(os.sched_getaffinity(0))
     folder = artifact(source, f"long-{context}", [*OPTIONS, "--context", context])
     runs: dict[str, list[Flat]] = {}
     for _ in range(rounds):
         if only != "llama.cpp":
             read_once(folder)
-            found: Flat = last_line(run(["bench.long_ours", folder, ",".join(map(str, lengths))]))
-            runs.setdefault("ling3export", []).append(found)
+            times: Flat = last_line(run(["bench.long_ours", folder, ",".join(map(str, lengths))]))
+            runs.setdefault("ling3export", []).append(times)
         if sources is not None and only != "ling3export":
             runs.setdefault("llama.cpp", []).append(llama(gguf(source, sources), sources, lengths, threads))
-        say(json.dumps({arm: found[-1] for arm, found in runs.items()}))
-    speeds = {arm: medians(found) for arm, found in runs.items()}
+        say(json.dumps({arm: times[-1] for arm, times in runs.items()}))
+    speeds = {arm: medians(times) for arm, times in runs.items()}
     steps = [f"{kind} {length}" for kind in ("prefill", "decode") for length in lengths]
     growth = {arm: {step: flat[f"{step.split()[0]} {lengths[0]}"] / flat[step] for step in steps}
               for arm, flat in speeds.items()}  # fmt: skip
-    here = machine()
+    environment = machine()
     result = {
         "benchmark": "long",
-        "machine": here,
+        "machine": environment,
         "checkpoint": source.name,
         "rounds": rounds,
         "threads": threads,
@@ -67,7 +67,7 @@ def main(
     }
     show(
         f"{source.name}, bf16, {threads} threads, one sequence; prefill of {SPAN} tokens behind each length, and "
-        f"decode behind it; medians of {rounds}, load average {here['load_average'][0]}",
+        f"decode behind it; medians of {rounds}, load average {environment['load_average'][0]}",
         [
             table(
                 ["", *(f"{arm}, tokens/s" for arm in speeds), *(f"{arm}, times the first" for arm in speeds)],

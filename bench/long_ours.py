@@ -20,7 +20,7 @@ def main() -> None:
 
     folder, lengths = Path(sys.argv[1]), numbers(sys.argv[2])
     dice = np.random.default_rng(0)
-    found: dict[str, float] = {}
+    seconds: dict[str, float] = {}
     with Engine(folder, report=lambda text: None) as engine:
         engine.settle()
         dropped, ids = (dice.integers(0, engine.manifest.vocab_size, n).tolist() for n in (SPAN, lengths[-1] + SPAN))
@@ -28,11 +28,11 @@ def main() -> None:
         for length in lengths:
             engine.generate([ids[:length]], max_tokens=1)
             (behind,) = engine.generate([ids[: length + SPAN]], max_tokens=1)
-            found[f"prefill {length}"] = 1e3 * (length + SPAN - behind.cached_tokens) / behind.ttft_ms
+            seconds[f"prefill {length}"] = 1e3 * (length + SPAN - behind.cached_tokens) / behind.ttft_ms
             (done,) = engine.generate([ids[:length]], max_tokens=ANSWER, ignore_eos=True)
-            found[f"decode {length}"] = 1e3 * (ANSWER - 1) / (done.e2e_ms - done.ttft_ms)
+            seconds[f"decode {length}"] = 1e3 * (ANSWER - 1) / (done.e2e_ms - done.ttft_ms)
         assert engine.stats()["compile_events"] == 0
-    print(json.dumps(found))
+    print(json.dumps(seconds))
 
 
 if __name__ == "__main__":

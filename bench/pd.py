@@ -71,9 +71,11 @@ def main(
             urls = [server.address() for server in servers]
             url = stack.enter_context(foreign(*vllm_router(urls[: replicas[0]], urls[replicas[0] :]), shown=True))
         else:
-            here = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": "0"}
-            here |= {"PREFILL": str(replicas[0]), "DECODE": str(replicas[1])}
-            script = stack.enter_context(ServerProcess(SCRIPT.name, [SCRIPT, artifact, *settings], here, shown=True))
+            variables = {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PORT": "0"}
+            variables |= {"PREFILL": str(replicas[0]), "DECODE": str(replicas[1])}
+            script = stack.enter_context(
+                ServerProcess(SCRIPT.name, [SCRIPT, artifact, *settings], variables, shown=True)
+            )
             *urls, url = (script.address() for _ in range(sum(replicas) + 1))
         prefill, decode = urls[: replicas[0]], urls[replicas[0] :]
         name = json.loads(asked(decode[0], "/v1/models"))["data"][0]["id"]
@@ -92,13 +94,13 @@ def main(
             phases.append(through["kv_transfer_params"]["phases_ms"])
             same += through["choices"][0]["token_ids"] == alone["choices"][0]["token_ids"]
         cached, computed = (
-            sum(metric(each, f"ling3_{what}_tokens_total") for each in prefill) for what in ("cached", "prompt")
+            sum(metric(server, f"ling3_{what}_tokens_total") for server in prefill) for what in ("cached", "prompt")
         )
-        loaded = sum(metric(each, "ling3_transfer_total", what="loaded") for each in decode)
+        loaded = sum(metric(server, "ling3_transfer_total", what="loaded") for server in decode)
     last = phases[-1]
-    middle = {each: statistics.median(one[each] for one in phases) for each in PHASES}
+    middle = {phase: statistics.median(one[phase] for one in phases) for phase in PHASES}
     print(f"{prompts} prompts through {'vllm-router' if outside else 'ling3-runner route'}, states over {carrier}\n")
-    rows = [[each, f"{last[each]:.2f}", f"{middle[each]:.2f}"] for each in PHASES]
+    rows = [[phase, f"{last[phase]:.2f}", f"{middle[phase]:.2f}"] for phase in PHASES]
     print(table(["milliseconds", "last request", "median"], rows))
     print(f"\nstates taken {loaded:.0f}/{prompts}; the same answers as one server {same}/{prompts}")
     rate = cached / (cached + computed)

@@ -34,7 +34,7 @@ THEIRS = {"bf16": ("bf16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
 
 def read_once(*paths: Path) -> None:
     """Brings files into memory, and those of folders."""
-    for file in (each for path in paths for each in (path, *path.rglob("*")) if each.is_file()):
+    for file in (entry for path in paths for entry in (path, *path.rglob("*")) if entry.is_file()):
         with file.open("rb", buffering=0) as opened:
             while opened.read(1 << 24):
                 pass
@@ -79,7 +79,7 @@ def _llama(file: Path, sources: Path, threads: int) -> Flat:
     common = ["-m", file, "-t", threads]
     lengths = ",".join(map(str, PREFILLS))
     single = spawn([tools / "llama-bench", *common, "-p", lengths, "-n", ANSWER, "-r", 3, "-o", "json"], {})
-    found = {
+    speeds = {
         f"prefill {row['n_prompt']}" if row["n_prompt"] else "decode 1": float(row["avg_ts"])
         for row in json.loads(single)
     }
@@ -89,7 +89,7 @@ def _llama(file: Path, sources: Path, threads: int) -> Flat:
          "-npl", several, "--output-format", "jsonl"], {},
     )  # fmt: skip
     rows = [json.loads(line) for line in batched.splitlines() if line.startswith("{")]
-    return found | {f"decode {row['pl']}": float(row["speed_tg"]) for row in rows}
+    return speeds | {f"decode {row['pl']}": float(row["speed_tg"]) for row in rows}
 
 
 def transformers(source: Path, threads: int) -> Flat | None:
@@ -98,12 +98,12 @@ def transformers(source: Path, threads: int) -> Flat | None:
     command = [PARITY, HF, source, "--threads", threads, "--prefill", PREFILLS[-1], "--steps", 8, "--repeats", 2,
                "--context", 16, "--batches", ",".join(map(str, COUNTS))]  # fmt: skip
     try:
-        found = last_line(spawn(command, {"OMP_NUM_THREADS": str(threads)}).replace("\n", " "))
+        result = last_line(spawn(command, {"OMP_NUM_THREADS": str(threads)}).replace("\n", " "))
     except subprocess.CalledProcessError as error:
         say(f"transformers: exit code {error.returncode}")
         return None
-    prefill = {f"prefill {PREFILLS[-1]}": float(found["prefill"]["tokens_per_second"])}
-    return prefill | {f"decode {row['batch']}": float(row["tokens_per_second"]) for row in found["decode"]}
+    prefill = {f"prefill {PREFILLS[-1]}": float(result["prefill"]["tokens_per_second"])}
+    return prefill | {f"decode {row['batch']}": float(row["tokens_per_second"]) for row in result["decode"]}
 
 
 def ours(folder: Path) -> Flat:
@@ -113,7 +113,7 @@ def ours(folder: Path) -> Flat:
 
 
 def measure(
-    given: Path | None,
+    chosen: Path | None,
     layers: int,
     rounds: int,
     sources: Path,
@@ -122,25 +122,25 @@ def measure(
     weights: Sequence[str] = ("bf16",),
 ) -> dict[str, Any]:
     """Medians and spread of ``rounds``, in each of which every arm has its turn."""
-    source, threads = checkpoint(given, "full", layers), len(os.sched_getaffinity(0))
+    source, threads = checkpoint(chosen, "full", layers), len(os.sched_getaffinity(0))
     arms: dict[str, Callable[[], Flat | None]] = {}
     sizes: dict[str, float] = {}
     config, moved = Config.from_path(source), dict[str, float]()
     like: dict[str, list[str]] = {}  # by arm of ours, those that it is compared with
     for form in weights:
         whole = "" if form == "bf16" else f"-{form}"
-        theirs = [f"llama.cpp {each}" for each in THEIRS[form]] + (["transformers"] if hf and form == "bf16" else [])
-        for each in kernels:
-            how = ["--tp", 1, "--kernels", each, *(["--weights", form] if whole else [])]
-            built = artifact(source, f"peers-{each}{whole}", how)
-            arm = f"ling3export {form}, kernels {each}"
+        theirs = [f"llama.cpp {name}" for name in THEIRS[form]] + ["transformers"] * (hf and form == "bf16")
+        for kernel in kernels:
+            options = ["--tp", 1, "--kernels", kernel, *(["--weights", form] if whole else [])]
+            built = artifact(source, f"peers-{kernel}{whole}", options)
+            arm = f"ling3export {form}, kernels {kernel}"
             arms[arm], sizes[arm] = partial(ours, built), _bytes(*(built / "weights").iterdir())
             moved[arm] = _step_bytes(config, form)
-            first = f"ling3export {weights[0]}, kernels {each}"
+            first = f"ling3export {weights[0]}, kernels {kernel}"
             like[arm] = [*theirs, *([] if arm == first else [first])]
-        for each in THEIRS[form]:
-            file = quantized(gguf(source, sources), sources, each)
-            arm = f"llama.cpp {each}"
+        for name in THEIRS[form]:
+            file = quantized(gguf(source, sources), sources, name)
+            arm = f"llama.cpp {name}"
             arms[arm], sizes[arm] = partial(llama, file, sources, threads), _bytes(file)
     if hf:
         arms["transformers"] = partial(transformers, source, threads)
@@ -148,10 +148,10 @@ def measure(
     for _ in range(rounds):
         for arm, work in arms.items():
             started = time.monotonic()
-            if (found := work()) is None:
+            if (result := work()) is None:
                 continue
-            runs.setdefault(arm, []).append(found)
-            say(f"{arm}: {time.monotonic() - started:.0f} s: {json.dumps(found)}")
+            runs.setdefault(arm, []).append(result)
+            say(f"{arm}: {time.monotonic() - started:.0f} s: {json.dumps(result)}")
     return {
         "benchmark": "peers",
         "machine": machine(),
@@ -161,10 +161,10 @@ def measure(
         "gigabytes": sizes,
         "gigabytes_of_a_step": moved,
         "like": like,
-        "tokens_per_second": {arm: medians(found) for arm, found in runs.items()},
+        "tokens_per_second": {arm: medians(result) for arm, result in runs.items()},
         "spread": {
-            arm: {step: [min(each[step] for each in found), max(each[step] for each in found)] for step in found[0]}
-            for arm, found in runs.items()
+            arm: {step: [min(run[step] for run in result), max(run[step] for run in result)] for step in result[0]}
+            for arm, result in runs.items()
         },
     }
 
@@ -191,7 +191,7 @@ def report(result: dict[str, Any]) -> dict[str, Any]:
 
     sizes = ["GB", *(result["gigabytes"].get(arm) for arm in speeds)]
     rates = {
-        arm: each * speeds[arm]["decode 1"] for arm, each in result["gigabytes_of_a_step"].items() if arm in speeds
+        arm: size * speeds[arm]["decode 1"] for arm, size in result["gigabytes_of_a_step"].items() if arm in speeds
     }
     reads = ["decode 1 reads, GB/s", *(rates.get(arm) for arm in speeds)]
     shares = ["of a plain read", *(rates[arm] / speeds[arm][READ] if arm in rates else None for arm in speeds)]

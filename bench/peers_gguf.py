@@ -13,16 +13,16 @@ from typing import Any
 
 
 def main() -> None:
-    sources, checkpoint, file = (Path(each).resolve() for each in sys.argv[1:4])
+    sources, checkpoint, file = (Path(argument).resolve() for argument in sys.argv[1:4])
     sys.path[:0] = [str(sources), str(sources / "gguf-py")]
     from conversion import bailingmoe3  # type: ignore[import-not-found]
 
-    said = json.loads((checkpoint / "config.json").read_text())
+    fields = json.loads((checkpoint / "config.json").read_text())
     model = bailingmoe3.BailingMoeV3Model
     parameters = model.set_gguf_parameters
 
     def as_published(self: Any) -> None:
-        self.hparams |= {"norm_topk_prob": said.get("norm_topk_prob", True), "head_dim": said["head_dim"]}
+        self.hparams |= {"norm_topk_prob": fields.get("norm_topk_prob", True), "head_dim": fields["head_dim"]}
         parameters(self)
 
     model.set_gguf_parameters = as_published

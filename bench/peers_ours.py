@@ -30,7 +30,7 @@ PART, MOST = 16 << 20, 1 << 30  # bytes that a thread of a plain read takes at a
 def step_ms(engine: "Engine", prompts: list[list[int]], answer: int) -> float:
     """Milliseconds of a decode step, from the moment at which all prompts have their first token of ``answer``."""
     done = engine.generate(prompts, max_tokens=answer, ignore_eos=True)
-    return (max(each.e2e_ms for each in done) - max(each.ttft_ms for each in done)) / (answer - 1)
+    return (max(request.e2e_ms for request in done) - max(request.ttft_ms for request in done)) / (answer - 1)
 
 
 def plain_read(files: Iterable[Path]) -> float:
@@ -53,7 +53,7 @@ def main() -> None:
 
     folder, lengths, counts = Path(sys.argv[1]), numbers(sys.argv[2]), numbers(sys.argv[3])
     dice = np.random.default_rng(0)
-    found: dict[str, float] = {}
+    results: dict[str, float] = {}
     with Engine(folder, report=lambda text: None) as engine:
         engine.settle()
 
@@ -62,15 +62,15 @@ def main() -> None:
 
         for length in lengths:
             seconds = [engine.generate(prompts(1, length), max_tokens=1)[0].ttft_ms / 1e3 for _ in range(REPEATS + 1)]
-            found[f"prefill {length}"] = length / statistics.median(seconds[1:])
+            results[f"prefill {length}"] = length / statistics.median(seconds[1:])
         for count in counts:
             speeds = []
             for _ in range(REPEATS + 1):
                 speeds.append(1e3 * count / step_ms(engine, prompts(count, PROMPT), ANSWER))
-            found[f"decode {count}"] = statistics.median(speeds[1:])
+            results[f"decode {count}"] = statistics.median(speeds[1:])
         assert engine.stats()["compile_events"] == 0
-        found[READ] = plain_read((folder / "weights").iterdir())
-    print(json.dumps(found))
+        results[READ] = plain_read((folder / "weights").iterdir())
+    print(json.dumps(results))
 
 
 if __name__ == "__main__":

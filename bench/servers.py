@@ -75,4 +75,4 @@ def metric(url: str, name: str, **labels: str) -> float:
     """A figure of a server's ``/metrics``; 0 where it is not there."""
     families = text_string_to_metric_families(asked(url, "/metrics").decode())
     samples = (sample for family in families for sample in family.samples)
-    return next((each.value for each in samples if each.name == name and each.labels == labels), 0.0)
+    return next((row.value for row in samples if row.name == name and row.labels == labels), 0.0)

@@ -35,7 +35,7 @@ def finish(seconds: dict[str, float], runner: Any, target: "Target") -> dict[str
     pages = np.zeros((state.slots + 1, state.max_pages), np.int32)
     held = -(-len(PROMPT) // state.page_size)
     pages[1, :held] = 1 + np.arange(held)
-    padding = next(each for each in target.paddings("prefill") if each >= len(PROMPT))
+    padding = next(size for size in target.paddings("prefill") if size >= len(PROMPT))
     logits = runner.step("prefill", padding, prefill_fields(padding, [Span(1, 0, PROMPT)], state.chunk, pages))
     rows, row = padding // state.chunk, (len(PROMPT) - 1) // state.chunk
     token = int(runner.read(runner.sample(logits, rows, sample_fields(rows, [row], [1], [len(PROMPT)])))[row])
@@ -95,8 +95,8 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
         return lambda *leaves: jax.tree.leaves(program(*jax.tree.unflatten(tree, leaves)))
 
     with timings.stage(PREPARATION), ThreadPoolExecutor(THREADS) as pool:
-        found = dict(zip(record.cells, pool.map(compiled, record.cells.values()), strict=True))
-    result = finish(timings.seconds, ModelRunner(record, found, params, state, source, mesh), record)
+        cells = dict(zip(record.cells, pool.map(compiled, record.cells.values()), strict=True))
+    result = finish(timings.seconds, ModelRunner(record, cells, params, state, source, mesh), record)
     return result | {"compiles": events.count}
 
 

@@ -48,10 +48,10 @@ Flat = dict[str, float]
 
 def at(values: Mapping[str, Any], place: Sequence[str]) -> float:
     """The figure at a place of nested objects."""
-    found: Any = values
+    value: Any = values
     for name in place:
-        found = found[name]
-    return float(found)
+        value = value[name]
+    return float(value)
 
 
 def plain_checkpoint() -> Path:
@@ -113,14 +113,14 @@ def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> tuple[Fl
         what = ["--workload", "jsonl", "--data", data, "--num-prompts", count, "--max-concurrency", AT_ONCE]
         where = ["--url", url, "--tokenizer", tokens, "--output", line, "--save-raw", *more]
         run(["ling3export.runners.cli", "bench", "serve", *what, *where])
-        found = last_line(line.read_text())
-    assert found["figures"]["completed"] == count, found["figures"]
-    known = {each.name for each in fields(RequestResult)}
-    kept = [{name: value for name, value in each.items() if name in known} for each in found["requests"]]
-    heard = [RequestResult(**each | {"times": each["pieces"]}) for each in kept]
-    by_text = asdict(figures(heard, found["figures"]["duration"]))
-    counts = {"tokens": float(by_text["output_tokens"]), "pieces": float(sum(len(each.pieces) for each in heard))}
-    flat = [{row: at(values, place) for row, place, _ in ROWS} | counts for values in (found["figures"], by_text)]
+        record = last_line(line.read_text())
+    assert record["figures"]["completed"] == count, record["figures"]
+    known = {entry.name for entry in fields(RequestResult)}
+    kept = [{name: value for name, value in entry.items() if name in known} for entry in record["requests"]]
+    heard = [RequestResult(**entry | {"times": entry["pieces"]}) for entry in kept]
+    by_text = asdict(figures(heard, record["figures"]["duration"]))
+    counts = {"tokens": float(by_text["output_tokens"]), "pieces": float(sum(len(entry.pieces) for entry in heard))}
+    flat = [{row: at(values, place) for row, place, _ in ROWS} | counts for values in (record["figures"], by_text)]
     return flat[0], flat[1]
 
 
@@ -153,8 +153,8 @@ def aiperf(program: Path, url: str, asks: Sequence[SampleRequest], tokens: Path)
         files = sorted(Path(folder).rglob("profile_export_aiperf.json"), key=lambda file: len(file.parts))
         if done.returncode or not files:
             raise SystemExit(f"aiperf: exit code {done.returncode}\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
-        found = json.loads(files[0].read_text())
-    return {row: at(found, place) for row, _, place in ROWS}
+        report = json.loads(files[0].read_text())
+    return {row: at(report, place) for row, _, place in ROWS}
 
 
 def llama_server(source: Path, sources: Path, threads: int, url: str) -> list[object]:
@@ -176,17 +176,17 @@ def _at(url: str) -> list[object]:
 
 
 def measure(
-    given: Path | None, rounds: int, count: int, program: Path | None, sources: Path | None, python: Path | None
+    chosen: Path | None, rounds: int, count: int, program: Path | None, sources: Path | None, python: Path | None
 ) -> dict[str, Any]:
     """Every figure of every round, by arm; the first run of a server counts nowhere."""
-    source, threads = given or plain_checkpoint(), len(os.sched_getaffinity(0))
+    source, threads = chosen or plain_checkpoint(), len(os.sched_getaffinity(0))
     folder = artifact(source, "witness", ["--tp", 1, "--paddings", "16,128", "--max-running", 16])
     tokens = folder / "tokenizer"
     runs: dict[str, list[Flat]] = {}
 
-    def keep(arm: str, found: Flat) -> None:
-        runs.setdefault(arm, []).append(found)
-        say(f"{arm}: {json.dumps(found)}")
+    def keep(arm: str, figures: Flat) -> None:
+        runs.setdefault(arm, []).append(figures)
+        say(f"{arm}: {json.dumps(figures)}")
 
     with tempfile.TemporaryDirectory(prefix="ling3-witness-") as scratch:
         data, asks = requests(Path(scratch), tokens, count)
@@ -195,8 +195,8 @@ def measure(
             if program is not None:
                 with served(folder, apart=True) as url:
                     ours(url, data, tokens, count)
-                    for arm, found in zip((BY_ID, BY_TEXT), ours(url, data, tokens, count), strict=True):
-                        keep(arm, found)
+                    for arm, flat in zip((BY_ID, BY_TEXT), ours(url, data, tokens, count), strict=True):
+                        keep(arm, flat)
                     keep(AIPERF, aiperf(program, url, asks, tokens))
             with served(folder) as url:
                 ours(url, data, tokens, count)
@@ -216,11 +216,11 @@ def measure(
 
 
 def main(
-    given: Path | None, rounds: int, count: int, program: Path | None, sources: Path | None, python: Path | None
+    chosen: Path | None, rounds: int, count: int, program: Path | None, sources: Path | None, python: Path | None
 ) -> dict[str, Any]:
     """Measures and prints."""
-    result = measure(given, rounds, count, program, sources, python)
-    speeds = {arm: medians(found) for arm, found in result["runs"].items()}
+    result = measure(chosen, rounds, count, program, sources, python)
+    speeds = {arm: medians(values) for arm, values in result["runs"].items()}
     shape = speeds[OURS]
     show(
         f"{result['checkpoint']}, {count} requests, {AT_ONCE} at once, {ANSWER} tokens each ({shape['pieces']:.0f} of "
@@ -235,10 +235,10 @@ def main(
 
 def compared(arms: Sequence[str], speeds: Mapping[str, Flat]) -> str:
     """A table of those arms that were measured, and of each of them by the first of its kind."""
-    there = [arm for arm in arms if arm in speeds]
-    first, others = (BY_TEXT, [AIPERF]) if BY_TEXT in there else (OURS, there[1:])
+    measured = [arm for arm in arms if arm in speeds]
+    first, others = (BY_TEXT, [AIPERF]) if BY_TEXT in measured else (OURS, measured[1:])
     rows = [
-        [row, *(speeds[arm][row] for arm in there), *(speeds[arm][row] / speeds[first][row] for arm in others)]
+        [row, *(speeds[arm][row] for arm in measured), *(speeds[arm][row] / speeds[first][row] for arm in others)]
         for row, *_ in ROWS
     ]
-    return table(["", *there, *(f"{arm} / {first}" for arm in others)], rows)
+    return table(["", *measured, *(f"{arm} / {first}" for arm in others)], rows)

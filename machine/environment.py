@@ -94,7 +94,7 @@ def prepare_cpu(devices: int) -> None:
 
 
 def memory() -> tuple[int, int, int]:
-    """Bytes of all memory, of what is available of it, and of free swap; zeros where the kernel does not say."""
+    """Bytes of all memory, of available memory, and of free swap; zeros if the kernel does not report them."""
     try:
         rows = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
         total, available, swap = (int(rows[name].split()[0]) << 10 for name in ("MemTotal", "MemAvailable", "SwapFree"))
@@ -113,7 +113,7 @@ def memory_limit(path: Path = Path("/sys/fs/cgroup/memory.max")) -> int | None:
 
 
 def usable_memory() -> tuple[int, int]:
-    """Bytes of memory that this machine or its control group has, and what is free of it; zeros if unknown."""
+    """Bytes of all and of free memory of this machine or its control group; zeros if unknown."""
     total, available, _ = memory()
     bound = memory_limit() or total
     return min(total, bound), min(available, bound)
@@ -135,7 +135,7 @@ def feature_names() -> dict[str, str]:
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
-    """What this processor offers of ``feature_names()``, in the kernel's spelling, sorted.
+    """The features of this processor among ``feature_names()``, in the kernel's spelling, sorted.
 
     Empty where ``cpuinfo`` does not exist (no Linux): then no recorded requirement is met, and none is recorded.
     """
@@ -152,7 +152,7 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[str]:
 
 
 def toolchain() -> dict[str, Any]:
-    """What decides what the compiler makes, besides the program and the target. Starts no backend."""
+    """Versions and flags that decide the compiler's output for a program and a target. Starts no backend."""
     import jax
     import jaxlib
 
@@ -200,7 +200,7 @@ def plugins(*platforms: str) -> dict[str, str]:
 
 
 def requirements(devices: "Sequence[jax.Device]", raw: bytes) -> Requirements:
-    """What a machine needs for an executable of ``devices``, whose bytes are ``raw``."""
+    """The requirements of an executable for ``devices``, whose bytes are ``raw``."""
     import jaxlib
 
     kind = platform_of(devices[0])

@@ -54,7 +54,7 @@ jax.monitoring.register_event_duration_secs_listener(_count)
 
 
 def serialized(compiled: stages.Compiled) -> tuple[bytes, Executable]:
-    """``compiled`` for a file: its executable in PJRT's serialization, and what ``load_executable`` needs to know.
+    """``compiled`` for a file: its executable in PJRT's serialization, and the record for ``load_executable``.
 
     Both the compiling and this call have to stand within ``no_compilation_cache()``: PJRT serializes an executable that
     came from the persistent cache without its machine code, so that it loads in this process and fails in every other.
@@ -229,7 +229,7 @@ def _program(executable: Any, device_list: Any, client: Any, call: CallRecord, m
 
 
 class CompileCounter:
-    """What jax has compiled in this process, in any thread, since the counter was made."""
+    """Counts the programs that jax compiles in this process, in any thread, from now on."""
 
     def __init__(self) -> None:
         self._before = Counter(_events)

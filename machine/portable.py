@@ -95,7 +95,7 @@ def _name_devices(module: Any, count: int) -> None:
 
 
 def _call_decompositions(module: Any) -> None:
-    """Has composites with regions call what they are made of: the portable form has none.
+    """Replaces composites with regions by calls of their decompositions: the portable form has no regions.
 
     Such is ``chlo.scan``, as which jax lowers cumulative sums for a card. The decomposition is a plain loop.
     """

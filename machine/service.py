@@ -123,7 +123,7 @@ def _joined(host: str, port: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is this machine to itself alone."""
+    """Whether only this machine can reach ``host``."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host == "localhost"
@@ -148,7 +148,7 @@ def own_address(host: str) -> str:
 
 
 def launched(count: int | None, number: int | None, timeout: float) -> tuple[str | None, int | None, int | None]:
-    """Coordinator, number of hosts and this host's number as the cluster's launcher tells them; None where it does not.
+    """Coordinator, number of hosts and this host's number from the cluster's launcher; None for each that it lacks.
 
     jax knows Slurm, Open MPI, Kubernetes and Cloud TPU.
     """

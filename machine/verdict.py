@@ -1,6 +1,4 @@
-"""What this machine is to compiled programs, and whether one may be given to the deserializer here.
-
-That is decided from the manifest alone, and before it is given.
+"""Whether a compiled program fits this machine and may be deserialized, decided from the manifest alone.
 
 PJRT checks next to nothing, and a file that does not fit can end the process inside C++. So every cell gets a verdict:
 OPTIMAL (its executable fits), RECOMPILE (only its portable program will do, compiled here), or UNSUPPORTED.
@@ -26,7 +24,7 @@ CPUINFO = Path("/proc/cpuinfo")
 
 
 class VerdictStatus(Enum):
-    """The ladder's rungs."""
+    """The results of a comparison, from best to worst."""
 
     OPTIMAL = "OPTIMAL"
     RECOMPILE = "RECOMPILE"
@@ -35,19 +33,17 @@ class VerdictStatus(Enum):
 
 @dataclass(frozen=True)
 class JaxRuntime:
-    """What jax finds on a machine, and what executables depend on there, in a manifest's words.
+    """The properties of a machine that executables depend on, as jax reports them.
 
     Attributes:
-        platform: jax's name for it: ``cpu``, ``gpu`` or ``tpu``.
-        jaxlib: Its version.
+        platform: jax's name: ``cpu``, ``gpu`` or ``tpu``.
         plugins: The platform's compiler packages, with their versions.
-        device_kind: What the devices call themselves.
         machine: Operating system and instruction set, such as ``linux-x86_64``.
-        processes: How many run together.
-        cpu_features: Of the processor, those that compiled code may depend on.
+        processes: Number of processes that run together.
+        cpu_features: Processor features that compiled code may depend on.
         devices: Ids of the devices of all processes.
-        coords: Of each of them within its slice; empty where it has none.
-        memory: Bytes of one device; None where it does not say.
+        coords: Of each device within its slice; empty if it has none.
+        memory: Bytes of one device; None if it does not report them.
     """
 
     platform: str
@@ -63,7 +59,7 @@ class JaxRuntime:
 
     @classmethod
     def here(cls) -> "JaxRuntime":
-        """That of this process; starts jax's backend."""
+        """The properties of this process; starts jax's backend."""
         import jax
         import jaxlib
 
@@ -92,13 +88,12 @@ class JaxRuntime:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What can be done with a cell here, and why it is not better.
+    """Whether a cell runs on this machine.
 
     Attributes:
         cell: ``prefill@16``.
-        status: The rung.
-        reason: What was built for and what was found; empty for OPTIMAL.
-        hint: What to do about it, where that is not to build for this machine.
+        reason: The difference between the cell's requirements and the machine; empty for OPTIMAL.
+        hint: What to do about it; None means to build for this machine.
     """
 
     cell: str

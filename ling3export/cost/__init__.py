@@ -1,1 +1,1 @@
-"""What accelerators offer, and what a program costs on them: bounds, and estimates from its optimized HLO."""
+"""Accelerators, and the costs of programs on them: bounds, and estimates from optimized HLO."""

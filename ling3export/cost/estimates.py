@@ -1,4 +1,4 @@
-"""What a compiled TPU program costs, from the compiler's own per-instruction cycle estimates.
+"""Estimated time of a compiled TPU program, from the compiler's own per-instruction cycle estimates.
 
 A loop's body counts as often as it runs. Where the number of trips depends on the batch, it is what a stated workload
 causes, and the estimate names it. An instruction without an estimate is bounded by its bytes over the memory's
@@ -132,7 +132,7 @@ class Estimator:
         self._run(choose(branches, key=lambda branch: self._seconds(branch, times)), times)
 
     def _seconds(self, frame: Frame, times: float) -> float:
-        """Seconds of a computation alone, which are added to nothing."""
+        """Seconds of a computation, without adding them to the sums."""
         kept, self.costs = self.costs, Costs()
         self._run(frame, times)
         alone, self.costs = self.costs, kept
@@ -163,7 +163,7 @@ def _scope(instruction: Instruction) -> str:
 
 
 def _bounded_kind(instruction: Instruction) -> str:
-    """The opcode, or what the name of a gather's or scatter's fusion says: ``fusion`` says little."""
+    """The opcode, or ``gather`` or ``scatter`` for a fusion with that name."""
     return next((word for word in ("scatter", "gather") if word in instruction.name), instruction.opcode)
 
 

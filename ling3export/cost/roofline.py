@@ -1,4 +1,4 @@
-"""The roofline bound: what a step must cost at least, whatever the program, and the batch that it is counted for."""
+"""The roofline bound: the least time of a step for any program, and the batch that it is counted for."""
 
 import math
 

@@ -1,7 +1,7 @@
-"""Sizes for a checkpoint of one's own on this machine: as many and as long sequences as its memory takes.
+"""Sizes for a build for this machine's processor: as many and as long sequences as its memory takes.
 
-They follow from the memory that the machine has, not from what is free at the moment: a second build has the same
-programs, and finds them in the cache.
+They follow from all memory of the machine, not from the free part: a second build has the same programs, and finds them
+in the cache.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from ling3export.plan.plan import make_plan
 
 SIZES = frozenset(("tp", "max_running", "context", "page_size", "pages", "snapshots", "state_memory"))
 SHARE = 0.8  # of the machine's memory, for weights and states; the rest is for temporaries, Python and the system
-LEAST = 1 / 16  # of the memory that states may take where weights alone take that share: mapped weights can be paged
+LEAST = 1 / 16  # of the memory that states may take where weights already take that share: mapped weights can be paged
 MOST_SEQUENCES = 64
 MOST_CONTEXT = 32768  # longer ones are asked for: on a processor, a prompt of so many tokens takes minutes
 
@@ -23,19 +23,18 @@ MOST_CONTEXT = 32768  # longer ones are asked for: on a processor, a prompt of s
 def fitted(
     config: Config, options: Options, named: Collection[str], total: int
 ) -> tuple[Options, tuple[str, str] | None]:
-    """The options of a build for the processor of this machine, where its user says nothing else.
+    """The options of a build for the processor of this machine, with sizes for those that the user did not give.
 
     Half of what weights leave is for sequences' slots and snapshots, one snapshot for each two slots, and half for
     latent pages, of which one sequence can have all.
 
     Args:
-        config: The model.
-        options: What is asked for. Another target than ``cpu`` is left as it is.
-        given: Names of the options that were given: TP is 1 unless it is among them; sizes are chosen where none is.
-        total: Bytes of memory that the machine has; 0 chooses no sizes.
+        options: The user's. Targets other than ``cpu`` are left as they are.
+        named: Names of the options that the user gave. TP is 1 unless it is among them; sizes are chosen if none is.
+        total: Bytes of memory of the machine; 0 chooses no sizes.
 
     Returns:
-        The options, and for the user the sizes that were chosen and the sum; None where nothing but TP was chosen.
+        The options, and for the user the chosen sizes and the sum; None if nothing but TP was chosen.
 
     Raises:
         PlanError: As :func:`ling3export.plan.plan.make_plan`.

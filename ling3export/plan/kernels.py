@@ -59,7 +59,7 @@ FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-pthread", "-ffp-contract=fas
 
 
 def ending(level: Level) -> str:
-    """What the names of a level's kernels end in: the level, and a digest of sources and flags."""
+    """The end of the names of a level's kernels: the level, and a digest of sources and flags."""
     text = b"".join(path.read_bytes() for path in (*SOURCES, *HEADERS)) + " ".join((*FLAGS, *level.flags)).encode()
     return f"{level.name}-{hashlib.sha256(text).hexdigest()[:12]}"
 

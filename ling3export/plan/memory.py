@@ -1,4 +1,4 @@
-"""What one device holds while a target runs, against what it has: weights, state, temporaries, programs.
+"""The memory of one device while a target runs: weights, state, temporaries, programs.
 
 The latent pool gets as many pages as are asked for, or as memory holds beside weights and slots. All cells are loaded
 at once, and one runs at a time: programs add up, of temporaries the largest counts.
@@ -46,7 +46,7 @@ def state_of_device(config: Config, geometry: Geometry) -> int:
 
 
 class _Room(NamedTuple):
-    """What a pool has to fit, and how the user says so."""
+    """The memory for a pool, and the option that limits it."""
 
     option: str  # limits it, as it is named in a refusal
     where: str  # the bytes are counted
@@ -86,7 +86,7 @@ def _room(config: Config, geometry: Geometry, options: Options, target: TargetSp
 
 
 def size_pages(config: Config, geometry: Geometry, options: Options, target: TargetSpec) -> tuple[Geometry, str]:
-    """Gives the latent pool its pages; refuses what does not fit, with the sum.
+    """Gives the latent pool its pages; refuses a pool that does not fit, with the sum.
 
     Returns:
         The geometry with its pages, and a line for the user.
@@ -145,13 +145,10 @@ class Held:
 
 
 def held(config: Config, target: TargetSpec, geometry: Geometry, cells: Mapping[str, Program]) -> Held:
-    """What a device of ``target`` holds.
+    """The memory of a device of ``target``.
 
     Args:
-        config: The model.
-        target: The machine.
-        geometry: Its pools.
-        cells: Every cell as the compiler left it; empty while nothing is compiled.
+        cells: Every compiled cell; empty while nothing is compiled.
     """
     memory = None if target.chip is None else target.chip.memory
     weights, state = weight_bytes(config, geometry), state_of_device(config, geometry)
@@ -174,14 +171,14 @@ class OnMachine:
 
 
 def on_machine(config: Config, target: TargetSpec, geometry: Geometry, memory: tuple[int, int]) -> OnMachine:
-    """What a machine holds of ``target``, and has: ``memory`` in all and free, as ``environment.usable_memory``."""
+    """The memory of a machine of ``target``, with all and free ``memory`` of ``environment.usable_memory``."""
     weights = weight_bytes(config, geometry) * target.tp // target.processes
     state = state_bytes(config, geometry) // target.processes
     return OnMachine(weights, state, weights + state, *memory)
 
 
 def in_words(sizes: OnMachine) -> str:
-    """The sum, and how it compares with what is there."""
+    """The sum, compared with the memory of this machine."""
     text = f"{readable(sizes.weights)} of weights + {readable(sizes.state)} of state = {readable(sizes.total)}"
     if not sizes.memory:
         return text

@@ -21,7 +21,7 @@ class Options:
         decode_paddings: Sequences of the decode programs; None derives them from ``paddings`` and ``max_running``.
         score_paddings: Padded tokens of the score programs; none without.
         afd: Whether to add decode programs whose experts an FFN worker computes.
-        afd_dtype: What travels to an FFN worker: tokens in the ``model``'s dtype, or ``int8`` with a scale each.
+        afd_dtype: The form of tokens for an FFN worker: the ``model``'s dtype, or ``int8`` with a scale each.
         tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
         targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
         max_running: Sequences that hold state at once.
@@ -30,10 +30,9 @@ class Options:
         memory_fraction: The share of an accelerator's memory that weights and pools may take.
         state_memory: Bytes for the state of all virtual devices of a cpu target together.
         pages: Latent pages; None takes what fits, at most what ``max_running`` full sequences need.
-        snapshots: Slots that hold copies of sequences' states, beside those of ``max_running``; with programs that move
-            states.
+        snapshots: Further slots for copies of sequences' states; above 0 with programs that move states.
         dtype: ``bfloat16`` or ``float32`` (highest matmul precision throughout).
-        weights: In which forms the weights are stored: ``as-stored``, or a key of ``model/parameters.py``'s WEIGHTS.
+        weights: The stored forms of the weights: ``as-stored``, or a key of ``model/parameters.py``'s WEIGHTS.
         jobs: Cells compiled at a time; None is one a core.
         kernels: Native kernels in executables for cpu: ``auto`` (where they pay), ``on`` or ``off``.
     """
@@ -58,12 +57,12 @@ class Options:
     kernels: str = "auto"
 
 
-# What an artifact's targets have in common: a target that is added takes them as they are.
+# Shared by all targets of an artifact: a target that is added takes them as they are.
 SHARED = ("paddings", "decode_paddings", "max_running", "page_size", "context", "dtype", "weights")
 
 
 def parse_bytes(text: str, name: str = "--state-memory") -> int:
-    """``4GiB``, ``512 MiB``, ``1000000``: bytes. Binary and decimal units are told apart.
+    """``4GiB``, ``512 MiB``, ``1000000``: bytes. Binary and decimal units differ.
 
     Raises:
         PlanError: Not a size.
@@ -88,7 +87,7 @@ def parse_paddings(text: str, name: str = "--paddings") -> tuple[int, ...]:
 
 
 def _short(text: str) -> str:
-    """The begin of what a user wrote, for a message."""
+    """The beginning of a user's text, for a message."""
     return text if len(text) <= 60 else f"{text[:60]}…"
 
 

@@ -50,7 +50,7 @@ class Plan:
 
     @property
     def named_notes(self) -> list[str]:
-        """The notes, each behind the target's name: an artifact may hold several."""
+        """The notes, each after the target's name: an artifact may hold several."""
         return [f"{self.target.name}: {note}" for note in self.notes]
 
     @property
@@ -129,12 +129,11 @@ def forms(config: Config, target: TargetSpec) -> dict[str, Any]:
 
 
 def as_stored(options: Options, checkpoint: Path) -> Options:
-    """``options`` that name the forms of a checkpoint whose weights are to be stored as they are, where those are not
-    the dtype of the artifact.
+    """Replaces ``as-stored`` by ``int4-experts`` if the checkpoint is quantized so.
 
     Args:
         options: Of a build.
-        checkpoint: A folder, or a config.json itself, whose ``quantization_config`` says it.
+        checkpoint: A folder, or a config.json itself, with the ``quantization_config``.
 
     Raises:
         ConfigError: There is no config.json, or it names another quantization than the published ones.
@@ -147,7 +146,7 @@ def as_stored(options: Options, checkpoint: Path) -> Options:
 
 
 def weight_forms(options: Options) -> str:
-    """In which forms an artifact's weights are, a key of WEIGHTS.
+    """The forms of an artifact's weights, a key of WEIGHTS.
 
     Raises:
         PlanError: There is no such form.

@@ -1,4 +1,4 @@
-"""What an artifact was built for, read back from its manifest: its configuration, options and plans."""
+"""The configuration, options and plans of an artifact, read back from its manifest."""
 
 from dataclasses import replace
 from typing import Any
@@ -28,12 +28,12 @@ def config_of(manifest: Manifest) -> Config:
 
 
 def options_of(manifest: Manifest, options: Options) -> Options:
-    """``options`` with what all targets of an artifact share taken from its plan."""
+    """``options`` with the values that all targets of an artifact share."""
     return replace(options, **shared(manifest))
 
 
 def shared(manifest: Manifest) -> dict[str, Any]:
-    """What all targets of an artifact share, by the options' names."""
+    """The values that all targets of an artifact share, by the options' names."""
     plan = manifest.plan
     return {name: plan.forms if name == "weights" else getattr(plan, name) for name in SHARED}
 
@@ -67,7 +67,7 @@ def plan_of(manifest: Manifest, name: str) -> Plan:
 
 
 def layout_difference(config: Config, plan: Plan, manifest: Manifest) -> str | None:
-    """In what an artifact's target is unlike a plan, in words; None if its programs are those of the plan."""
+    """The difference between an artifact's target and a plan; None if its programs are those of the plan."""
     name = plan.target.name
     if name not in manifest.targets:
         return f"no target {name}, but {listed(sorted(manifest.targets))}"

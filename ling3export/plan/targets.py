@@ -204,7 +204,7 @@ def _lacking(target: TargetSpec, expected: str, package: str, version: str | Non
 
 
 def compiler_environment(target: TargetSpec) -> dict[str, str]:
-    """What must stand in the environment before jax is imported to compile for an accelerator that is not here."""
+    """Environment variables for a process that compiles for an accelerator, to be set before it imports jax."""
     if target.autotuned:  # weights are no part of compiling: leave the card's memory to whoever runs there
         return {"JAX_PLATFORMS": "cuda,cpu", "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     if target.platform == "cuda":

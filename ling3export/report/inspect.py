@@ -43,7 +43,7 @@ def _cells(target: Target, receipts: Receipts | None, wide: bool) -> list[str]:
 
 
 def _estimates(target: Target, wide: bool) -> list[str]:
-    """What the compiler estimates for a machine that is not here; nothing for a target without estimates."""
+    """The compiler's estimates; nothing for a target without them."""
     cells = estimated(target.cells.values())
     if not cells:
         return []
@@ -81,7 +81,7 @@ def _estimates(target: Target, wide: bool) -> list[str]:
 
 
 def _experts(times: Experts | None) -> str:
-    """Time to compute what is computed of a device's experts, and to read them; ``all`` where none is left out."""
+    """Time to compute a device's experts, and to read them; ``all`` if every expert is computed."""
     if times is None:
         return "-"
     shown = f"{times.flop_seconds * 1e3:.2f}, {times.weight_seconds * 1e3:.2f}"
