@@ -112,13 +112,13 @@ class BlockManager:
         if shared:
             home = self._place(shared[0])
         order = sorted(range(len(self._pools)), key=lambda home: (self._living[home], -len(self._pools[home]), home))
-        for each in order if home is None else [home]:
-            table = BlockTable(self._slots[-1], each, list(shared))
+        for place in order if home is None else [home]:
+            table = BlockTable(self._slots[-1], place, list(shared))
             if self.grow(table, tokens):
                 self.incref(shared)
                 self.page_table[table.slot, : len(shared)] = shared
                 self._held.add(self._slots.pop())
-                self._living[each] += 1
+                self._living[place] += 1
                 return table
         return None
 

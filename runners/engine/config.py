@@ -75,8 +75,8 @@ class EngineConfig:
         for name, bounds in NUMBERS.items():
             if (value := getattr(self, name)) is not None:
                 object.__setattr__(self, name, bounds.number(value, name))
-        for option, given in (("--transfer", self.transfer), ("--prefix-store", self.prefix_store)):
-            if given is not None and self.ffn:
+        for option, setting in (("--transfer", self.transfer), ("--prefix-store", self.prefix_store)):
+            if setting is not None and self.ffn:
                 raise RequestError(f"{option}: expected an engine that computes its own experts, found an FFN worker")
 
     def check_hosts(self, hosts: Hosts | None) -> None:
@@ -98,12 +98,12 @@ class EngineConfig:
         Raises:
             RequestError: There is no transfer, or its role is the other one.
         """
-        how = self.transfer
-        if how is None or not (how.gives if gives else how.takes):
-            needed, found = "prefill" if gives else "decode", "none" if how is None else f"--role {how.role}"
+        transfer = self.transfer
+        if transfer is None or not (transfer.gives if gives else transfer.takes):
+            needed, actual = "prefill" if gives else "decode", "none" if transfer is None else f"--role {transfer.role}"
             raise RequestError(
                 f"{name}: expected an engine with --transfer and --role {needed} or both for these "
-                f"kv_transfer_params, found {found}"
+                f"kv_transfer_params, found {actual}"
             )
 
     @property

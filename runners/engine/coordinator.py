@@ -167,7 +167,7 @@ class PrefixCacheCoordinator:
         """A call computes tokens of these prompts: shares whole blocks, keeps states behind them."""
         if self._cache is None:
             return
-        found = []
+        copies = []
         for sequence in sequences:
             prefix, computed = self._prefixes[sequence.number], sequence.num_computed_tokens
             count = min(computed, sequence.num_prompt_tokens) // self._cache.block
@@ -184,8 +184,8 @@ class PrefixCacheCoordinator:
             if slot is not None:
                 self._cache.keep(node, slot, transient=transient, text=_text(sequence))
                 prefix.turn = node if transient else None
-                found.append((sequence.slot, slot))
-        self._snapshot(found)
+                copies.append((sequence.slot, slot))
+        self._snapshot(copies)
 
     def decoded(self, sequences: Many[Sequence]) -> None:
         """A call computes a token of each: keeps the states that are then behind whole blocks.
@@ -194,7 +194,7 @@ class PrefixCacheCoordinator:
         """
         if self._cache is None:
             return
-        found = []
+        copies = []
         for sequence in sequences:
             computed = sequence.num_computed_tokens
             if computed % self._cache.block or computed < self._cache.least:
@@ -203,8 +203,8 @@ class PrefixCacheCoordinator:
             slot = None if prefix.pending else self._cache.room(transient=True)
             if slot is not None:
                 prefix.pending = computed, slot
-                found.append((sequence.slot, slot))
-        self._snapshot(found)
+                copies.append((sequence.slot, slot))
+        self._snapshot(copies)
 
     def _snapshot(self, pairs: list[tuple[int, int]]) -> None:
         if pairs:

@@ -157,7 +157,7 @@ class EngineCore:
                 self._processor.fail(sequence, broken(request, "it to be taken in", error))
             else:
                 self.submit(sequence)
-        cancelled = [found for number in inputs.cancelled if (found := self.cancel(number)) is not None]
+        cancelled = [ended_early for number in inputs.cancelled if (ended_early := self.cancel(number)) is not None]
         for number in inputs.saved:
             if number in self.live:
                 self._save(self.live[number])
@@ -199,23 +199,23 @@ class EngineCore:
         """Has a call run, and what it samples."""
         if output.phase:
             self.doing = output.cell, output.at
-        found = self.executor.execute_model(output)
+        result = self.executor.execute_model(output)
         if output.phase == "score":
-            self._flight.append(InFlightScore(output, found))
+            self._flight.append(InFlightScore(output, result))
         elif output.phase:
             if output.processed:
                 processors = [row.sequence.logits_processor for row in output.processed]
-                if any(each is not None and each.needs_tokens for each in processors):
+                if any(processor is not None and processor.needs_tokens for processor in processors):
                     # The mask depends on tokens that were not read: they are now, and it is filled while the call runs.
                     self._settle()
                     self.doing = output.cell, now()
-                self._masks.add(output, found)
+                self._masks.add(output, result)
             filled = self._masks.fill()
             own = [waiting.row for waiting in filled if waiting.output is output]
             if own:
                 output.rows = sorted([*output.rows, *own], key=attrgetter("row"))
                 output.processed = [*output.processed, *own]
-            self._sample(output, found)
+            self._sample(output, result)
             return self._sample_waiting([waiting for waiting in filled if waiting.output is not output])
         self._sample_waiting(self._masks.fill())
 
@@ -235,10 +235,10 @@ class EngineCore:
 
     def _settle(self) -> bool:
         """Waits for all calls in flight; False if there are none."""
-        found = bool(self._flight)
+        waited = bool(self._flight)
         while self._flight:
             self._collect()
-        return found
+        return waited
 
     def _collect(self) -> None:
         """Waits for the oldest call in flight, and takes what it brought."""
@@ -299,7 +299,7 @@ class SharedCore(EngineCore):
                 mine, self._read = self._read.digest(), hashlib.sha256()
                 digests = self._channel.gather(mine)
             outputs = super().step(inputs)
-            self._read.update(b"".join(each.token.to_bytes(4, "little", signed=True) for each in outputs.emitted))
+            self._read.update(b"".join(token.token.to_bytes(4, "little", signed=True) for token in outputs.emitted))
             for sequence in outputs.ended:
                 if sequence.error is not None:
                     check_alike(sequence.error)
@@ -332,30 +332,30 @@ def encode(inputs: StepInputs) -> bytes:
     """Inputs as they travel, nothing for none. When a request arrived, and where else it was, is host 0's affair."""
     if inputs == StepInputs():
         return b""
-    said, arrays = list[Any](), list[np.ndarray]()
+    records, arrays = list[Any](), list[np.ndarray]()
     for number, request, _, transferred, saved in inputs.arrivals:
         state = None if transferred is None else transferred.state
         begun = None if transferred is None else [transferred.tokens, None if state is None else list(state.arrays)]
-        said.append([number, asdict(request), begun, saved])
+        records.append([number, asdict(request), begun, saved])
         arrays += [] if state is None else [state.tokens, *state.arrays.values()]
-    return packed({**inputs._asdict(), "arrivals": said}, arrays)
+    return packed({**inputs._asdict(), "arrivals": records}, arrays)
 
 
 def decode(payload: bytes) -> StepInputs:
     """What ``encode`` wrote."""
     if not payload:
         return StepInputs()
-    (said, arrays), arrivals = unpacked(payload), []
+    (record, arrays), arrivals = unpacked(payload), []
     left = iter(arrays)
-    for number, fields, begun, saved in said["arrivals"]:
+    for number, fields, begun, saved in record["arrivals"]:
         transferred = None
         if begun is not None:
             tokens, names = begun
             state = None if names is None else SequenceState({}, next(left), {name: next(left) for name in names})
-            transferred = TransferredState(tuple(_token(*each) for each in tokens), state)
+            transferred = TransferredState(tuple(_token(*row) for row in tokens), state)
         arrivals.append(EngineCoreRequest(number, request_of(fields), None, transferred, saved))
-    return StepInputs(tuple(arrivals), tuple(said["cancelled"]), said["compare"], tuple(said["saved"]))
+    return StepInputs(tuple(arrivals), tuple(record["cancelled"]), record["compare"], tuple(record["saved"]))
 
 
 def _token(token: int, logprobs: Any) -> Token:
-    return token, None if logprobs is None else (logprobs[0], tuple((each, value) for each, value in logprobs[1]))
+    return token, None if logprobs is None else (logprobs[0], tuple((id, value) for id, value in logprobs[1]))

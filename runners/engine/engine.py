@@ -96,9 +96,9 @@ class Engine:
         if loaded.channel is not None and config.linger:
             loaded.channel.outlive(self._loop.abandon, config.linger)
         closed = ExitStack()  # from the last one on
-        for each in (parts.store, self._transfers, parts.core.executor, loaded.programs, self._loop):
-            if each is not None:
-                closed.callback(each.close)
+        for part in (parts.store, self._transfers, parts.core.executor, loaded.programs, self._loop):
+            if part is not None:
+                closed.callback(part.close)
         self._close = weakref.finalize(self, closed.close)  # also at the end of the process
 
     def generate(
@@ -124,8 +124,8 @@ class Engine:
         if one or any(isinstance(prompt, (int, dict)) for prompt in prompts):
             raise RequestError("prompts: expected a list of prompts, found a single one", "write [prompt]")
         names = [f"prompt {number}" for number in range(len(prompts))] if names is None else names
-        asked = zip(prompts, names, strict=True)
-        return self.complete([self.request(prompt, max_tokens, name=name, **settings) for prompt, name in asked])
+        pairs = zip(prompts, names, strict=True)
+        return self.complete([self.request(prompt, max_tokens, name=name, **settings) for prompt, name in pairs])
 
     def score(self, pairs: Many[tuple[Text, Text]], *, names: Many[str] | None = None) -> list[Score]:
         """Scores continuations behind contexts, all together; other requests go on beside them.
@@ -191,10 +191,10 @@ class Engine:
             RequestError: The prompt is none of them, another argument is of a wrong type or out of its bounds, or the
                 artifact has no tokenizer or chat template for it.
         """
-        how = Sampling() if sampling is None else sampling
+        options = Sampling() if sampling is None else sampling
         if chosen := {key: settings.pop(key) for key in SAMPLING & settings.keys()}:
-            how = replace(how, **chosen)
-        return Request(self.prompt_ids(prompt, name, special=special), max_tokens, how, name=name, **settings)
+            options = replace(options, **chosen)
+        return Request(self.prompt_ids(prompt, name, special=special), max_tokens, options, name=name, **settings)
 
     def submit(self, *requests: Request, checked: bool = False) -> list[RequestHandle]:
         """Starts requests, and returns at once: a handle each, to wait for, read from, or cancel. They arrive together.
@@ -232,20 +232,20 @@ class Engine:
         """
         handles = self.submit(*requests)
         try:
-            found = []
+            completions = []
             for handle in handles:
-                found.append(handle.result())
+                completions.append(handle.result())
                 ended()
-            return found
+            return completions
         finally:
             for handle in handles:
                 handle.cancel()
 
-    def save(self, asked: Request | RequestHandle, file: str | Path) -> Completion:
+    def save(self, source: Request | RequestHandle, file: str | Path) -> Completion:
         """Writes where a request is to a file, from which ``resume`` goes on: its settings, tokens and state.
 
         Args:
-            asked: A request is run to its end first, and goes on where its ``max_tokens`` ended it. One that runs
+            source: A request is run to its end first, and goes on where its ``max_tokens`` ended it. One that runs
                 ends where it is, with the stop reason ``saved``.
             file: Is there whole or not at all; one of this name is replaced.
 
@@ -260,9 +260,9 @@ class Engine:
         self._check_alone("save")
         from ling3export.runners.engine.saving import save  # with numpy
 
-        if isinstance(asked, Request):
-            self.check(asked)
-        return save(self._loop, self.manifest, self._record, asked, Path(file))
+        if isinstance(source, Request):
+            self.check(source)
+        return save(self._loop, self.manifest, self._record, source, Path(file))
 
     def resume(self, file: str | Path, *, max_tokens: int | None = None) -> RequestHandle:
         """Goes on from what ``save`` wrote, in any engine of the same model and weights: the tokens are the same.

@@ -193,8 +193,8 @@ class RequestHandle:
             raise self._error
         if tokens.start == tokens.stop and completion is None:
             return None
-        said = tuple(output.logprobs[logprobs])
-        return RequestDelta((output.text or "")[text], output.token_ids[tokens], completion, said)
+        taken = tuple(output.logprobs[logprobs])
+        return RequestDelta((output.text or "")[text], output.token_ids[tokens], completion, taken)
 
     def _outcome(self) -> Completion:
         if self._error is not None:
@@ -236,9 +236,9 @@ def broken(request: Request, doing: str, error: BaseException) -> RequestBroken:
     """
     if isinstance(error, (KeyboardInterrupt, SystemExit)):
         raise error
-    found = RequestBroken(
+    failure = RequestBroken(
         f"{request.name}: expected {doing}, found {type(error).__name__}: {error}",
         "this is a fault of the runner or of a library that it uses, not of the request; other requests go on",
     )
-    found.__cause__ = error
-    return found
+    failure.__cause__ = error
+    return failure

@@ -32,25 +32,25 @@ class LogitsProcessorState:
     """
 
     def __init__(self, request: Request, matcher: Matcher | None, ends: Iterable[int] = ()) -> None:
-        how = request.sampling
+        sampling = request.sampling
         self.matcher = matcher
         self.fill_seconds, self.slow = 0.0, False
         self._allowed: np.ndarray | None = None  # by the grammar, of the next row
         self._ends = np.array(sorted(ends), np.int64)
         self._to_wait = request.min_tokens  # tokens, before one of these may come
-        self._how = how
+        self._how = sampling
         self._places: dict[int, int] = {}  # of the edit of each token
         self._counted: set[int] = set()  # tokens that were generated
         self._tokens = np.zeros(ROOM, np.int32)
         self._scales = np.ones(ROOM, np.float32)
         self._addends = np.zeros(ROOM, np.float32)
-        for token, bias in how.logit_bias:
+        for token, bias in sampling.logit_bias:
             place = self._place(token)
             self._addends[place] = bias
-        if how.repetition_penalty != 1:
+        if sampling.repetition_penalty != 1:
             for token in sorted(set(request.prompt_ids)):
                 place = self._place(token)
-                self._scales[place] = how.repetition_penalty
+                self._scales[place] = sampling.repetition_penalty
 
     @property
     def needs_tokens(self) -> bool:
@@ -103,14 +103,14 @@ class LogitsProcessorState:
 
     def accept(self, token: int) -> None:
         """Takes a token that was read."""
-        how = self._how
+        sampling = self._how
         self._to_wait -= 1
         self._allowed = None
-        if how.penalises:
+        if sampling.penalises:
             place, new = self._place(token), token not in self._counted
             self._counted.add(token)
-            self._scales[place] = how.repetition_penalty
-            self._addends[place] -= how.frequency_penalty + new * how.presence_penalty
+            self._scales[place] = sampling.repetition_penalty
+            self._addends[place] -= sampling.frequency_penalty + new * sampling.presence_penalty
         if self.matcher is not None:
             self.matcher.accept(token)
 
@@ -143,7 +143,7 @@ def adjust_inputs(
         wanted: What changes which rows.
     """
     fields = {name: np.zeros(count, np.int32) for name in ("edited", "masked", "top")}
-    edits = np.zeros((3, count, max(each.edits.shape[1] for each in wanted.values())), np.int32)
+    edits = np.zeros((3, count, max(of_row.edits.shape[1] for of_row in wanted.values())), np.int32)
     mask = np.zeros((count, -(-vocab_size // 32)), np.int32)
     for row, (edit, allowed) in wanted.items():
         fields["edited"][row] = edit.shape[1]

@@ -219,8 +219,10 @@ class Loop:
         with self._changed:
             self._check_open()
             if self._handles.get(handle.number) is not handle or handle.number in self._saving:
-                found = "one that is being saved" if handle.number in self._saving else "one that ended"
-                raise RequestError(f"{handle.request.name}: expected a request that runs in this engine, found {found}")
+                actual = "one that is being saved" if handle.number in self._saving else "one that ended"
+                raise RequestError(
+                    f"{handle.request.name}: expected a request that runs in this engine, found {actual}"
+                )
             self._give_up_waiting(handle.number)
             self._saving[handle.number] = saved
             self._saved.append(handle.number)
@@ -240,12 +242,12 @@ class Loop:
         Raises:
             EngineStopped: The loop has ended, or does before that.
         """
-        asked: Future[tuple[bytes, ...]] = Future()
+        digests: Future[tuple[bytes, ...]] = Future()
         with self._changed:
             self._check_open()
-            self._comparing.append(asked)
+            self._comparing.append(digests)
             self._changed.notify()
-        return asked.result()
+        return digests.result()
 
     @property
     def live(self) -> int:
@@ -352,8 +354,8 @@ class Loop:
             if saved is not None:
                 saved.set_result(sequence)
         wake(touched.values())
-        for asked in self._compared:
-            asked.set_result(outputs.digests)
+        for future in self._compared:
+            future.set_result(outputs.digests)
 
     def _hand_over(self, sequence: Sequence, exported: "Exported", transfers: "TransferQueue") -> None:
         """Ends a request once its state is where another engine can take it."""
@@ -390,14 +392,14 @@ class Loop:
             self._handles.clear()
             self._failed += len(handles)
             waiting: list[Future[Any]] = [*self._compared, *self._comparing, *self._saving.values()]
-            asked = [each for each in waiting if not each.done()]
+            futures = [future for future in waiting if not future.done()]
             self._saving.clear()
         for handle in handles:
             handle.finish(self._reason())
         wake(handles)
-        for each in asked:
+        for future in futures:
             with suppress(InvalidStateError):  # it was cancelled, or answered meanwhile
-                each.set_exception(self._reason())
+                future.set_exception(self._reason())
 
     @property
     def _over(self) -> bool:

@@ -46,9 +46,9 @@ class OutputProcessor:
 
     def accept_transferred(self, sequence: Sequence) -> None:
         """Tokens that a sequence comes with count as read now."""
-        for token, said in () if sequence.transferred is None else sequence.transferred.tokens:
+        for token, row in () if sequence.transferred is None else sequence.transferred.tokens:
             try:
-                logprobs = None if said is None or sequence.request.logprobs is None else Logprobs(*said)
+                logprobs = None if row is None or sequence.request.logprobs is None else Logprobs(*row)
                 sequence.accept(token, now(), None, logprobs)
             except BaseException as error:
                 return self.fail(sequence, broken(sequence.request, "its token to be taken", error))
@@ -79,21 +79,21 @@ class OutputProcessor:
         """Gives sequences what a call brought for them."""
         if result.scores is not None:
             self._update_scores(output, result.scores)
-        tokens, logits, said = result.tokens, result.logits, result.logprobs
+        tokens, logits, row_logprobs = result.tokens, result.logits, result.logprobs
         for sequence, row, _, _, call, _ in output.rows:
             if sequence.finished:
                 continue
             token, request = tokens[row], sequence.request
             if not 0 <= token < self._vocab_size:
-                found = "NaN or infinity" if token == -1 else f"token {token} of {self._vocab_size}"
-                self.fail(sequence, unusable(sequence, found, sequence.num_tokens))
+                problem = "NaN or infinity" if token == -1 else f"token {token} of {self._vocab_size}"
+                self.fail(sequence, unusable(sequence, problem, sequence.num_tokens))
                 continue
             sequence.calls.append(call)
             try:
                 logprobs = None
-                if request.logprobs is not None and said is not None:
-                    top = zip(said["top_token"][row], said["top_logprob"][row], strict=True)
-                    logprobs = Logprobs(said["logprob"][row], tuple(top)[: request.logprobs])
+                if request.logprobs is not None and row_logprobs is not None:
+                    top = zip(row_logprobs["top_token"][row], row_logprobs["top_logprob"][row], strict=True)
+                    logprobs = Logprobs(row_logprobs["logprob"][row], tuple(top)[: request.logprobs])
                 taken_from = logits[row].copy() if logits is not None and request.logits else None
                 sequence.accept(token, result.at, taken_from, logprobs)
                 why = "" if sequence.logits_processor is None else sequence.logits_processor.error
@@ -104,8 +104,8 @@ class OutputProcessor:
             self._coordinator.read(sequence)
             self._emitted.append(NewToken(sequence, token))
             if why:
-                found = f"{request.name}: expected a grammar that can be followed, found: {why}"
-                self.fail(sequence, GrammarFailed(found, "it is too complex; ask for less at once"))
+                problem = f"{request.name}: expected a grammar that can be followed, found: {why}"
+                self.fail(sequence, GrammarFailed(problem, "it is too complex; ask for less at once"))
             elif sequence.stop_reason is not None:
                 self.end(sequence)
 
@@ -114,15 +114,15 @@ class OutputProcessor:
             if sequence.finished:
                 continue
             at = row * self._chunk
-            said = {name: array[at : at + len(span.tokens)] for name, array in scores.items()}
+            values = {name: array[at : at + len(span.tokens)] for name, array in scores.items()}
             first = max((sequence.request.score_from or 0) - 1, span.start)  # behind it is the first token to score
-            finite = np.isfinite(said["logprob"][first - span.start :])
+            finite = np.isfinite(values["logprob"][first - span.start :])
             if not finite.all():
                 self.fail(sequence, unusable(sequence, "NaN or infinity", first + int(finite.argmin()) + 1))
                 continue
             try:
-                each = zip(*(said[name].tolist() for name in ("logprob", "best", "best_logprob")), strict=True)
-                over = sequence.accept_scores(span.start, [Logprobs(own, ((id, top),)) for own, id, top in each])
+                rows = zip(*(values[name].tolist() for name in ("logprob", "best", "best_logprob")), strict=True)
+                over = sequence.accept_scores(span.start, [Logprobs(own, ((id, top),)) for own, id, top in rows])
             except BaseException as error:
                 self.fail(sequence, broken(sequence.request, "its scores to be taken", error))
                 continue
@@ -148,9 +148,9 @@ class OutputProcessor:
         self._ended.append(sequence)
 
 
-def unusable(sequence: Sequence, found: str, position: int) -> LogitsError:
+def unusable(sequence: Sequence, problem: str, position: int) -> LogitsError:
     """The error of a sequence from whose logits no token can be taken."""
     return LogitsError(
-        f"logits of {sequence.request.name}: expected finite numbers, found {found}, at position {position}",
+        f"logits of {sequence.request.name}: expected finite numbers, found {problem}, at position {position}",
         "some weight is not finite, or a number left its range: `ling3export verify` compares the programs",
     )

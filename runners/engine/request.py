@@ -179,17 +179,17 @@ class Request:
         """Whether its prompt's state comes from another engine."""
         return self.kv_transfer_params is not None and bool(self.kv_transfer_params.get("do_remote_prefill"))
 
-    def _check_transfer(self, given: object) -> None:
-        if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
-            raise RequestError(f"{self.name}: expected kv_transfer_params that are an object, found {shown(given)}")
+    def _check_transfer(self, params: object) -> None:
+        if not isinstance(params, Mapping) or not all(isinstance(name, str) for name in params):
+            raise RequestError(f"{self.name}: expected kv_transfer_params that are an object, found {shown(params)}")
         if not (self.do_remote_decode or self.do_remote_prefill):
             return
         if self.do_remote_decode and (self.do_remote_prefill or self.max_tokens != 1):
-            found = "both directions" if self.do_remote_prefill else f"{shown(self.max_tokens)}"
-            raise RequestError(f"{self.name}: expected do_remote_decode alone and max_tokens of 1, found {found}")
+            actual = "both directions" if self.do_remote_prefill else f"{shown(self.max_tokens)}"
+            raise RequestError(f"{self.name}: expected do_remote_decode alone and max_tokens of 1, found {actual}")
         if self.score_from is not None or self.logits:
-            found = "logits" if self.logits else "scores"
-            raise RequestError(f"{self.name}: expected tokens alone with kv_transfer_params, found {found}")
+            actual = "logits" if self.logits else "scores"
+            raise RequestError(f"{self.name}: expected tokens alone with kv_transfer_params, found {actual}")
 
     def _check_scores(self, first: int) -> None:
         if first == 0:
@@ -285,8 +285,8 @@ class Completion:
         """
         if not self.token_ids:
             return {}
-        here = {"queue": self.queue_ms, "prefill": self.ttft_ms - self.queue_ms}
-        told = {"phases_ms": here} | (self.kv_transfer_params or {})
+        phases = {"queue": self.queue_ms, "prefill": self.ttft_ms - self.queue_ms}
+        told = {"phases_ms": phases} | (self.kv_transfer_params or {})
         return {name: told[name] for name in ("phases_ms", "transfer_bytes") if name in told}
 
     @property

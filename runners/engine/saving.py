@@ -36,17 +36,17 @@ def check_savable(request: Request) -> None:
         "logits": request.logits,
         "do_remote_decode": request.do_remote_decode,
     }
-    if found := [name for name, there in reasons.items() if there]:
-        raise RequestError(f"{request.name}: expected tokens alone where a state is saved, found {found[0]}")
+    if names := [name for name, applies in reasons.items() if applies]:
+        raise RequestError(f"{request.name}: expected tokens alone where a state is saved, found {names[0]}")
 
 
-def save(loop: Loop, manifest: Manifest, target: Target, asked: Request | RequestHandle, path: Path) -> Completion:
+def save(loop: Loop, manifest: Manifest, target: Target, source: Request | RequestHandle, path: Path) -> Completion:
     """Ends a request and writes where it is; the arguments and errors are those of ``Engine.save``."""
     layout = layout_of(target, "save")
-    request = asked.request if isinstance(asked, RequestHandle) else asked
+    request = source.request if isinstance(source, RequestHandle) else source
     check_savable(request)
-    if isinstance(asked, RequestHandle):
-        handle, saved = asked, loop.save(asked)
+    if isinstance(source, RequestHandle):
+        handle, saved = source, loop.save(source)
     else:
         saved = Future[Sequence]()
         (handle,) = loop.submit([request], saved=saved)
@@ -66,14 +66,16 @@ def resumed(manifest: Manifest, target: Target, path: Path, max_tokens: int | No
     state = load_state(path, layout_of(target, "resume"), description_of(manifest, target))
     try:
         request = request_of(state.descriptor["request"])
-        tokens = tuple(token_of(token, said, manifest.vocab_size) for token, said in state.descriptor["generated"])
+        tokens = tuple(
+            token_of(token, logprobs, manifest.vocab_size) for token, logprobs in state.descriptor["generated"]
+        )
         check_savable(request)
     except (LookupError, TypeError, ValueError) as error:
         raise refused(path, str(error) if isinstance(error, ValueError) else "another form") from error
     known = [*request.prompt_ids, *(token for token, _ in tokens)]
     if state.stop >= len(known) or len(tokens) > request.max_tokens:
-        found = f"{state.stop} stored of {len(known)}, {len(tokens)} of {request.max_tokens} generated"
-        raise StateFileError(f"state `{path.name}`: expected fewer positions than tokens, found {found}")
+        actual = f"{state.stop} stored of {len(known)}, {len(tokens)} of {request.max_tokens} generated"
+        raise StateFileError(f"state `{path.name}`: expected fewer positions than tokens, found {actual}")
     if state.first or state.tokens.tolist() != known[: state.stop]:
         raise refused(path, "the state of other tokens")
     if max_tokens is not None:
@@ -83,8 +85,8 @@ def resumed(manifest: Manifest, target: Target, path: Path, max_tokens: int | No
 
 def _saved(sequence: Sequence, description: Mapping[str, object]) -> SequenceState:
     """What of a sequence goes on. An answer that ended by itself may be stored beyond its end, and needs no state."""
-    ids, said = sequence.generated, sequence.output.logprobs
-    tokens = tuple(zip(ids, said if len(said) == len(ids) else [None] * len(ids), strict=True))
+    ids, logprobs = sequence.generated, sequence.output.logprobs
+    tokens = tuple(zip(ids, logprobs if len(logprobs) == len(ids) else [None] * len(ids), strict=True))
     fields = asdict(replace(sequence.request, kv_transfer_params=None))
     descriptor = {"state": description, "request": fields, "generated": tokens}
     if sequence.exported_state is None or not 0 < sequence.num_computed_tokens < sequence.num_tokens:

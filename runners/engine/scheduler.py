@@ -84,10 +84,10 @@ class Scheduler:
         output = SchedulerOutput(at=now())
         self._admit(output)
         if self._decoded_last:
-            found = self._prefill(output) or self._decode(output, settle, holds)
+            scheduled = self._prefill(output) or self._decode(output, settle, holds)
         else:
-            found = self._decode(output, settle, holds) or self._prefill(output)
-        if not found:
+            scheduled = self._decode(output, settle, holds) or self._prefill(output)
+        if not scheduled:
             output.before = self._coordinator.take_moves()
         return output
 
@@ -134,7 +134,7 @@ class Scheduler:
             rows.append(ScheduledRow(sequence, last, span.slot, position, call))
         output.rows = rows
         output.processed = [row for row in rows if row.sequence.logits_processor is not None]
-        self._coordinator.prefilled([each.sequence for each in spans])
+        self._coordinator.prefilled([prompt_span.sequence for prompt_span in spans])
         output.behind = self._coordinator.take_moves()
         return True
 

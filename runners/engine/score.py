@@ -72,7 +72,10 @@ def scored(completion: Completion, request: Request) -> Score:
     if first is None or completion.logprobs is None:
         raise Ling3Error(f"{request.name}: expected it scored, found it {completion.stop_reason}")
     ids = list(request.prompt_ids)
-    logprobs, best = [each.logprob for each in completion.logprobs], [each.top[0][0] for each in completion.logprobs]
+    logprobs, best = (
+        [token.logprob for token in completion.logprobs],
+        [token.top[0][0] for token in completion.logprobs],
+    )
     return Score(ids[:first], ids[first:], logprobs, best)
 
 

@@ -89,14 +89,14 @@ def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ArtifactError: One of them is no number of its range.
     """
-    found = {name: generation_config[name] for name in DEFAULTS if generation_config.get(name) is not None}
-    for name, value in found.items():
+    values = {name: generation_config[name] for name in DEFAULTS if generation_config.get(name) is not None}
+    for name, value in values.items():
         if value not in DEFAULTS[name]:
             raise ArtifactError(
                 f"generation_config.json `{name}`: expected {DEFAULTS[name]}, found {shown(value)}",
                 "--generation-config none leaves it out",
             )
-    return found
+    return values
 
 
 def token_ids(values: object, name: str = "request") -> tuple[int, ...]:
@@ -160,6 +160,6 @@ def stop_strings(values: object, name: str = "request") -> tuple[str, ...]:
         try:
             text.encode()
         except UnicodeEncodeError:
-            found = f"half a character in {shown(text)}"
-            raise RequestError(f"{name}: expected stop strings in Unicode, found {found}") from None
+            problem = f"half a character in {shown(text)}"
+            raise RequestError(f"{name}: expected stop strings in Unicode, found {problem}") from None
     return tuple(map(str, texts))

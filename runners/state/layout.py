@@ -94,7 +94,7 @@ def description_of(manifest: Manifest, target: Target) -> dict[str, object]:
 
 def root_of(manifest: Manifest, target: Target) -> str:
     """The root of the names of states: artifacts whose weights or layouts differ have different ones."""
-    (name,) = (name for name, each in manifest.targets.items() if each is target)
+    (name,) = (name for name, record in manifest.targets.items() if record is target)
     return sha256_of(manifest.state_of(name))
 
 

@@ -245,13 +245,13 @@ class PrefixCache:
 
     def path(self, names: Sequence[bytes]) -> list[Node]:
         """The nodes of a sequence's blocks, from the first one on, as far as there are any."""
-        found: list[Node] = []
+        nodes: list[Node] = []
         for name in names:
             node = self._nodes.get(name)
             if node is None:
                 break
-            found.append(node)
-        return found
+            nodes.append(node)
+        return nodes
 
     def use(self, names: Sequence[bytes], hit: Hit) -> None:
         """Notes that a sequence continues from ``hit``: its blocks and its snapshot are now the most recently used."""
@@ -313,31 +313,31 @@ class PrefixCache:
     def _lead(self, node: Node, text: Text) -> None:
         """Counts a new snapshot on the path to it, and tells what can be hit now."""
         new: list[Node] = []
-        each: Node | None = node
-        while each is not None:
-            each.through += 1
-            if each.through == 1:
-                new.append(each)
-            each = each.parent
+        ancestor: Node | None = node
+        while ancestor is not None:
+            ancestor.through += 1
+            if ancestor.through == 1:
+                new.append(ancestor)
+            ancestor = ancestor.parent
         if self._tell is None:
             return
         for nodes, state in ((new[::-1], False), ([node], True)):
             if nodes:
                 first, before = nodes[0].depth - 1, nodes[0].parent
                 tokens = tuple(text.tokens(first * self.block, nodes[-1].depth * self.block))
-                names = tuple(each.name for each in nodes)
+                names = tuple(ancestor.name for ancestor in nodes)
                 parent = None if before is None else before.name
                 self._tell(Stored(names, parent, tokens, self.block, text.salt, state))
 
     def _lead_no_more(self, node: Node) -> None:
         """Takes a snapshot's count back, and tells what cannot be hit any more."""
         gone: list[bytes] = []
-        each: Node | None = node
-        while each is not None:
-            each.through -= 1
-            if not each.through:
-                gone.append(each.name)  # children before parents
-            each = each.parent
+        ancestor: Node | None = node
+        while ancestor is not None:
+            ancestor.through -= 1
+            if not ancestor.through:
+                gone.append(ancestor.name)  # children before parents
+            ancestor = ancestor.parent
         if self._tell is not None:
             self._tell(Removed((node.name,), state=True))
             if gone:

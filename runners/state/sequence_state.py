@@ -72,13 +72,17 @@ class SequenceState:
 
     @classmethod
     def of(
-        cls, given: "ShardedState | SequenceState", descriptor: Mapping[str, Any], tokens: Iterable[int], first: int = 0
+        cls,
+        source: "ShardedState | SequenceState",
+        descriptor: Mapping[str, Any],
+        tokens: Iterable[int],
+        first: int = 0,
     ) -> "SequenceState":
         """A state that was offloaded from devices, or one that never reached them; its arrays are not copied."""
         ids = np.asarray(list(tokens), np.int32)
-        if isinstance(given, SequenceState):
-            return replace(given, descriptor=descriptor)
-        arrays = canonical(given.arrays())
+        if isinstance(source, SequenceState):
+            return replace(source, descriptor=descriptor)
+        arrays = canonical(source.arrays())
         return cls(descriptor, ids, {**arrays, LATENT: arrays[LATENT][:, : len(ids)]}, first)
 
     @property
@@ -155,7 +159,7 @@ def token_of(token: Any, logprobs: Any, vocab_size: int) -> Token:
         return token, None
     try:
         logprob, top = logprobs
-        return token, (float(logprob), tuple((int(each), float(value)) for each, value in top[:MOST_LIKELY]))
+        return token, (float(logprob), tuple((int(id), float(value)) for id, value in top[:MOST_LIKELY]))
     except OverflowError as error:
         raise ValueError("a number that is none") from error
 
@@ -200,12 +204,12 @@ class StateBytes:
 
     def seal(self) -> np.ndarray:
         """Writes the head, once all arrays are filled; gives the memory."""
-        found = zlib.crc32(self.memory[self._start :], zlib.crc32(self._text.encode()))
-        self.memory[: self._start] = np.frombuffer(self._head(found), np.uint8)
+        checksum = zlib.crc32(self.memory[self._start :], zlib.crc32(self._text.encode()))
+        self.memory[: self._start] = np.frombuffer(self._head(checksum), np.uint8)
         return self.memory
 
-    def _head(self, found: int) -> bytes:
-        return _head(self._forms, self._text, f"{found:08x}")
+    def _head(self, checksum: int) -> bytes:
+        return _head(self._forms, self._text, f"{checksum:08x}")
 
 
 def read_state(
@@ -274,14 +278,14 @@ def load_state(path: Path, layout: StateLayout, description: Mapping[str, object
         with opened(path.parent, path.name) as file:
             return read_state(file, os.fstat(file.fileno()).st_size, layout, description)
     except (OSError, ValueError) as error:
-        found = str(error.strerror) if isinstance(error, OSError) else str(error)
-        raise refused(path, found) from error
+        problem = str(error.strerror) if isinstance(error, OSError) else str(error)
+        raise refused(path, problem) from error
 
 
-def refused(path: Path, found: str) -> StateFileError:
+def refused(path: Path, problem: str) -> StateFileError:
     """The error for a file that is not a saved state."""
     return StateFileError(
-        f"state `{path.name}`: expected a whole file that Engine.save wrote, found {found}, in {path.parent}",
+        f"state `{path.name}`: expected a whole file that Engine.save wrote, found {problem}, in {path.parent}",
         "copy it again, or save it again",
     )
 
@@ -293,8 +297,8 @@ def _record(file: BinaryIO | io.RawIOBase, size: int) -> tuple[bytes, str, str, 
         raise ValueError("no safetensors file")
     head = length + file.read(count)
     tree = parse_json(head[LENGTH.size :], LARGEST_HEAD)
-    found = tree.get("__metadata__") if isinstance(tree, dict) else None
-    text, check = (found.get(name) for name in (RECORD, CHECK)) if isinstance(found, dict) else (None, None)
+    metadata = tree.get("__metadata__") if isinstance(tree, dict) else None
+    text, check = (metadata.get(name) for name in (RECORD, CHECK)) if isinstance(metadata, dict) else (None, None)
     if not isinstance(text, str):
         raise ValueError("a file without a saved state")
     record = parse_json(text.encode(), LARGEST_HEAD)
@@ -321,9 +325,9 @@ def _head(forms: Iterable[Form], text: str, check: str) -> bytes:
 
 def _arrays(forms: Iterable[Form], payload: np.ndarray) -> dict[str, np.ndarray]:
     """The arrays in a payload ``[bytes]`` uint8, without copying."""
-    found, at = {}, 0
+    arrays, at = {}, 0
     for form in forms:
         name, shape, dtype = form
-        found[name] = payload[at : at + nbytes(form)].view(BY_NAME[dtype].numpy).reshape(shape)
+        arrays[name] = payload[at : at + nbytes(form)].view(BY_NAME[dtype].numpy).reshape(shape)
         at += nbytes(form)
-    return found
+    return arrays

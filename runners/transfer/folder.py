@@ -157,15 +157,15 @@ class FolderStore:
     def ended(self) -> set[str]:
         """Names of leased states whose files are gone, or whose leases are over."""
         assert self._lease is not None
-        found = set()
+        names = set()
         for name, place in [*self._held.items()]:
             status = os.fstat(place)
             if status.st_nlink and status.st_mtime + self._lease > self._clock():
                 continue
             self.counts["expired" if status.st_nlink else "pulled"] += 1
-            found.add(name)
+            names.add(name)
             self._end(name)
-        return found
+        return names
 
     def touch(self, names: list[str]) -> set[str]:
         """Sets the times of files to now, that of the first one last; returns the names of those that are not there."""
@@ -182,11 +182,11 @@ class FolderStore:
 
         A process that reads one of them meanwhile still gets all of it, because it has the file open.
         """
-        found = sorted(
+        files = sorted(
             (status.st_mtime_ns, path, status.st_size) for path, status in _files(self._folder, self._prefix)
         )
-        total, gone = sum(size for *_, size in found), set()
-        for _, path, size in found:
+        total, gone = sum(size for *_, size in files), set()
+        for _, path, size in files:
             if total <= most:
                 break
             remove(path)
@@ -282,19 +282,19 @@ def collect(
 def _make_private(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = shared_with(folder)
+        problem = shared_with(folder)
     except OSError as error:
-        found = str(error.strerror)
-    if found:
+        problem = str(error.strerror)
+    if problem:
         raise TransferError(
-            f"file: expected a folder that this user alone can write, found {found}, at {folder}",
+            f"file: expected a folder that this user alone can write, found {problem}, at {folder}",
             "whoever can write there decides answers: take a folder of your own, or `chmod 700` it",
         )
 
 
 def _files(folder: Path, prefix: str) -> list[tuple[Path, os.stat_result]]:
     """The states of this user."""
-    found, user = [], os.geteuid()
+    files, user = [], os.geteuid()
     with os.scandir(folder) as entries:  # a tenth of the time of paths
         for entry in entries:
             with suppress(FileNotFoundError):
@@ -302,8 +302,8 @@ def _files(folder: Path, prefix: str) -> list[tuple[Path, os.stat_result]]:
                     continue
                 status = entry.stat(follow_symlinks=False)
                 if stat.S_ISREG(status.st_mode) and status.st_uid == user:
-                    found.append((Path(entry.path), status))
-    return sorted(found)
+                    files.append((Path(entry.path), status))
+    return sorted(files)
 
 
 def _unlocked(place: int) -> bool:

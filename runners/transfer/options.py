@@ -58,8 +58,8 @@ class Transfer:
             if value not in choices:
                 raise Ling3Error(f"{name}: expected one of {', '.join(choices)}, found {value[:100]}")
         if (self.carrier == "file") != (self.folder is not None):
-            found = "none" if self.folder is None else f"one with --transfer {self.carrier}"
-            raise Ling3Error(f"--transfer-folder: expected a folder with --transfer file only, found {found}")
+            folder = "none" if self.folder is None else f"one with --transfer {self.carrier}"
+            raise Ling3Error(f"--transfer-folder: expected a folder with --transfer file only, found {folder}")
 
     @property
     def gives(self) -> bool:

@@ -132,19 +132,19 @@ class PrefixStore:
 
     def _pieces(self, path: Sequence[Node]) -> list[_Piece]:
         """The pieces of a path that are not in the folder yet."""
-        found: list[_Piece] = []
+        pieces: list[_Piece] = []
         first = 0
         for at, node in enumerate(path):
             if node.snapshot is None:
                 continue
             if (name := self._name(node.name)) not in self._there:
-                if self._jobs.waiting + len(found) >= QUEUE:
+                if self._jobs.waiting + len(pieces) >= QUEUE:
                     self.counts["skipped"] += 1
                     break
-                found.append(_Piece(at, first))
+                pieces.append(_Piece(at, first))
                 self._there.add(name)
             first = at + 1
-        return found
+        return pieces
 
     def record(self) -> dict[str, int]:
         """All counts, as JSON."""
@@ -172,7 +172,7 @@ class PrefixStore:
         most = (len(prompt) - 1) // size
         names = list(self._cache.names(self._cache.start(request.cache_salt), prompt[: most * size]))
         known = self._cache.look_up(names, len(prompt) - 1).tokens // size
-        self._loaded = [each for each in self._loaded if each() is not None]
+        self._loaded = [loaded for loaded in self._loaded if loaded() is not None]
         for count in range(most, known, -1):
             if not self._folder.has(self._name(names[count - 1])):
                 continue
@@ -207,9 +207,9 @@ class PrefixStore:
             read.append(state)
             count = state.first // size
         self._there.update(files)
-        last, parts = read[0], [each.arrays[LATENT] for each in reversed(read)]
+        last, parts = read[0], [part.arrays[LATENT] for part in reversed(read)]
         latents = parts[0] if len(parts) == 1 else np.concatenate(parts, 1)
-        tokens = np.concatenate([each.tokens for each in reversed(read)])
+        tokens = np.concatenate([part.tokens for part in reversed(read)])
         return SequenceState(last.descriptor, tokens, {**last.arrays, LATENT: latents})
 
     def _fits(self, state: SequenceState, count: int, prompt: Sequence[int]) -> bool:

@@ -50,14 +50,14 @@ def rank_plan(ps: int, ds: int, ptp: int, dtp: int, heads: int = 16) -> list[Ran
             f"rank plan: expected instances and ranks from 1 on, D's TP a multiple of P's and a divisor of {heads} "
             f"heads, found {ps} x {ptp} and {ds} x {dtp}"
         )
-    each = dtp // ptp
-    world = ps + ds * each
+    members = dtp // ptp
+    world = ps + ds * members
     ranks = []
     for kv in range(ps + ds):
         prefills, tp = kv < ps, ptp if kv < ps else dtp
         for rank in range(tp):
-            group = rank if prefills else rank // each
-            in_group = kv if prefills else ps + (kv - ps) * each + rank % each
+            group = rank if prefills else rank // members
+            in_group = kv if prefills else ps + (kv - ps) * members + rank % members
             before = kv * ptp if prefills else ps * ptp + (kv - ps) * dtp
             held = rank * heads // tp, (rank + 1) * heads // tp
             role = "P" if prefills else "D"

@@ -100,8 +100,8 @@ def put(store: StateStore, name: str, state: SequenceState) -> bool:
     if write is None:
         return False
     try:
-        for each, array in state.arrays.items():
-            write.state.arrays[each][...] = array
+        for array_name, array in state.arrays.items():
+            write.state.arrays[array_name][...] = array
     except BaseException:
         write.abandon()
         raise
