@@ -134,7 +134,7 @@ def state_bytes(path, tokens):
     return layout_of(next(iter(manifest.targets.values()))).nbytes(tokens)
 
 
-@pytest.mark.parametrize("carrier", ["shm", "tcp", "file"])
+@pytest.mark.parametrize("carrier", ["shm", "http", "file"])
 def test_phases_of_every_request_add_up_to_what_both_servers_measured(artifact, carrier, pids):
     """What P and D count in /metrics are the phases within a millisecond; bytes are those
     that D's connector counted, and what the layout says."""

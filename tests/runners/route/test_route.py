@@ -253,7 +253,7 @@ def test_retry_after_is_passed_on():
 
 @pytest.mark.parametrize(
     ("carrier", "outside", "replicas"),
-    [("file", False, (2, 2)), pytest.param("tcp", True, (1, 1), marks=pytest.mark.extras)],
+    [("file", False, (2, 2)), pytest.param("http", True, (1, 1), marks=pytest.mark.extras)],
     ids=["deployed", "vllm-router"],
 )
 def test_the_demo_gives_the_answers_of_one_server_and_stops_what_it_started(
