@@ -37,7 +37,7 @@ COMMON = "model max_tokens temperature seed shard force target programs ray repl
     shard_option("The I-th of N ranges of the lines"),
     click.option("--force", is_flag=True, help="Begin again, and replace OUTPUT."),
 )
-@engine_options("target", "programs")
+@engine_options("target", "programs", "check")
 @cluster_options
 def batch(
     artifact: Path,
