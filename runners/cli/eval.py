@@ -15,7 +15,7 @@ from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.cluster import cluster_options
-from ling3export.runners.cli.command import INVALID, NOT_DETERMINISTIC, REGRESSION, Decorator, Group, section
+from ling3export.runners.cli.command import INVALID, NOT_DETERMINISTIC, REGRESSION, Group, section
 from ling3export.runners.cli.hosts import keep_stdout, leading
 from ling3export.runners.cli.options import (
     PATH,
@@ -63,17 +63,6 @@ def finished_run(path: Path, artifact: str | None) -> tuple[str, float]:
     return run.header.suite.name, rate
 
 
-def _suite_options(*more: Decorator) -> Decorator:
-    """The options of a suite."""
-    return section(
-        "Suite",
-        click.option("--suite", required=True, metavar="NAME|FILE", help="A ready suite, or a task file."),
-        click.option("--data", type=PATH, help="Folder or file of the suite's data set."),
-        click.option("--limit", type=click.IntRange(0), help="Keep only so many tasks, the first ones."),
-        *more,
-    )
-
-
 @click.group(
     "eval",
     cls=Group,
@@ -91,7 +80,11 @@ def evaluate() -> None:
 @evaluate.command(common="suite data limit trials max_tokens temperature seed shard target transcripts".split())
 @click.argument("artifact", type=ARTIFACT)
 @click.argument("run_file", metavar="RUN", type=PATH)
-@_suite_options(
+@section(
+    "Suite",
+    click.option("--suite", required=True, metavar="NAME|FILE", help="A ready suite, or a task file."),
+    click.option("--data", type=PATH, help="Folder or file of the suite's data set."),
+    click.option("--limit", type=click.IntRange(0), help="Keep only the first N tasks.", metavar="N"),
     click.option("--trials", type=click.IntRange(1), default=DEFAULTS.trials, help="Tries at each task."),
     click.option(
         "--threshold", type=click.FloatRange(0, 1, min_open=True), help="Share of a task's trials that must pass."

@@ -58,10 +58,12 @@ class EvalBackend(Protocol):
         """
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters since its start."""
+        """The engine's counters since its start; empty for several engines, each of which has its own."""
+        return {}
 
     def digests(self) -> Sequence[bytes]:
         """The digest of the tokens that each host read since the last call, by host; empty on one host."""
+        return ()
 
     def environment(self) -> dict[str, Any]:
         """All that decides the tokens with the prompts: artifact, versions, devices, paddings, as JSON."""
@@ -143,14 +145,6 @@ class ClusterBackend(EvalBackend):
 
     def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
         return self._cluster.results(self._work, ((batch, retry) for batch in batches), self._environment)
-
-    def stats(self) -> dict[str, Any]:
-        """Empty: each engine has its own counters."""
-        return {}
-
-    def digests(self) -> Sequence[bytes]:
-        """Empty: each engine is one host."""
-        return ()
 
     def environment(self) -> dict[str, Any]:
         return self._environment

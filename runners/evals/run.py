@@ -70,46 +70,38 @@ def run_suite(
     with open_run(path, header, tasks, force=force) as file:
         todo = [[pair for pair in batch if pair not in file.done] for batch in batches]
         trials = [[Trial(*pair, trial_seed(config.seed, *pair)) for pair in batch] for batch in todo if batch]
-        count = _Count(file, len(mine), progress)
-        backend.ended = count.trial_ended
+        runner = _Runner(suite, backend, config, file, lambda done: progress(min(done, len(mine)), len(mine)))
         try:
-            _Runner(suite, backend, config, file).run(trials, count.batch_ended)
+            runner.run(trials)
         except EngineStopped as error:
             kept = f"{len(file.done)} of {len(mine)} trials are kept: the same command goes on from there"
             raise EngineStopped(error.message, kept) from error
         return Run(header, tasks, [file.done[pair] for pair in mine])
 
 
-class _Count:
-    """Reports the number of trials that have ended: those that are written, and those of the current batch."""
-
-    def __init__(self, file: RunFile, total: int, progress: Callable[[int, int], None]) -> None:
-        self._file, self._total, self._progress, self._running = file, total, progress, 0
-
-    def trial_ended(self) -> None:
-        """Counts a trial of the batch. One that is tried again counts once more, up to all."""
-        self._running += 1
-        self._progress(min(self._total, len(self._file.done) + self._running), self._total)
-
-    def batch_ended(self) -> None:
-        """Counts the trials of a batch that is written."""
-        self._running = 0
-        self._progress(len(self._file.done), self._total)
-
-
 class _Runner:
     """Runs batches of trials, and writes them."""
 
-    def __init__(self, suite: Suite, backend: EvalBackend, config: RunConfig, file: RunFile) -> None:
-        self._suite, self._backend, self._config, self._file = suite, backend, config, file
+    def __init__(
+        self, suite: Suite, backend: EvalBackend, config: RunConfig, file: RunFile, progress: Callable[[int], None]
+    ) -> None:
+        self._suite, self._backend, self._config, self._file, self._progress = suite, backend, config, file, progress
         self._tasks = {task.id: (place, task) for place, task in enumerate(suite.tasks)}
+        self._ended = 0  # trials of the current batch; one that is tried again counts once more
 
-    def run(self, batches: Sequence[Sequence[Trial]], batch_ended: Callable[[], None]) -> None:
+    def trial_ended(self) -> None:
+        """Counts a trial of the current batch."""
+        self._ended += 1
+        self._progress(len(self._file.done) + self._ended)
+
+    def run(self, batches: Sequence[Sequence[Trial]]) -> None:
+        self._backend.ended = self.trial_ended
         results = self._backend.answers((self._requests(batch) for batch in batches), self._config.retry)
         for batch in batches:
             before = self._counters()
             self._write(batch, next(results), before)
-            batch_ended()
+            self._ended = 0
+            self._progress(len(self._file.done))
 
     def _requests(self, batch: Sequence[Trial]) -> list[PromptRequest]:
         config = self._config
