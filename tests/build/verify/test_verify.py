@@ -216,7 +216,8 @@ class FakeDevice:
 def prober(device: FakeDevice, **state: int) -> VectorRunner:
     record = {"chunk": 16, "page_size": 16, "max_pages": 4, "slots": 4, "pages": 12} | state
     target = SimpleNamespace(state=SimpleNamespace(**record), paddings=lambda phase: (16,))
-    return VectorRunner(SimpleNamespace(step=device.step, read=device.read), target, SEQUENCES)  # type: ignore[arg-type]
+    loaded: Any = SimpleNamespace(runner=SimpleNamespace(step=device.step), read=device.read)
+    return VectorRunner(loaded, target, SEQUENCES)  # type: ignore[arg-type]
 
 
 def test_a_cell_without_an_expectation_is_not_called_compared():
