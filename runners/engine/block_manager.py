@@ -43,7 +43,7 @@ class BlockManager:
         page_size: Tokens a page.
         max_pages: How many pages one sequence may have; all of them by default.
         stripes: Over how many devices pages are striped; 1 where every device holds every page.
-        snapshots: Slots behind those of sequences that keep copies of their states.
+        snapshots: Slots after those of sequences that keep copies of their states.
 
     Attributes:
         page_size: Tokens a page.

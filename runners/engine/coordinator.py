@@ -1,4 +1,4 @@
-"""What sequences share and keep: hits in the prefix cache, snapshots behind their blocks, their state while they wait.
+"""What sequences share and keep: hits in the prefix cache, snapshots after their blocks, their state while they wait.
 
 The scheduler asks when a sequence gets its slot and where a prefill call has to end, and says what was scheduled and
 who leaves. How states move for that goes into ``moves``, which the scheduler hands on with its next call.
@@ -164,7 +164,7 @@ class PrefixCacheCoordinator:
         return next((min(most, stop - computed) for stop in stops if stop > computed), most)
 
     def prefilled(self, sequences: Many[Sequence]) -> None:
-        """A call computes tokens of these prompts: shares whole blocks, keeps states behind them."""
+        """A call computes tokens of these prompts: shares whole blocks, keeps states after them."""
         if self._cache is None:
             return
         copies = []
@@ -188,7 +188,7 @@ class PrefixCacheCoordinator:
         self._snapshot(copies)
 
     def decoded(self, sequences: Many[Sequence]) -> None:
-        """A call computes a token of each: keeps the states that are then behind whole blocks.
+        """A call computes a token of each: keeps the states that are then after whole blocks.
 
         The tokens may not have been read yet, so that the blocks have no names; see :meth:`read`.
         """
@@ -212,7 +212,7 @@ class PrefixCacheCoordinator:
             self._counters.snapshots += len(pairs)
 
     def read(self, sequence: Sequence) -> None:
-        """Tokens of a sequence were read: its turn ends for now behind the blocks whose state was kept."""
+        """Tokens of a sequence were read: its turn ends for now after the blocks whose state was kept."""
         if (cache := self._cache) is None:
             return
         prefix = self._prefixes[sequence.number]

@@ -128,11 +128,11 @@ class Engine:
         return self.complete([self.request(prompt, max_tokens, name=name, **settings) for prompt, name in pairs])
 
     def score(self, pairs: Many[tuple[Text, Text]], *, names: Many[str] | None = None) -> list[Score]:
-        """Scores continuations behind contexts, all together; other requests go on beside them.
+        """Scores continuations after contexts, all together; other requests go on beside them.
 
         Args:
             pairs: Context and continuation, both as texts or both as token ids; each of at least one token. Texts are
-                encoded together and cut behind the context's tokens.
+                encoded together and cut after the context's tokens.
             names: What messages call the pairs; ``pair 0`` and so on by default.
 
         Returns:
@@ -180,7 +180,6 @@ class Engine:
         """A request of a text, token ids or messages.
 
         Args:
-            prompt: It.
             max_tokens: Those of the answer.
             sampling: How tokens are taken; by default as ``Sampling()`` says.
             name: What messages call the prompt.
@@ -224,7 +223,6 @@ class Engine:
         """Completes requests, each with settings of its own, all together; cancels them all if it is interrupted.
 
         Args:
-            requests: What is asked.
             ended: Called once for each request, in their order, when it and those before it have ended.
 
         Raises:

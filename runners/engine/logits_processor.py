@@ -155,7 +155,7 @@ def adjust_inputs(
 
 
 def rank_fields(count: int, rows: Many[int], wanted: Many[int]) -> Fields:
-    """Fields of a ``logits_processor`` call behind ``sample``: the most likely tokens of some rows."""
+    """Fields of a ``logits_processor`` call after ``sample``: the most likely tokens of some rows."""
     fields = {name: np.zeros(count, np.int32) for name in ("edited", "masked", "top")}
     fields["top"][rows] = np.maximum(wanted, 1)
     return fields

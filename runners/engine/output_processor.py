@@ -115,7 +115,7 @@ class OutputProcessor:
                 continue
             at = row * self._chunk
             values = {name: array[at : at + len(span.tokens)] for name, array in scores.items()}
-            first = max((sequence.request.score_from or 0) - 1, span.start)  # behind it is the first token to score
+            first = max((sequence.request.score_from or 0) - 1, span.start)  # after it is the first token to score
             finite = np.isfinite(values["logprob"][first - span.start :])
             if not finite.all():
                 self.fail(sequence, unusable(sequence, "NaN or infinity", first + int(finite.argmin()) + 1))

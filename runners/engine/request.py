@@ -83,7 +83,7 @@ class Request:
         max_tokens: At most this many are generated; the context may end it sooner. 0 where tokens are scored.
         sampling: How tokens are taken.
         stop: Strings of at least one character that end the text; they are not part of it.
-        ignore_eos: Go on behind an end-of-text token.
+        ignore_eos: Go on after an end-of-text token.
         stop_token_ids: Tokens that end the text, whatever ``ignore_eos`` says.
         include_stop_str_in_output: The text has what ended it.
         skip_special_tokens: The text does not have special tokens.
@@ -93,7 +93,7 @@ class Request:
             equals the order of arrival decides.
         logits: Also return the logits that each token was taken from.
         name: What messages call it.
-        score_from: Generate nothing: score the prompt's tokens from this place on, each behind those before it.
+        score_from: Generate nothing: score the prompt's tokens from this place on, each after those before it.
         cache_salt: Only requests with the same one share what the prefix cache keeps.
         logprobs: Also return how likely each token was, and so many of the most likely ones; None returns neither.
         grammar: What the text has to be, from its first character on.

@@ -64,7 +64,7 @@ class Scheduler:
         return bool(self._waiting or self._prefilling or self._running)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queues a new sequence, behind those of its priority that arrived before it."""
+        """Queues a new sequence, after those of its priority that arrived before it."""
         self._coordinator.enter(sequence)
         insort(self._waiting, sequence, key=ORDER)
 
@@ -176,7 +176,7 @@ class Scheduler:
             sequence.next_token = -1
         output.rows = rows
         output.processed = [row for row in rows if row.sequence.logits_processor is not None]
-        # The sequences of this call go behind those that found no room in it; both keep their order.
+        # The sequences of this call go after those that found no room in it; both keep their order.
         if len(taken) < len(self._running):
             left = set(self._running).difference(taken)
             self._running = deque([*(s for s in self._running if s in left), *taken])

@@ -1,4 +1,4 @@
-"""Scoring: how likely given tokens are behind a context, and whether greedy decoding would have taken them."""
+"""Scoring: how likely given tokens are after a context, and whether greedy decoding would have taken them."""
 
 import math
 from collections.abc import Callable
@@ -15,12 +15,12 @@ Text = str | Many[int]
 
 @dataclass(frozen=True)
 class Score:
-    """How likely a continuation is behind its context.
+    """How likely a continuation is after its context.
 
     Attributes:
         context_ids: The context as it was run.
         token_ids: The continuation.
-        logprobs: Natural logarithm of the probability of each of its tokens behind all tokens before it.
+        logprobs: Natural logarithm of the probability of each of its tokens after all tokens before it.
         best_ids: The token with the largest logit in the place of each; among equals the lowest id.
     """
 
@@ -36,7 +36,7 @@ class Score:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether greedy decoding behind the context gives the continuation."""
+        """Whether greedy decoding after the context gives the continuation."""
         return self.best_ids == self.token_ids
 
 
@@ -45,7 +45,7 @@ def pair_ids(
 ) -> tuple[tuple[int, ...], int]:
     """Token ids of both, the context's first; and how many are the context's.
 
-    Two texts are encoded as one, and cut behind as many tokens as the context has alone: so a word that begins the
+    Two texts are encoded as one, and cut after as many tokens as the context has alone: so a word that begins the
     continuation keeps its space. This is how lm-evaluation-harness does it.
 
     Raises:

@@ -171,7 +171,7 @@ class Sequence:
         return [*prompt[start:stop], *self.generated[max(start - length, 0) : max(stop - length, 0)]]
 
     def next_tokens(self, start: int, stop: int) -> list[int]:
-        """For scoring: the token to score behind each of the positions ``start`` to ``stop``, or -1 for none."""
+        """For scoring: the token to score after each of the positions ``start`` to ``stop``, or -1 for none."""
         first = self.request.score_from
         assert first is not None
         prompt = self.request.prompt_ids
@@ -204,7 +204,7 @@ class Sequence:
             self.output.text = f"{self.output.text}{piece}{stream.finish() if self.finished else ''}"
 
     def accept_scores(self, start: int, scores: Many[Logprobs]) -> bool:
-        """Takes what a call said behind the positions from ``start`` on; ends with the last one, and then is True."""
+        """Takes what a call said after the positions from ``start`` on; ends with the last one, and then is True."""
         self._scores.update(enumerate(scores, start))
         if start + len(scores) == self.max_num_tokens:
             self.stop_reason = "scored"

@@ -35,7 +35,7 @@ KINDS = ("mla_attention", "mamba")
 
 
 class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that prompts can hit from now on, one behind the other."""
+    """Blocks that prompts can hit from now on, one after the other."""
 
     block_hashes: list[int]
     parent_block_hash: int | None

@@ -1,7 +1,7 @@
 """Prompts that begin alike are stored once: a tree of blocks of latents, with snapshots of the recurrent state in it.
 
-A block is as many tokens as a page has. A node of the tree is one block behind those of its parent: it holds the page
-of the block's latents, and maybe a *snapshot*, the recurrent and conv state behind its last token. A sequence can go on
+A block is as many tokens as a page has. A node of the tree is one block after those of its parent: it holds the page
+of the block's latents, and maybe a *snapshot*, the recurrent and conv state after its last token. A sequence can go on
 only from a snapshot: the latents before it are worth nothing to KDA without the state, which no latent tells.
 
 Pages in the tree are read and never written again, so any number of sequences share them. A node is named by a chain
@@ -29,12 +29,11 @@ class Stored(NamedTuple):
     """Blocks of a sequence can be found by others now.
 
     Attributes:
-        hashes: Their names, one behind the other.
+        hashes: Their names, one after the other.
         parent: The name before them; None for the first blocks of a sequence.
-        tokens: Theirs.
         block: Tokens a block.
         salt: Requests with another salt cannot find them.
-        state: Whether the recurrent state behind each is meant, and not its latents.
+        state: Whether the recurrent state after each is meant, and not its latents.
     """
 
     hashes: tuple[bytes, ...]
@@ -46,7 +45,7 @@ class Stored(NamedTuple):
 
 
 class Removed(NamedTuple):
-    """Blocks cannot be found any more; with ``state`` it is the recurrent states behind them."""
+    """Blocks cannot be found any more; with ``state`` it is the recurrent states after them."""
 
     hashes: tuple[bytes, ...]
     state: bool = False
@@ -80,14 +79,14 @@ class Pools(Protocol):
 
 @dataclass(eq=False)
 class Node:
-    """A block of tokens behind the blocks of its parents.
+    """A block of tokens after the blocks of its parents.
 
     Attributes:
         name: The digest of all tokens up to the block's end.
         parent: The block before it; None for a first one.
         page: Where its latents are.
         depth: Blocks up to its end.
-        snapshot: The slot of the state behind it, if one is kept.
+        snapshot: The slot of the state after it, if one is kept.
         transient: Whether the snapshot is the latest one of a decode. It is evicted before snapshots of prompts, and
             the next one of the same decode replaces it.
         children: How many nodes have this one as their parent.
@@ -118,7 +117,7 @@ class Hit:
     Attributes:
         tokens: From here on the prompt must be computed.
         pages: Those of the tokens before.
-        snapshot: The slot of the state behind them.
+        snapshot: The slot of the state after them.
         matched: Tokens of the longest known path, in whole blocks.
         reason: Why nothing was hit: ``no_match``, ``no_snapshot``, ``shorter_than_block`` or ``evicted``; else empty.
     """
@@ -147,7 +146,7 @@ class SnapshotCost(NamedTuple):
 
     @property
     def least(self) -> int:
-        """The fewest tokens behind which a snapshot is kept."""
+        """The fewest tokens after which a snapshot is kept."""
         return int(self.keep / self.token) + 1
 
     def record(self) -> dict[str, float | str]:
@@ -166,12 +165,12 @@ class PrefixCache:
         evict: ``lru``: the least recently used goes first; ``flops``: what saves least work for its bytes and its age.
         cost: What a snapshot costs and saves; None keeps all.
         tell: Told at once what prompts can hit and what not any more: the blocks that lead to a snapshot, and the
-            states behind blocks. Pages that lead to no snapshot are worth nothing to a prompt. None tells nobody.
+            states after blocks. Pages that lead to no snapshot are worth nothing to a prompt. None tells nobody.
 
     Attributes:
         block: Tokens a block.
         every: Tokens between the snapshots of a prompt.
-        least: The fewest tokens behind which a snapshot is kept.
+        least: The fewest tokens after which a snapshot is kept.
         evicted_pages: How many pages were evicted.
         evicted_snapshots: How many snapshots were.
     """
@@ -218,7 +217,7 @@ class PrefixCache:
         return chain_start(self._root, salt)
 
     def names(self, before: bytes, tokens: Sequence[int]) -> Iterator[bytes]:
-        """The name of each whole block of ``tokens`` behind the block that is called ``before``."""
+        """The name of each whole block of ``tokens`` after the block that is called ``before``."""
         yield from chained(before, tokens[: len(tokens) // self.block * self.block], self.block)
 
     def look_up(self, names: Sequence[bytes], most: int) -> Hit:
@@ -404,7 +403,7 @@ class PrefixCache:
 
     def _touch(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):
-            if name in self._nodes:  # what is behind a hit may be gone
+            if name in self._nodes:  # what is after a hit may be gone
                 self._nodes.move_to_end(name)
 
     def _remember(self, name: bytes) -> None:

@@ -54,13 +54,13 @@ class StateFileError(Ling3Error):
 
 @dataclass(frozen=True, eq=False)
 class SequenceState:
-    """The state behind a sequence's tokens.
+    """The state after a sequence's tokens.
 
     Attributes:
         descriptor: A JSON object: ``state``, which decides what artifacts can continue from it (``description_of``),
             and what its writer adds.
         tokens: int32 ``[n]``: those whose latents are here.
-        arrays: By name, in canonical order: the latents of these tokens, and the recurrent and conv state behind the
+        arrays: By name, in canonical order: the latents of these tokens, and the recurrent and conv state after the
             last of them. Empty where there is no token.
         first: The position of the first of the tokens. What is before it lies in another state.
     """
@@ -87,7 +87,7 @@ class SequenceState:
 
     @property
     def stop(self) -> int:
-        """The position behind the last token."""
+        """The position after the last token."""
         return self.first + len(self.tokens)
 
     @property
@@ -111,7 +111,7 @@ class SequenceState:
 
 
 class TransferredState(NamedTuple):
-    """A sequence that was begun elsewhere: its tokens, and the state behind them where there is one.
+    """A sequence that was begun elsewhere: its tokens, and the state after them where there is one.
 
     Attributes:
         tokens: Those that were generated elsewhere, each with what ``request.Logprobs`` says of it, or None.
@@ -169,9 +169,6 @@ class StateBytes:
 
     Args:
         layout: What states hold.
-        descriptor: The state's.
-        tokens: The state's.
-        first: The state's.
         allocate: Gives the memory, ``[bytes]`` uint8.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 A file is there whole or not at all: it is written under another name. Its writer holds a lock on it for as long as it
 writes, and on a leased one until the lease has ended; the system drops the locks of a process that is killed. So one
-look tells files that a process waits for from files that were left behind. The time of a leased file is when its lease
+look tells files that a process waits for from files that were left after. The time of a leased file is when its lease
 began: the reader takes the state by removing the file.
 """
 

@@ -62,18 +62,15 @@ class FollowingStore:
 
 
 class PrefixStore:
-    """A folder of states behind a prefix cache.
+    """A folder of states after a prefix cache.
 
     Args:
-        manifest: The artifact's.
         target: Whose states they are.
         where: The folder, and how large it may become.
         cache: What need not be read; only asked here what it knows.
         report: Told of what failed.
         channel: To the other hosts, each of which has a ``FollowingStore``; None where this host runs alone.
 
-    Attributes:
-        counts: What happened how often, by name.
 
     Raises:
         Ling3Error: The folder may not hold a single state.
@@ -213,7 +210,7 @@ class PrefixStore:
         return SequenceState(last.descriptor, tokens, {**last.arrays, LATENT: latents})
 
     def _fits(self, state: SequenceState, count: int, prompt: Sequence[int]) -> bool:
-        """Whether a state ends behind so many blocks of a prompt and has its tokens."""
+        """Whether a state ends after so many blocks of a prompt and has its tokens."""
         size = self._layout.page
         whole = state.stop == count * size and state.first < state.stop and not state.first % size
         return whole and state.tokens.tolist() == [*prompt[state.first : state.stop]]

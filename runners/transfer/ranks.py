@@ -18,7 +18,7 @@ class Rank(NamedTuple):
     Attributes:
         role: ``P`` or ``D``.
         rank: Its number in its instance.
-        kv_rank: Number of its instance, decode instances behind prefill instances.
+        kv_rank: Number of its instance, decode instances after prefill instances.
         group_rank: Its number in its group.
         world: Members of its group: one of each prefill instance, ``DTP / PTP`` of each decode instance.
         global_rank: Its number among all.

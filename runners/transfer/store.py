@@ -28,7 +28,6 @@ class StateAddress(NamedTuple):
     Attributes:
         name: Its name: 32 hexadecimal digits.
         host: Name or address of the machine that has it; counts for nothing where states are found by their names.
-        port: Its port.
         tokens: How many tokens it is of.
     """
 
@@ -68,7 +67,6 @@ class StateStore(Protocol):
     """Carries states from one process to another.
 
     Attributes:
-        counts: What happened how often, by name.
         address: Host and port where others ask for what this end has; port 0 where they find it by name.
     """
 
