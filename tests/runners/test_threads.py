@@ -2,10 +2,12 @@
 
 import ast
 import itertools
+import socket
 import sys
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,7 +18,9 @@ from ling3export.foundation.threads import GuardedThread, JobThread, ThreadEnded
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Request
+from ling3export.runners.hosts.handshake import Listener
 from ling3export.runners.load.loader import say
+from ling3export.runners.load.programs import Programs
 from ling3export.runners.serve import run
 from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.run import supervised
@@ -270,6 +274,36 @@ def test_events_go_on_after_an_error(inject, label):
         until(lambda: publisher.record(16)["sequence"] == 1)
     publisher.close()
     assert failures() == {} and raised.is_set()
+
+
+def test_a_caller_whose_answer_fails_delays_no_other(inject):
+    raised, served = inject("answer a caller"), list[bytes]()
+
+    def answer(caller, admit):
+        admit()
+        with caller:
+            served.append(caller.recv(1))
+
+    bound = socket.create_server(("127.0.0.1", 0))
+    place = bound.getsockname()
+    listener = Listener(answer, bound)
+    with socket.create_connection(place, WAIT):
+        until(raised.is_set)
+        with socket.create_connection(place, WAIT) as second:
+            second.sendall(b"2")
+            until(lambda: served == [b"2"])
+    listener.close()
+
+
+def test_programs_load_on_demand_after_their_thread_ended(inject):
+    raised = inject("ling3-load-behind")
+    with ThreadPoolExecutor(1) as pool:
+        programs = Programs(lambda name: name, ["a", "b"], pool, first=["a"])
+        until(raised.is_set)
+        programs.settle()
+        assert [programs["a"], programs["b"]] == ["a", "b"]
+        programs.close()
+    assert failures() == {}
 
 
 class _Broken:
