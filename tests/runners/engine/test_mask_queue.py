@@ -77,7 +77,7 @@ def test_masks_that_fit_are_filled_in_the_step_of_their_rows():
         restricted(rig, [number, 1, 2, 3], 8, Matcher(0.0))
     rig.run()
     rig.check()
-    assert sum(phase == "decode" for phase, _ in rig.backend.calls) < 16
+    assert sum(phase == "decode" for phase, _ in rig.backend.calls) < 40  # 8 on a quiet machine, 112 one by one
 
 
 def test_a_cheap_grammar_waits_for_no_slow_one():
@@ -91,7 +91,7 @@ def test_a_cheap_grammar_waits_for_no_slow_one():
     while cheap.stop_reason is None:
         rig.step()
         steps += 1
-    assert steps <= 2 * 8 + 4  # of 86 where it waited for them
+    assert steps < 60  # 18 on a quiet machine, 86 where it waited for them
     rig.run()
     rig.check()
 
