@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from itertools import groupby, zip_longest
 from typing import NoReturn
 
+from msgspec import structs
+
+from ling3export.artifacts.parameters import Parameter, Tensor
 from ling3export.artifacts.program_records import Array, Leaf
 from ling3export.artifacts.records import WrongRecordError, shown
-from ling3export.artifacts.schema import Cell, Manifest, ParameterRecord, PlanRecord, StoredTensor, Target, Vectors
-from ling3export.foundation.dtypes import BY_CODE
+from ling3export.artifacts.schema import Cell, Manifest, PlanRecord, Target, Vectors
 from ling3export.foundation.errors import listed
 from ling3export.foundation.phases import GIVERS, PHASES, ArraySpec, PhaseSpec
 
@@ -82,11 +84,8 @@ def _short(value: object) -> str:
     return shown(value)
 
 
-def _check_tensor(tensor: StoredTensor, size: int) -> None:
-    if tensor.slabs:
-        _same("a leading axis of its slabs", (tensor.slabs,), tensor.shape[:1], "shape")
-    _same("the bytes of a slab of its shape", tensor.nbytes // tensor.parts, tensor.slab_bytes, "slab_bytes")
-    _same("one digest a slab", tensor.parts, len(tensor.sha256), "sha256")
+def _check_tensor(tensor: Tensor, size: int) -> None:
+    _same("one digest a shard", tensor.parts, len(tensor.sha256), "sha256")
     if tensor.offset + tensor.nbytes > size:
         _wrong(f"a tensor that ends within the {size:,} bytes of its file", tensor.offset, "offset")
 
@@ -109,7 +108,7 @@ def _check_target(target: Target, plan: PlanRecord, vocabulary: int) -> None:
     if "form" in geometry:
         striped = geometry["form"] == "tiles" and target.tp > 1
         facts["placement"] = "striped" if striped else "replicated", "as the geometry's form and TP say"
-    for where, said in (("state", vars(state)), ("geometry", geometry)):
+    for where, said in (("state", structs.asdict(state)), ("geometry", geometry)):
         for name, (fact, source) in ((each, facts[each]) for each in facts if each in said):
             _same(source, fact, said[name], where, name)
     if bool(target.kernel_names) != (target.kernels is not None):
@@ -179,17 +178,18 @@ def _check_paddings(target: Target, plan: PlanRecord) -> None:
         _same(f"the paddings of {phase}", expected, found)
 
 
-def _check_parameter(parameter: ParameterRecord, tensors: Mapping[str, StoredTensor]) -> None:
-    if tensors:  # none where there are programs alone
-        if (stored := tensors.get(parameter.tensor)) is None:
-            _wrong("a tensor of the weight index", parameter.tensor, "tensor")
-        _same("as the weight index says", stored.shape, parameter.shape, "shape")
-        _same("as the weight index says", BY_CODE[stored.dtype].name, parameter.dtype, "dtype")
-    index, axis, shape = parameter.index, parameter.axis, parameter.shape
-    if (index is None) != (axis is None):
-        _wrong("`index` and `axis` together, or neither", "only index" if axis is None else "only axis")
-    if axis is not None and index is not None and (axis >= len(shape) or index >= shape[axis]):
-        _wrong(f"an index within {_short(shape)}", f"{index} of axis {axis}")
+def _check_parameter(parameter: Parameter, tensors: Mapping[str, Tensor]) -> None:
+    if not tensors:  # programs alone
+        return
+    if (stored := tensors.get(parameter.tensor)) is None:
+        _wrong("a tensor of the weight index", parameter.tensor, "tensor")
+    shape, axis = stored.shape, parameter.stack_axis
+    if parameter.layer is not None:
+        if axis >= len(shape) or parameter.layer >= shape[axis]:
+            _wrong(f"a layer within axis {axis} of {_short(shape)}", parameter.layer, "layer")
+        shape = (*shape[:axis], *shape[axis + 1 :])
+    _same("as the weight index says", (shape, stored.dtype), (parameter.shape, parameter.dtype), "shape")
+    _same("whether the tensor has shards", stored.shards > 0, parameter.split is not None, "split")
 
 
 def _check_cell(cell: Cell, target: Target, words: Words) -> None:
@@ -232,14 +232,11 @@ def _check_cell(cell: Cell, target: Target, words: Words) -> None:
 
 
 def _check_params(leaves: Sequence[Leaf], target: Target, record: PhaseSpec) -> None:
-    parameters = {row.argument: row for row in target.parameters if record.takes_parameter(row.argument)}
+    parameters = {row.name: row for row in target.parameters if record.takes_parameter(row.name)}
     _same("the parameters of the phase", sorted(parameters), sorted(leaf.name for leaf in leaves), "inputs")
     for leaf in leaves:
-        shape, axis = parameters[leaf.name].shape, parameters[leaf.name].axis
-        if axis is not None:
-            shape = shape[:axis] + shape[axis + 1 :]
-        expected = shape, parameters[leaf.name].dtype
-        _same(f"parameter {shown(leaf.name)}", expected, (leaf.shape, leaf.dtype), "inputs")
+        row = parameters[leaf.name]
+        _same(f"parameter {shown(leaf.name)}", (row.shape, row.dtype), (leaf.shape, leaf.dtype), "inputs")
 
 
 def _name(array: Array) -> str:

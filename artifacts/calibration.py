@@ -4,13 +4,15 @@ The record names the machine and, by digest, the programs and the weights, so th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
+
+from msgspec import structs
 
 from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.records import (
     Digest,
+    Record,
     WrongRecordError,
     from_json,
     laid_out,
@@ -30,8 +32,7 @@ Seconds = Annotated[float, within(0, 1e6)]
 Count = Annotated[int, within(1, 2**31)]
 
 
-@dataclass(frozen=True)
-class Measuring:
+class Measuring(Record, frozen=True):
     """The machine that measured: host 0, except that ``devices`` counts those of all hosts."""
 
     platform: Annotated[str, one_of("cpu", "gpu", "tpu")]
@@ -50,8 +51,7 @@ class Measuring:
         return f"{devices}{kind}{hosts}, {self.processor}, {self.cores} cores"
 
 
-@dataclass(frozen=True)
-class CellTimes:
+class CellTimes(Record, frozen=True):
     """Seconds from a cell's call until all its outputs are computed, as the host sees them."""
 
     calls: Count
@@ -60,8 +60,7 @@ class CellTimes:
     slowest: Seconds
 
 
-@dataclass(frozen=True)
-class Calibration:
+class Calibration(Record, frozen=True):
     """What was measured of one target.
 
     Attributes:
@@ -136,7 +135,7 @@ def misfit(record: Calibration, manifest: Manifest, machine: Measuring | None = 
     assert target is not None
     if other := sorted(record.cells.keys() ^ target.cells.keys()):
         return f"another artifact's: measured with other cells, such as {shown(other[0])}"
-    for name, measured in vars(record.machine).items():
+    for name, measured in structs.asdict(record.machine).items():
         if machine is not None and measured != getattr(machine, name):
             return f"another machine's: measured with {name} {measured}, found {getattr(machine, name)}"
     return None

@@ -9,9 +9,10 @@ import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.files import REBUILD, leftovers, open_regular, remove, replace_file, writing
@@ -144,11 +145,11 @@ def _typed(body: dict[str, Any]) -> Manifest:
 def _digests(body: dict[str, Any]) -> dict[str, Any]:
     """Digests of the programs, with all that decides how they are called, and of the weights: two artifacts with equal
     ones hold the same."""
-    slabs = {name: tensor["sha256"] for name, tensor in body["weights"]["index"].items()}
+    shards = {name: tensor["sha256"] for name, tensor in body["weights"]["index"].items()}
     config = {name: value for name, value in body["config"].items() if name != ENDS}
     parts = {"programs_digest": {name: body[name] for name in PROGRAMS} | {"config": config}}
-    if slabs:
-        parts["weights_digest"] = slabs
+    if shards:
+        parts["weights_digest"] = shards
     return {name: hashlib.sha256(CANONICAL.encode(part).encode()).hexdigest() for name, part in parts.items()}
 
 
@@ -187,7 +188,7 @@ def recorded_files(manifest: Manifest) -> list[str]:
 
 
 def file_records(manifest: Manifest) -> tuple[FileRecord, ...]:
-    """Every file that a manifest names with its digest: all but those of the weights, whose slabs have one each."""
+    """Every file that a manifest names with its digest: all but those of the weights, whose shards have one each."""
     programs = [file for target in manifest.targets.values() for file in target.files]
     vectors = () if manifest.vectors.expected is None else (manifest.vectors.expected,)
     return (*programs, *vectors, *manifest.tokenizer)

@@ -4,41 +4,41 @@ What else a manifest holds is in `schema`.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Annotated
 
-from ling3export.artifacts.files import stays_inside
-from ling3export.artifacts.records import Digest, Rule, at_most, one_of, within
-from ling3export.foundation.dtypes import BY_CODE, BY_NAME
+from msgspec import Meta
+
+from ling3export.artifacts.records import Digest, Record, at_most, expect, one_of, within
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.phases import PHASES
 
+_STEP = r"(?!\.{1,2}(?:/|\Z))[^/]+"  # a name of a path, neither . nor ..
 Relative = Annotated[
-    str, Rule("a path below the artifact's folder, with /, in its shortest form, that never climbs out", stays_inside)
+    str,
+    Meta(
+        pattern=rf"\A{_STEP}(?:/{_STEP})*\Z",
+        description="a path below the artifact's folder, with /, in its shortest form, that never climbs out",
+    ),
 ]
 Positive = Annotated[int, within(1, 2**40)]
 Padding = Annotated[int, within(1, 2**20)]
-Paddings = Annotated[
-    tuple[Padding, ...], at_most(64), Rule("ascending paddings", lambda each: each == tuple(sorted(set(each))))
-]
+Paddings = Annotated[tuple[Padding, ...], at_most(64)]
 Device = Annotated[int, within(0, 2**31)]
-Devices = Annotated[tuple[Device, ...], at_most(4096), Rule("at least one device", len)]
-Shape = Annotated[
-    tuple[Positive, ...], at_most(8), Rule("fewer than 2**46 elements", lambda each: math.prod(each) < 2**46)
-]
-Spec = Annotated[
-    tuple[str | tuple[str, ...] | None, ...],
-    at_most(8),
-    Rule("mesh axes without trailing nulls", lambda each: not each or bool(each[-1])),
-]
+Devices = Annotated[tuple[Device, ...], Meta(min_length=1, max_length=4096, description="1 to 4,096 devices")]
+Shape = Annotated[tuple[Positive, ...], at_most(8)]
+Spec = Annotated[tuple[str | None, ...], at_most(8)]
 Dtype = Annotated[str, one_of(*BY_NAME)]
-StoredDtype = Annotated[str, one_of(*BY_CODE)]
 Phase = Annotated[str, one_of(*PHASES)]
 # Custom calls in name only: the pieces of a prefetch, which lie one after the other, seen as one array.
 VIEWS = ("ConcatBitcast",)
 
 
-@dataclass(frozen=True)
-class Array:
+def check_shape(shape: tuple[int, ...]) -> None:
+    """Bounds an array's size, for whoever allocates it."""
+    expect(math.prod(shape) < 2**46, "fewer than 2**46 elements", shape, "shape")
+
+
+class Array(Record, frozen=True):
     """An array of a call: its name in the program, whole shape, dtype, and a mesh axis or null for each axis."""
 
     name: str
@@ -46,29 +46,30 @@ class Array:
     dtype: Dtype
     spec: Spec
 
+    def __post_init__(self) -> None:
+        check_shape(self.shape)
+        expect(not self.spec or self.spec[-1] is not None, "mesh axes without trailing nulls", self.spec, "spec")
+
     @property
     def nbytes(self) -> int:
         """Bytes of the whole array."""
         return math.prod(self.shape) * BY_NAME[self.dtype].nbytes
 
 
-@dataclass(frozen=True)
-class CallInput(Array):
+class CallInput(Array, frozen=True):
     """An input of an executable; one that is not kept is not passed to it."""
 
     donated: bool
     kept: bool
 
 
-@dataclass(frozen=True)
-class Leaf(Array):
+class Leaf(Array, frozen=True):
     """An input or output of a cell, in flattening order."""
 
     group: Annotated[str, one_of("params", "state", "batch", "out")]
 
 
-@dataclass(frozen=True)
-class FieldRecord:
+class FieldRecord(Record, frozen=True):
     """A named range of the packed int32 batch; floats are bit-cast."""
 
     name: str
@@ -76,14 +77,16 @@ class FieldRecord:
     shape: Shape
     dtype: Annotated[str, one_of("int32", "float32")]
 
+    def __post_init__(self) -> None:
+        check_shape(self.shape)
+
     @property
     def size(self) -> int:
         """Elements of the packed vector."""
         return math.prod(self.shape)
 
 
-@dataclass(frozen=True)
-class CallRecord:
+class CallRecord(Record, frozen=True):
     """How an executable is called, without pickle: flat inputs and outputs, and the routines that it calls by name."""
 
     inputs: tuple[CallInput, ...]
@@ -91,8 +94,7 @@ class CallRecord:
     custom_calls: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Memory:
+class Memory(Record, frozen=True):
     """Bytes of one device while a program runs; ``alias`` counts in both arguments and outputs."""
 
     arguments: int
@@ -112,16 +114,14 @@ class Memory:
         return self.arguments + self.code + self.passing
 
 
-@dataclass(frozen=True)
-class Collective:
+class Collective(Record, frozen=True):
     """How often a kind of collective runs; its bytes where the compiled program was counted."""
 
     count: int
     bytes: int | None = None
 
 
-@dataclass(frozen=True)
-class LoopRecord:
+class LoopRecord(Record, frozen=True):
     """A loop of an estimated program: its trips, who says so, and how often the loop itself runs."""
 
     loop: str
@@ -130,8 +130,7 @@ class LoopRecord:
     times: float
 
 
-@dataclass(frozen=True)
-class Estimate:
+class Estimate(Record, frozen=True):
     """Seconds of one call as the compiler's cycles say, never measured; bytes that its instructions move."""
 
     seconds: float
@@ -159,8 +158,7 @@ class Estimate:
         return "at least " if self.unseen else ""
 
 
-@dataclass(frozen=True)
-class RooflineBound:
+class RooflineBound(Record, frozen=True):
     """Bytes and FLOPs of a call that no program can do without, and the seconds that follow; collectives apart."""
 
     bytes: dict[str, int]
@@ -175,8 +173,7 @@ class RooflineBound:
         return sum(self.bytes.values())
 
 
-@dataclass(frozen=True)
-class Experts:
+class Experts(Record, frozen=True):
     """Whether every local expert is computed for every row, and the seconds to compute and to read them."""
 
     all_local: bool
@@ -184,16 +181,14 @@ class Experts:
     weight_seconds: float
 
 
-@dataclass(frozen=True)
-class Lowering:
+class Lowering(Record, frozen=True):
     """How an executable was lowered where that was not from the portable program."""
 
     direct: bool
     forward_compatible: bool
 
 
-@dataclass(frozen=True)
-class Origin:
+class Origin(Record, frozen=True):
     """Where a build took a cell from, its keys in the cache, and what jax did for it."""
 
     source: Annotated[str, one_of("compiler", "program cache", "cache")]
@@ -203,8 +198,7 @@ class Origin:
     key: Digest | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoweredProgram:
+class LoweredProgram(Record, frozen=True, kw_only=True):
     """A program of one phase and padding before it is compiled: what it takes and gives, in flattening order."""
 
     phase: Phase
@@ -231,8 +225,7 @@ class LoweredProgram:
         return next((each.shape[0] for each in (*self.inputs, *self.outputs) if each.name == "logits"), 0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Program(LoweredProgram):
+class Program(LoweredProgram, frozen=True, kw_only=True):
     """A program as its compiler left it: how to call it, and what it costs."""
 
     compile_seconds: float

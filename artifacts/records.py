@@ -1,23 +1,23 @@
-"""Records as JSON: strict reading of text, one canonical spelling, and frozen dataclasses checked type by type.
+"""Records as JSON: what a text may hold, one canonical spelling, and frozen structs whose fields msgspec checks.
 
-A dataclass is its own schema. Field types are ``str``, ``int``, ``float``, ``bool``, ``None``, ``Literal``, ``Path``,
-unions, ``tuple[X, ...]``, ``list[X]``, ``dict[str, X]``, ``Any`` and other dataclasses; ``Annotated[X, Rule(...)]``
-narrows one. Whole numbers lie in 0 … 2**53, floats are finite, texts are printable (so that no terminal escape passes)
-unless a rule says otherwise (UNBOUNDED, FREE). A field with the default None is left out of the JSON where it is None,
-and never null there.
+A record's fields are ``str``, ``int``, ``float``, ``bool``, ``tuple[X, ...]``, ``dict[str, X]``, other records, and
+unions of these; ``Annotated[X, Meta(...)]`` bounds one. Whole numbers lie in 0 … 2**53, floats are finite. Texts are
+printable (so that no terminal escape passes) and have at most 10,000 characters. A field that has its default value is
+left out of the JSON.
 """
 
-import functools
 import hashlib
 import json
 import math
 import re
 import types
 import typing
-from collections.abc import Callable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from ling3export.foundation.errors import listed
 
@@ -26,43 +26,35 @@ SPACED = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 LINE = 100  # characters: a value that fits stands on one line
 LARGEST_TEXT = 10_000  # characters of one string
 LARGEST_WHOLE = 2**53  # what every JSON library reads exactly
+TEXT = f"a printable text of at most {LARGEST_TEXT:,} characters"
+WORDS = {
+    **{"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"},
+    **{"array": "a list", "object": "an object"},
+}
+UNIONS = (typing.Union, types.UnionType)
 
 T = TypeVar("T")
-Decoder = Callable[[object], Any]
+Digest = Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z", description="a sha256 in hex")]
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What the values of a type must hold besides.
-
-    Attributes:
-        words: What is expected, for messages.
-        holds: Whether a value of the right type is right.
-    """
-
-    words: str
-    holds: Callable[[Any], bool]
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A JSON object with these fields and no others."""
 
 
-def within(low: float, high: float) -> Rule:
+def within(low: float, high: float) -> Meta:
     """Numbers from ``low`` to ``high``."""
-    return Rule(f"a number from {low:,} to {high:,}", lambda value: low <= value <= high)
+    return Meta(ge=low, le=high, description=f"a number from {low:,} to {high:,}")
 
 
-def at_most(count: int) -> Rule:
+def at_most(count: int) -> Meta:
     """No more than ``count`` entries."""
-    return Rule(f"at most {count:,} entries", lambda value: len(value) <= count)
+    return Meta(max_length=count, description=f"at most {count:,} entries")
 
 
-def one_of(*words: str) -> Rule:
+def one_of(*words: str) -> Meta:
     """One of a few texts."""
-    return Rule(" or ".join(map(repr, words)), lambda value: value in words)
-
-
-UNBOUNDED = Rule("a number", lambda value: True)  # a float that may be infinite
-FREE = Rule("a text", lambda value: True)  # of any length, with any characters
-Text = Annotated[str, FREE]
-Digest = Annotated[str, Rule("a sha256 in hex", re.compile(r"[0-9a-f]{64}").fullmatch)]
+    pattern = "|".join(map(re.escape, words))
+    return Meta(pattern=rf"\A(?:{pattern})\Z", description=" or ".join(map(repr, words)))
 
 
 class WrongRecordError(ValueError):
@@ -71,13 +63,11 @@ class WrongRecordError(ValueError):
     Attributes:
         expected: In words.
         found: The value, shortened, control characters escaped.
-        path: Keys and indices that lead to the value.
-        unknown: The key that a record does not have, where it is that.
+        path: Keys and indices that lead to the value, the innermost first.
     """
 
-    def __init__(self, expected: str, found: str, path: tuple[object, ...] = (), unknown: str | None = None) -> None:
+    def __init__(self, expected: str, found: str, path: tuple[object, ...] = ()) -> None:
         super().__init__(expected, found)
-        self.unknown = unknown
         self.expected, self.found, self.path = expected, found, list(path)[::-1]
 
     @property
@@ -129,7 +119,7 @@ def _check_keys(value: object) -> None:
 
 def laid_out(value: object, newline: str = "\n") -> str:
     """JSON for people: in the given key order, on one line where it fits in LINE characters, else a member a line."""
-    if not isinstance(value, (dict, list)) or not value:
+    if not isinstance(value, (dict, list, tuple)) or not value:
         return SPACED.encode(value)
     deeper = newline + "  "
     if isinstance(value, dict):
@@ -142,175 +132,130 @@ def laid_out(value: object, newline: str = "\n") -> str:
     return ends[0] + deeper + ("," + deeper).join(parts) + newline + ends[1]
 
 
-# --- dataclasses -----------------------------------------------------------------------------------------------------
+# --- records ---------------------------------------------------------------------------------------------------------
+
+
+def expect(holds: object, expected: str, found: object, *path: object) -> None:
+    """Raises WrongRecordError unless ``holds``; for what a record's types cannot say."""
+    if not holds:
+        raise WrongRecordError(expected, shown(found), path)
 
 
 def to_json(value: object) -> Any:
     """A record, or a tuple or dict of records, as plain JSON values, in the order of the fields."""
-    if is_dataclass(value) and not isinstance(value, type):
-        optional: frozenset[str] = _optional(type(value))
-        return {name: to_json(item) for name, item in vars(value).items() if item is not None or name not in optional}
-    if isinstance(value, (tuple, list)):
-        return [to_json(item) for item in value]
-    if isinstance(value, dict):
-        return {key: to_json(item) for key, item in value.items()}
-    return str(value) if isinstance(value, Path) else value
+    return msgspec.to_builtins(value, enc_hook=_path_as_text)
 
 
-def from_json(kind: type[T], value: object) -> T:
+def _path_as_text(value: object) -> str:
+    if isinstance(value, Path):
+        return str(value)
+    raise TypeError(f"record: expected a value that JSON has, found {type(value).__name__}")
+
+
+def from_json(kind: type[T], value: object, *, free: bool = False) -> T:
     """A record of ``kind`` from plain JSON values, every one of them checked.
 
+    Args:
+        kind: A record, or a dict or tuple of records.
+        value: Plain JSON.
+        free: Texts may have any length and characters, and numbers may be infinite: for messages between this project's
+            processes, and for files that hold what a model wrote.
+
     Raises:
-        WrongRecordError: A field is missing, unknown, or of another type than the dataclass says.
+        WrongRecordError: A field is missing, unknown, of another type, or out of bounds.
     """
-    decode: Callable[[Any], Decoder] = _decoder
-    record: T = decode(kind)(value)
-    return record
-
-
-@functools.cache
-def _optional(kind: type) -> frozenset[str]:
-    """Names of the fields that are left out where they are None."""
-    return frozenset(field.name for field in fields(kind) if field.default is None)
-
-
-@functools.cache
-def _decoder(kind: Any) -> Decoder:
-    """What turns JSON values into values of ``kind``."""
-    origin, parameters = typing.get_origin(kind), typing.get_args(kind)
-    if kind in SCALARS:
-        return SCALARS[kind]
-    if origin is Literal:
-        return _checked(lambda value: value in parameters, one_of(*parameters).words)
-    if origin is Annotated:
-        return _ruled(parameters[0], tuple(each for each in parameters[1:] if isinstance(each, Rule)))
-    if origin in (typing.Union, types.UnionType):
-        return _union([_decoder(each) for each in parameters])
-    if origin is tuple and len(parameters) == 2 and parameters[1] is Ellipsis:
-        return _list(_decoder(parameters[0]))
-    if origin is list:
-        return lambda value: list(_list(_decoder(parameters[0]))(value))
-    if origin is dict:
-        return _mapping(_decoder(parameters[0]), _decoder(parameters[1]))
-    if isinstance(kind, type) and is_dataclass(kind):
-        return _record(kind)
-    raise TypeError(f"record field of type {kind}: expected one that the module's docstring names")
-
-
-def _checked(holds: Callable[[Any], bool], words: str) -> Decoder:
-    def decode(value: object) -> object:
-        if not holds(value):
-            raise WrongRecordError(words, shown(value))
-        return value
-
-    return decode
-
-
-def _number(value: object) -> float:
-    if type(value) is int and abs(value) <= LARGEST_WHOLE:
-        return float(value)
-    if type(value) is float and math.isfinite(value):
-        return value
-    raise WrongRecordError("a finite number", shown(value))
-
-
-def _any_number(value: object) -> float:
-    return value if type(value) is float else _number(value)
-
-
-def _is_text(value: object) -> bool:
-    return type(value) is str and len(value) <= LARGEST_TEXT and value.isprintable()
-
-
-SCALARS: dict[object, Decoder] = {
-    str: _checked(_is_text, f"a printable text of at most {LARGEST_TEXT:,} characters"),
-    int: _checked(lambda value: type(value) is int and 0 <= value <= LARGEST_WHOLE, "a whole number"),
-    float: _number,
-    bool: _checked(lambda value: type(value) is bool, "true or false"),
-    Any: lambda value: value,
-    type(None): _checked(lambda value: value is None, "null"),
-    Path: lambda value: Path(str(value)),  # of messages between our own processes, where any name may stand
-}
-
-
-ANY_TEXT = _checked(lambda value: type(value) is str, FREE.words)
-
-
-def _ruled(kind: Any, rules: tuple[Rule, ...]) -> Decoder:
-    inner = _any_number if UNBOUNDED in rules else ANY_TEXT if FREE in rules else _decoder(kind)
-
-    def decode(value: object) -> object:
-        decoded = inner(value)
-        for rule in rules:
-            if not rule.holds(decoded):
-                raise WrongRecordError(rule.words, shown(value))
-        return decoded
-
-    return decode
-
-
-def _union(decoders: list[Decoder]) -> Decoder:
-    def decode(value: object) -> object:
-        expected = []
-        for decoder in decoders:
-            try:
-                return decoder(value)
-            except WrongRecordError as error:
-                expected.append(error.expected)
-        raise WrongRecordError(" or ".join(expected), shown(value))
-
-    return decode
-
-
-def _inside(key: object, decode: Decoder, value: object) -> Any:
-    """A member of an object or a list, decoded; an error says where it is."""
+    _check_values(value, free)
     try:
-        return decode(value)
-    except WrongRecordError as error:
-        error.path.append(key)
-        raise
+        return msgspec.convert(value, kind, dec_hook=lambda inner, item: inner(item))
+    except msgspec.ValidationError as error:
+        raise _located(kind, value) from error
 
 
-def _list(element: Decoder) -> Decoder:
-    def decode(value: object) -> tuple[Any, ...]:
-        if type(value) is not list:
-            raise WrongRecordError("a list", shown(value))
-        return tuple([_inside(at, element, item) for at, item in enumerate(value)])
+def _check_values(value: object, free: bool, *path: object) -> None:
+    """Bounds single values, whatever their field."""
+    kind = type(value)
+    if kind is str:
+        expect(free or (len(value) <= LARGEST_TEXT and value.isprintable()), TEXT, value, *path)  # type: ignore[arg-type,attr-defined]
+    elif kind is int:
+        expect(0 <= value <= LARGEST_WHOLE, f"a number from 0 to {LARGEST_WHOLE:,}", value, *path)  # type: ignore[operator]
+    elif kind is float:
+        expect(free or math.isfinite(value), "a finite number", value, *path)  # type: ignore[arg-type]
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            _check_values(key, free, *path, key)
+            _check_values(item, free, *path, key)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            _check_values(item, free, *path, number)
 
-    return decode
+
+def _located(kind: Any, value: object, *path: object) -> WrongRecordError:
+    """The error of the innermost value that is not of its type: msgspec names no keys of a mapping."""
+    if wrong := _wrong_fields(_plain(kind), value, path):
+        return wrong
+    for key, inner, item in _members(_plain(kind), value):
+        try:
+            msgspec.convert(item, inner, dec_hook=lambda inner, item: inner(item))
+        except msgspec.ValidationError:
+            return _located(inner, item, *path, key)
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        if isinstance(cause := error.__cause__, WrongRecordError):
+            return WrongRecordError(cause.expected, cause.found, (*path, *reversed(cause.path)))
+        return _worded(kind, value, str(error), path)
+    raise AssertionError(f"{kind}: expected an error of one of its members, found none")
 
 
-def _mapping(name: Decoder, element: Decoder) -> Decoder:
-    def decode(value: object) -> dict[str, Any]:
-        if type(value) is not dict:
-            raise WrongRecordError("an object", shown(value))
-        return {_inside(key, name, key): _inside(key, element, item) for key, item in value.items()}
+def _plain(kind: Any) -> Any:
+    """A type without its bounds, and without null as the one alternative."""
+    parts = [part for part in typing.get_args(kind) if part is not type(None)]
+    if typing.get_origin(kind) is Annotated or (typing.get_origin(kind) in UNIONS and len(parts) == 1):
+        return _plain(parts[0])
+    return kind
 
-    return decode
+
+def _wrong_fields(kind: Any, value: object, path: tuple[object, ...]) -> WrongRecordError | None:
+    """The error of an object that has another field than its record, or lacks one."""
+    if not (isinstance(kind, type) and issubclass(kind, Record) and isinstance(value, dict)):
+        return None
+    names = list(kind.__struct_fields__)
+    if unknown := [name for name in value if name not in names]:
+        return WrongRecordError(f"only the fields {listed(names, 20)}", shown(unknown[0]), path)
+    required = [field.name for field in msgspec.structs.fields(kind) if field.required]
+    missing = [name for name in required if name not in value]
+    return WrongRecordError(f"the field {listed(missing)}", "none", path) if missing else None
 
 
-def _record(kind: type) -> Decoder:
-    decoders, defaults = {}, {}
-    hints = typing.get_type_hints(kind, include_extras=True)
-    for each in fields(kind):
-        hint = hints[each.name]
-        if each.default is None:  # left out where it is None: never null
-            hint = typing.Union[tuple(part for part in typing.get_args(hint) if part is not type(None))]  # noqa: UP007
-        if each.default is not MISSING:
-            defaults[each.name] = each.default
-        decoders[each.name] = _decoder(hint)
+def _members(kind: Any, value: object) -> list[tuple[object, Any, object]]:
+    """Key, type and value of each member of an object or a list."""
+    origin, parameters = typing.get_origin(kind), typing.get_args(kind)
+    if isinstance(value, dict) and origin is dict:
+        return [(key, parameters[1], item) for key, item in value.items()]
+    if isinstance(value, dict) and isinstance(kind, type) and (issubclass(kind, Record) or is_dataclass(kind)):
+        hints = typing.get_type_hints(kind, include_extras=True)
+        return [(key, hints[key], item) for key, item in value.items() if key in hints]
+    if isinstance(value, (list, tuple)) and origin in (list, tuple):
+        return [(number, parameters[0], item) for number, item in enumerate(value)]
+    return []
 
-    def decode(value: object) -> object:
-        if type(value) is not dict:
-            raise WrongRecordError("an object", shown(value))
-        for key in value:
-            if key not in decoders:
-                raise WrongRecordError(f"only the fields {listed(list(decoders), 20)}", shown(key), unknown=key)
-        if missing := [name for name in decoders if name not in value and name not in defaults]:
-            raise WrongRecordError(f"the field {listed(missing)}", "none")
-        record: Any = object.__new__(kind)  # without the slow assignments of a frozen dataclass's __init__
-        given = {key: _inside(key, decoders[key], item) for key, item in value.items()}
-        record.__dict__.update({name: given.get(name, defaults.get(name)) for name in decoders})
-        return record
 
-    return decode
+def _worded(kind: Any, value: object, text: str, path: tuple[object, ...]) -> WrongRecordError:
+    """msgspec's message about ``value`` itself, in the words of this project."""
+    if kinds := re.fullmatch("Expected `([^`]*)`, got .*", text):
+        expected = " or ".join(WORDS.get(word, word) for word in kinds[1].split(" | "))
+    elif typing.get_origin(_plain(kind)) is typing.Literal:
+        expected = " or ".join(map(repr, typing.get_args(_plain(kind))))
+    else:
+        words = [rule.description for rule in _rules(kind) if rule.description]
+        expected = ", ".join(words) or text.removeprefix("Expected ")
+    return WrongRecordError(expected, shown(value), path)
+
+
+def _rules(kind: Any) -> list[Meta]:
+    """The bounds of a type, or of the parts of a union."""
+    if typing.get_origin(kind) is Annotated:
+        return [rule for rule in typing.get_args(kind) if isinstance(rule, Meta)]
+    if typing.get_origin(kind) in UNIONS:
+        return [rule for part in typing.get_args(kind) for rule in _rules(part)]
+    return []

@@ -4,36 +4,21 @@ FORMAT.md explains each field in a table of the same names and types; a test com
 need not have has the default None. What follows from another field is a property, not a field.
 """
 
-import math
-import re
-from dataclasses import dataclass, field
 from typing import Annotated
 
-from ling3export.artifacts.program_records import (
-    Array,
-    CallRecord,
-    Devices,
-    Dtype,
-    Padding,
-    Paddings,
-    Program,
-    Relative,
-    Shape,
-    Spec,
-    StoredDtype,
-)
-from ling3export.artifacts.records import UNBOUNDED, Digest, Rule, one_of, within
-from ling3export.foundation.dtypes import BY_CODE
+from msgspec import Meta, field
 
-Error = Annotated[float, UNBOUNDED]  # infinite where something is not finite
+from ling3export.artifacts.parameters import PLAIN, WEIGHTS, Parameter, Tensor
+from ling3export.artifacts.program_records import Array, CallRecord, Devices, Padding, Paddings, Program, Relative
+from ling3export.artifacts.records import Digest, Record, expect, one_of, within
+
 Versions = dict[str, str]
 KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs
 STATE = "state.exec"  # that of the program that gives its state
-ConfigValue = bool | int | float | str | tuple[int, ...] | tuple[float, ...] | dict[str, int | float | str] | None
+ConfigValue = bool | int | float | str | tuple[int | float, ...] | dict[str, int | float | str] | None
 
 
-@dataclass(frozen=True)
-class FileRecord:
+class FileRecord(Record, frozen=True):
     """A file of the artifact: where it is, how long, and the digest of its bytes."""
 
     path: Relative
@@ -41,8 +26,7 @@ class FileRecord:
     sha256: Digest
 
 
-@dataclass(frozen=True)
-class SourceFile:
+class SourceFile(Record, frozen=True):
     """A file of the checkpoint: digest of the whole, or size and digest of a shard's header."""
 
     bytes: int | None = None
@@ -50,8 +34,7 @@ class SourceFile:
     header_sha256: Digest | None = None
 
 
-@dataclass(frozen=True)
-class SourceRecord:
+class SourceRecord(Record, frozen=True):
     """The checkpoint that an artifact was built from."""
 
     name: str
@@ -60,8 +43,7 @@ class SourceRecord:
     quantized: dict[str, int] | None = None
 
 
-@dataclass(frozen=True)
-class PlanRecord:
+class PlanRecord(Record, frozen=True):
     """What all targets share, and what sized their pools."""
 
     paddings: Paddings
@@ -72,16 +54,19 @@ class PlanRecord:
     dtype: Annotated[str, one_of("bfloat16", "float32")]
     memory_fraction: Annotated[float, within(0, 1)]
     state_memory: int
-    weights: Annotated[str, one_of("int8", "int4", "int4-experts", "int8-channel")] | None = None
+    weights: Annotated[str, one_of(*(name for name in WEIGHTS if name != PLAIN))] | None = None
+
+    def __post_init__(self) -> None:
+        for name, paddings in (("paddings", self.paddings), ("decode_paddings", self.decode_paddings)):
+            expect(paddings == tuple(sorted(set(paddings))), "ascending paddings", paddings, name)
 
     @property
     def forms(self) -> str:
         """In which forms the weights are: ``bf16`` where none is quantized."""
-        return self.weights or "bf16"
+        return self.weights or PLAIN
 
 
-@dataclass(frozen=True, kw_only=True)
-class Cell(Program):
+class Cell(Program, frozen=True, kw_only=True):
     """A program in the artifact: its two files, and whether it was executed where it was built."""
 
     status: Annotated[str, one_of("compiled", "compiled, not executed")]
@@ -94,28 +79,13 @@ class Cell(Program):
         return (self.stablehlo,) if self.exec is None else (self.stablehlo, self.exec)
 
 
-@dataclass(frozen=True)
-class ParameterRecord:
-    """A parameter of a target's programs: the stored tensor that it is, or one index of one axis of it."""
-
-    argument: str
-    tensor: str
-    shape: Shape
-    dtype: Dtype
-    spec: Spec
-    index: int | None = None
-    axis: int | None = None
-
-
-@dataclass(frozen=True)
-class StateArrayRecord(Array):
+class StateArrayRecord(Array, frozen=True):
     """A donated array of the state, and a word for each of its axes."""
 
     axes: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class State:
+class State(Record, frozen=True):
     """The pools of a target. Slot 0 and page 0 are dummies that padding writes to; snapshots lie behind the slots."""
 
     placement: Annotated[str, one_of("replicated", "striped")]
@@ -128,8 +98,7 @@ class State:
     snapshots: Annotated[int, within(1, 2**16)] | None = None
 
 
-@dataclass(frozen=True)
-class Mesh:
+class Mesh(Record, frozen=True):
     """The one mesh axis, the ids of its devices in order, and of each the number of its host."""
 
     axis: str
@@ -142,8 +111,7 @@ class Mesh:
         return max(self.hosts) + 1
 
 
-@dataclass(frozen=True)
-class Requirements:
+class Requirements(Record, frozen=True):
     """What a machine must have for a target's executables, beside the devices of the mesh."""
 
     jaxlib: str
@@ -154,8 +122,7 @@ class Requirements:
     plugins: Versions | None = None
 
 
-@dataclass(frozen=True)
-class Executable:
+class Executable(Record, frozen=True):
     """An executable on its own, outside of an artifact: what it needs, its devices, and how it is called."""
 
     requires: Requirements
@@ -163,8 +130,7 @@ class Executable:
     call: CallRecord
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
+class Target(Record, frozen=True, kw_only=True):
     """One machine's programs, state and parameters."""
 
     platform: Annotated[str, one_of("cpu", "tpu", "cuda")]
@@ -173,29 +139,29 @@ class Target:
     mesh: Mesh
     requires: Requirements
     toolchain: Versions
-    portable: Annotated[str, Rule("a version of StableHLO", re.compile(r"\d{1,4}(\.\d{1,4}){2}").fullmatch)]
+    portable: Annotated[str, Meta(pattern=r"\A\d{1,4}(\.\d{1,4}){2}\Z", description="a version of StableHLO")]
     fingerprint: Digest
     state_abi: Digest
     geometry: dict[str, int | str]
-    parameters: tuple[ParameterRecord, ...]
+    parameters: tuple[Parameter, ...]
     state: State
     cells: dict[str, Cell]
     kernels: FileRecord | None = None
     state_program: FileRecord | None = None
 
-    def slabs(self, host: int) -> list[tuple[str, int, int | None]]:
-        """What a host's devices hold of the weights: tensor, first slab, the slab behind the last (None: all)."""
+    def shards(self, host: int) -> list[tuple[str, int, int | None]]:
+        """The weights that a host's devices hold: tensor, first shard, and the shard after the last (None: all)."""
         places = [place for place, number in enumerate(self.mesh.hosts) if number == host]
-        found: dict[tuple[str, int, int | None], None] = {}
+        ranges: dict[tuple[str, int, int | None], None] = {}
         for parameter in self.parameters:
-            if not parameter.spec or parameter.spec[0] != self.mesh.axis:
-                found[parameter.tensor, 0, None] = None
+            if parameter.split is None:
+                ranges[parameter.tensor, 0, None] = None
                 continue
             count = parameter.shape[0] // self.tp
             for place in places:
-                found[parameter.tensor, place * count, (place + 1) * count] = None
-        whole = {name for name, _, stop in found if stop is None}
-        return [part for part in found if part[2] is None or part[0] not in whole]
+                ranges[parameter.tensor, place * count, (place + 1) * count] = None
+        whole = {name for name, _, stop in ranges if stop is None}
+        return [part for part in ranges if part[2] is None or part[0] not in whole]
 
     @property
     def kernel_names(self) -> str:
@@ -233,43 +199,11 @@ class Target:
         return tuple(sorted(cell.padding for cell in self.cells.values() if cell.phase == phase))
 
 
-class Slabbed:
-    """What follows from a tensor's shape, dtype and number of slabs."""
-
-    shape: tuple[int, ...]
-    dtype: str
-    slabs: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return math.prod(self.shape) * BY_CODE[self.dtype].nbytes
-
-    @property
-    def parts(self) -> int:
-        """How many slabs there are, and digests: one of a tensor that is not split."""
-        return max(self.slabs, 1)
-
-
-@dataclass(frozen=True)
-class StoredTensor(Slabbed):
-    """A tensor of the weight store: where it lies, and a digest of each slab (of the whole where it is not split)."""
-
-    file: Relative
-    dtype: StoredDtype
-    shape: Shape
-    slabs: int
-    offset: int
-    slab_bytes: int
-    sha256: tuple[Digest, ...]
-
-
-@dataclass(frozen=True)
-class WeightsRecord:
+class WeightsRecord(Record, frozen=True):
     """The weight store: sizes of its files, and every tensor by name; both empty where there are programs alone."""
 
     files: dict[Relative, int]
-    index: dict[str, StoredTensor]
+    index: dict[str, Tensor]
 
     @property
     def nbytes(self) -> int:
@@ -277,16 +211,14 @@ class WeightsRecord:
         return sum(self.files.values())
 
 
-@dataclass(frozen=True)
-class MarginsRecord:
+class MarginsRecord(Record, frozen=True):
     """The smallest distances between a routing choice and the next, where there are choices."""
 
     expert: float | None = None
     group: float | None = None
 
 
-@dataclass(frozen=True)
-class SequenceRecord:
+class SequenceRecord(Record, frozen=True):
     """A test vector: token ids, how many are the prompt, and the positions whose logits are stored under a name."""
 
     ids: tuple[int, ...]
@@ -295,34 +227,31 @@ class SequenceRecord:
     logits: str
 
 
-@dataclass(frozen=True)
-class Tolerance:
+class Tolerance(Record, frozen=True):
     """What a cell's relative error may be: its largest, or its median over positions."""
 
     measure: Annotated[str, one_of("largest", "median")]
     bound: float
 
 
-@dataclass(frozen=True)
-class Receipt:
+class Receipt(Record, frozen=True):
     """How far one cell is from the stored expectations: L2 of the logits at a position, relative and absolute."""
 
     status: Annotated[str, one_of("passed", "failed")]
-    relative: Error
-    median: Error
-    absolute: Error
+    relative: float
+    median: float
+    absolute: float
     positions: int
-    log_probabilities: Error | None = None
+    log_probabilities: float | None = None
     wrong_best: int | None = None
 
 
-@dataclass(frozen=True)
-class Receipts:
+class Receipts(Record, frozen=True):
     """What a fresh process measured of a target's cells."""
 
     tolerance: Tolerance
     cells: dict[str, Receipt]
-    agreement: dict[str, Error]
+    agreement: dict[str, float]
 
     @property
     def passed(self) -> bool:
@@ -330,8 +259,7 @@ class Receipts:
         return all(receipt.status == "passed" for receipt in self.cells.values())
 
 
-@dataclass(frozen=True)
-class PortableReceipts(Receipts):
+class PortableReceipts(Receipts, frozen=True):
     """What the portable programs gave that were compiled for the processor, on virtual devices of a fresh process.
 
     A cell that is not run has the custom calls that the processor's compiler lacks, its own or of what it needs.
@@ -341,8 +269,7 @@ class PortableReceipts(Receipts):
     lacking: dict[str, tuple[str, ...]]
 
 
-@dataclass(frozen=True)
-class Vectors:
+class Vectors(Record, frozen=True):
     """Sequences with expected logits, what computed them, and receipts by target."""
 
     source: str
@@ -354,8 +281,7 @@ class Vectors:
     portable: dict[str, PortableReceipts] | None = None
 
 
-@dataclass(frozen=True)
-class Manifest:
+class Manifest(Record, frozen=True):
     """Everything that an artifact holds. Its digests are set by `write_manifest`."""
 
     producer: Versions

@@ -8,14 +8,24 @@ import base64
 import binascii
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from msgspec import Meta
+
 from ling3export.artifacts.files import TRUST, create, open_regular, remove, replace_file, writing
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
-from ling3export.artifacts.records import Rule, WrongRecordError, at_most, from_json, laid_out, one_of, to_json
+from ling3export.artifacts.records import (
+    Record,
+    WrongRecordError,
+    at_most,
+    expect,
+    from_json,
+    laid_out,
+    one_of,
+    to_json,
+)
 from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.errors import ArtifactError, TrustError, listed
 from ling3export.foundation.extras import require
@@ -29,7 +39,7 @@ SIGNATURES = "manifest.json.sig"
 SCHEMA = "ling3.signatures/1"
 GIVEN = f"name the folder of the makers' public keys with {TRUST}"
 LARGEST_KEY = 16 << 10  # bytes of a PEM file; one of Ed25519 has about 120
-KeyId = Annotated[str, Rule("16 hex digits", lambda text: len(text) == 16 and set(text) <= set("0123456789abcdef"))]
+KeyId = Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z", description="16 hex digits")]
 
 
 def _is_signature(text: str) -> bool:
@@ -40,16 +50,17 @@ def _is_signature(text: str) -> bool:
     return len(data) == 64 and base64.b64encode(data).decode() == text
 
 
-@dataclass(frozen=True)
-class Signature:
+class Signature(Record, frozen=True):
     """An Ed25519 signature of the manifest's bytes, and the begin of the sha256 of the key that it claims."""
 
     key: KeyId
-    ed25519: Annotated[str, Rule("64 bytes in base64", _is_signature)]
+    ed25519: str
+
+    def __post_init__(self) -> None:
+        expect(_is_signature(self.ed25519), "64 bytes in base64", self.ed25519, "ed25519")
 
 
-@dataclass(frozen=True)
-class Signatures:
+class Signatures(Record, frozen=True):
     """The file ``manifest.json.sig``."""
 
     schema: Annotated[str, one_of(SCHEMA)]

@@ -1,6 +1,6 @@
 """Reads weight files: mapped, never copied; every byte covered by a digest or by the manifest.
 
-`TensorSpec` and `StoreWriter` are the other half: how the files are laid out, and how they are written.
+`StoreWriter` writes them, and `store_layout` says how they are laid out.
 """
 
 import hashlib
@@ -14,22 +14,22 @@ from pathlib import Path
 import numpy as np
 
 from ling3export.artifacts.files import REBUILD, open_regular
-from ling3export.artifacts.schema import StoredTensor
-from ling3export.artifacts.store_layout import TensorSpec, header
+from ling3export.artifacts.parameters import Tensor
+from ling3export.artifacts.store_layout import header
 from ling3export.artifacts.store_writer import StoreWriter
-from ling3export.foundation.dtypes import BY_CODE
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import ArtifactError
 
-__all__ = ["Store", "StoreWriter", "TensorSpec"]
+__all__ = ["Store", "StoreWriter"]
 
-Slabs = tuple[str, int, int | None]  # a tensor, the first of its slabs, behind the last one (None for all)
+ShardRange = tuple[str, int, int | None]  # a tensor, its first shard, and the shard after the last (None: all)
 
 
 class Store:
     """The weights of an artifact, mapped read-only.
 
     A file is mapped on first use, after its size and header are compared with the index. Mapping reads nothing:
-    a process pays for the slabs that it touches.
+    a process pays for the shards that it touches.
 
     Args:
         folder: What the index's paths are relative to: the artifact.
@@ -37,7 +37,7 @@ class Store:
         copied: Whether a file is read into memory of this process instead, which nobody else can write.
     """
 
-    def __init__(self, folder: Path, index: Mapping[str, StoredTensor], *, copied: bool = False) -> None:
+    def __init__(self, folder: Path, index: Mapping[str, Tensor], *, copied: bool = False) -> None:
         self._copied = copied
         self.folder = Path(folder)
         self.index = index
@@ -45,7 +45,7 @@ class Store:
         self._lock = threading.Lock()
 
     def view(self, name: str) -> np.ndarray:
-        """The whole tensor, as a read-only view on the mapped file; 64-byte aligned if its slabs' size allows.
+        """The whole tensor, as a read-only view on the mapped file; 64-byte aligned if its shards' size allows.
 
         Raises:
             ArtifactError: There is no such tensor, or its file is not as the index says.
@@ -53,46 +53,46 @@ class Store:
         stored = self._stored(name)
         data = np.frombuffer(self._map(stored.file), np.uint8, stored.nbytes, stored.offset)
         data.flags.writeable = False
-        return data.view(BY_CODE[stored.dtype].numpy).reshape(stored.shape)
+        return data.view(BY_NAME[stored.dtype].numpy).reshape(stored.shape)
 
-    def check_many(self, ranges: Iterable[Slabs], threads: int | None = None) -> None:
-        """Compares the digests of slabs with the index, in threads (as many as cores by default).
+    def check_many(self, ranges: Iterable[ShardRange], threads: int | None = None) -> None:
+        """Compares the digests of shards with the index, in threads (as many as cores by default).
 
         Raises:
-            ArtifactError: Bytes differ: names the tensor, the slab and the file; where several slabs differ, the
+            ArtifactError: Bytes differ: names the tensor, the shard and the file; where several shards differ, the
                 largest of them. Or a file is missing, of another size, or has another header.
         """
-        slabs = [(name, slab) for each in ranges for name, slab in self._slabs(*each)]
-        slabs.sort(key=lambda item: -self.index[item[0]].slab_bytes)  # the long ones first: threads end together
-        for file in dict.fromkeys(self.index[name].file for name, _ in slabs):
+        shards = [(name, shard) for each in ranges for name, shard in self._shards(*each)]
+        shards.sort(key=lambda item: -self.index[item[0]].shard_bytes)  # the long ones first: threads end together
+        for file in dict.fromkeys(self.index[name].file for name, _ in shards):
             self._map(file)
         with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
-            list(pool.map(lambda each: self._check_slab(*each), slabs))  # the first error cancels what has not begun
+            list(pool.map(lambda each: self._check_shard(*each), shards))  # the first error cancels what has not begun
 
-    def nbytes(self, ranges: Iterable[Slabs]) -> int:
-        """Bytes of slabs."""
-        return sum(self.index[name].slab_bytes for each in ranges for name, _ in self._slabs(*each))
+    def nbytes(self, ranges: Iterable[ShardRange]) -> int:
+        """Bytes of shards."""
+        return sum(self.index[name].shard_bytes for each in ranges for name, _ in self._shards(*each))
 
-    def _stored(self, name: str) -> StoredTensor:
+    def _stored(self, name: str) -> Tensor:
         if name not in self.index:
             raise ArtifactError(f"tensor `{name}`: expected it in the artifact, found no such weight, in {self.folder}")
         return self.index[name]
 
-    def _slabs(self, name: str, start: int, stop: int | None) -> list[tuple[str, int]]:
+    def _shards(self, name: str, start: int, stop: int | None) -> list[tuple[str, int]]:
         parts = self._stored(name).parts
         stop = parts if stop is None else stop
         if not 0 <= start < stop <= parts:
-            raise ValueError(f"tensor `{name}`: expected slabs within 0:{parts}, found {start}:{stop}")
-        return [(name, slab) for slab in range(start, stop)]
+            raise ValueError(f"tensor `{name}`: expected shards within 0:{parts}, found {start}:{stop}")
+        return [(name, shard) for shard in range(start, stop)]
 
-    def _check_slab(self, name: str, slab: int) -> None:
+    def _check_shard(self, name: str, shard: int) -> None:
         stored = self.index[name]
-        start = stored.offset + slab * stored.slab_bytes
+        start = stored.offset + shard * stored.shard_bytes
         with memoryview(self._map(stored.file)) as data:
-            found = hashlib.sha256(data[start : start + stored.slab_bytes]).hexdigest()
-        if found != stored.sha256[slab]:
+            found = hashlib.sha256(data[start : start + stored.shard_bytes]).hexdigest()
+        if found != stored.sha256[shard]:
             raise ArtifactError(
-                f"tensor `{name}` slab {slab}: expected sha256 {stored.sha256[slab]}, "
+                f"tensor `{name}` shard {shard}: expected sha256 {stored.sha256[shard]}, "
                 f"found {found}, in {self.folder / stored.file}",
                 REBUILD,
             )

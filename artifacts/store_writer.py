@@ -1,19 +1,20 @@
-"""Writes weight files: streaming, digested a slab at a time, no larger than a block in anonymous memory."""
+"""Writes weight files: streaming, digested a shard at a time, no larger than a block in anonymous memory."""
 
 import errno
 import hashlib
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
+from msgspec.structs import replace
 
 from ling3export.artifacts.files import create, inside, remove, sync_folder, write_error, writing
-from ling3export.artifacts.schema import StoredTensor
-from ling3export.artifacts.store_layout import TensorSpec, arranged, header
-from ling3export.foundation.dtypes import BY_CODE
+from ling3export.artifacts.parameters import Tensor
+from ling3export.artifacts.store_layout import arranged, header
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import ArtifactError, listed
 
 BLOCK = 1 << 20  # bytes hashed and written at a time: the second reads what the first left in the core's cache
@@ -21,7 +22,7 @@ COPIED = 1 << 23  # bytes of a strided piece gathered at a time: smaller blocks 
 COLUMNS = 32  # columns transposed at a time: measured 2 to 3 times as fast as a whole row at once
 
 
-class _Slab:
+class _Shard:
     """One stream of bytes: how far it is, and its digest so far."""
 
     def __init__(self) -> None:
@@ -33,16 +34,14 @@ class _Slab:
 class _File:
     """One open weight file: its descriptor and the order of its tensors."""
 
-    def __init__(self, path: Path, specs: list[TensorSpec]) -> None:
+    def __init__(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         self.path = path
-        self.specs = specs
-        self.header = header({spec.name: spec for spec in specs})
-        self.size = len(self.header) + sum(spec.nbytes for spec in specs)
+        self.header = header(tensors)
         self.offsets: dict[str, int] = {}  # absolute
-        offset = len(self.header)
-        for spec in specs:
-            self.offsets[spec.name] = offset
-            offset += spec.nbytes
+        self.size = len(self.header)
+        for name, tensor in tensors.items():
+            self.offsets[name] = self.size
+            self.size += tensor.nbytes
         self.descriptor = create(path)
 
     def allocate(self) -> None:
@@ -84,74 +83,75 @@ class StoreWriter:
 
     Args:
         folder: The artifact's folder.
-        files: For each file, as a path below ``folder``, its tensors. Their order in the file is `layout.arranged`.
+        files: For each file, as a path below ``folder``, its tensors by name. Their order in the file is that of
+            `store_layout.arranged`.
 
     Raises:
         ArtifactError: No room on the volume, a file-size limit, a file that exists.
         ValueError: A tensor named twice, or a file without tensors.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, Mapping[str, Tensor]]) -> None:
         self._files: dict[str, _File] = {}
-        self._tensors: dict[str, tuple[str, TensorSpec, list[_Slab]]] = {}
+        self._tensors: dict[str, tuple[str, Tensor, list[_Shard]]] = {}
         self._scratch = threading.local()
         self._open = True
-        for file, specs in files.items():
-            if not specs:
+        for file, tensors in files.items():
+            if not tensors:
                 raise ValueError(f"weight file `{file}`: expected tensors, found none")
-            for spec in specs:
-                if spec.name in self._tensors:
-                    raise ValueError(f"tensor `{spec.name}`: expected one, found two, in {file}")
-                self._tensors[spec.name] = (file, spec, [_Slab() for _ in range(spec.parts)])
+            for name, tensor in arranged(tensors).items():
+                if name in self._tensors:
+                    raise ValueError(f"tensor `{name}`: expected one, found two, in {file}")
+                self._tensors[name] = (file, tensor, [_Shard() for _ in range(tensor.parts)])
         try:
-            for file, specs in files.items():
+            for file, tensors in files.items():
                 path = inside(Path(folder), file)
                 with writing(path):
                     path.parent.mkdir(parents=True, exist_ok=True)
-                    opened = self._files[file] = _File(path, arranged(specs))
+                    opened = self._files[file] = _File(path, arranged(tensors))
                 with writing(path, opened.size):
                     opened.allocate()
         except BaseException:
             self.abort()
             raise
 
-    def write(self, name: str, array: np.ndarray, *, slab: int | None, offset: int = 0) -> None:
-        """Appends a piece to one slab. Safe from several threads, best each on slabs of its own.
+    def write(self, name: str, array: np.ndarray, *, shard: int | None, offset: int = 0) -> None:
+        """Appends a piece to one shard. Several threads may write, best each to shards of its own.
 
         Args:
             name: The tensor.
             array: The piece, of any shape, taken in C order; any view will do. Its dtype is the tensor's, or
-                uint16 for BF16.
-            slab: Which slab; None for a tensor that is not split.
-            offset: Where in the slab the piece starts, in bytes: exactly where the piece before it ended.
+                uint16 for bfloat16.
+            shard: None for a tensor that is not split.
+            offset: Where in the shard the piece starts, in bytes: exactly where the piece before it ended.
 
         Raises:
-            ValueError: An unknown tensor or slab, another dtype, a gap, an overlap, a piece that is too long.
+            ValueError: An unknown tensor or shard, another dtype, a gap, an overlap, a piece that is too long.
             ArtifactError: The disk is full or the file may not grow.
         """
         if name not in self._tensors:
             raise ValueError(f"tensor `{name}`: expected one of the plan's, found an unknown name")
-        file, spec, slabs = self._tensors[name]
-        dtype = BY_CODE[spec.dtype].numpy
-        if array.dtype != dtype and not (spec.dtype == "BF16" and array.dtype == np.uint16):
+        file, tensor, shards = self._tensors[name]
+        dtype = BY_NAME[tensor.dtype].numpy
+        if array.dtype != dtype and not (tensor.dtype == "bfloat16" and array.dtype == np.uint16):
             raise ValueError(f"tensor `{name}`: expected dtype {dtype}, found {array.dtype}, in {file}")
-        if (slab is None) != (spec.slabs == 0) or not 0 <= (slab or 0) < spec.parts:
-            wanted = "no slab" if spec.slabs == 0 else f"a slab below {spec.slabs}"
-            raise ValueError(f"tensor `{name}`: expected {wanted}, found {slab}, in {file}")
-        stream = slabs[slab or 0]
+        if (shard is None) != (tensor.shards == 0) or not 0 <= (shard or 0) < tensor.parts:
+            wanted = "no shard" if tensor.shards == 0 else f"a shard below {tensor.shards}"
+            raise ValueError(f"tensor `{name}`: expected {wanted}, found {shard}, in {file}")
+        stream = shards[shard or 0]
         with stream.lock:
-            if offset != stream.position or offset + array.nbytes > spec.slab_bytes:
+            if offset != stream.position or offset + array.nbytes > tensor.shard_bytes:
                 raise ValueError(
-                    f"tensor `{name}` slab {slab}: expected a piece at byte {stream.position} of "
-                    f"{spec.slab_bytes}, found {array.nbytes} bytes at {offset}, in {file}"
+                    f"tensor `{name}` shard {shard}: expected a piece at byte {stream.position} of "
+                    f"{tensor.shard_bytes}, found {array.nbytes} bytes at {offset}, in {file}"
                 )
-            start = self._files[file].offsets[name] + (slab or 0) * spec.slab_bytes
+            start = self._files[file].offsets[name] + (shard or 0) * tensor.shard_bytes
             for block in self._blocks(np.asarray(array).view(f"u{dtype.itemsize}")):
                 self._files[file].write(block, start + stream.position)
                 stream.digest.update(block)
                 stream.position += len(block)
 
-    def finish(self) -> dict[str, StoredTensor]:
+    def finish(self) -> dict[str, Tensor]:
         """Completes and closes the files; returns the index that `Store` reads.
 
         Returns:
@@ -163,8 +163,8 @@ class StoreWriter:
         try:
             short = [
                 name
-                for name, (_, spec, slabs) in self._tensors.items()
-                if any(slab.position != spec.slab_bytes for slab in slabs)
+                for name, (_, tensor, shards) in self._tensors.items()
+                if any(shard.position != tensor.shard_bytes for shard in shards)
             ]
             if short:
                 raise ArtifactError(f"weights: expected every tensor written, found parts missing of {listed(short)}")
@@ -177,17 +177,13 @@ class StoreWriter:
             opened.close()
         self._open = False
         return {
-            spec.name: StoredTensor(
-                file,
-                spec.dtype,
-                spec.shape,
-                spec.slabs,
-                opened.offsets[spec.name],
-                spec.slab_bytes,
-                tuple(slab.digest.hexdigest() for slab in self._tensors[spec.name][2]),
+            name: replace(
+                tensor,
+                file=file,
+                offset=self._files[file].offsets[name],
+                sha256=tuple(shard.digest.hexdigest() for shard in shards),
             )
-            for file, opened in self._files.items()
-            for spec in opened.specs
+            for name, (file, tensor, shards) in self._tensors.items()
         }
 
     def abort(self) -> None:

@@ -74,13 +74,12 @@ def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
         from ling3export.model.config import Config
         from ling3export.model.geometry import Geometry
         from ling3export.runners.load.fresh import state_source
-        from ling3export.runners.load.model_runner import ModelRunner
-        from ling3export.runners.load.weights import parameters
+        from ling3export.runners.load.model_runner import ModelRunner, parameter_arrays
 
         jax.devices()
     mesh = recorded_mesh(record.mesh)
     with timings.stage("weights"):
-        params = parameters(Store(artifact, manifest.weights.index), record, mesh)
+        params = parameter_arrays(Store(artifact, manifest.weights.index), record, mesh)
     with timings.stage("state"):
         file = record.state_program
         source = state_source({} if file is None else {file: read_checked(artifact, file)}, record, mesh)

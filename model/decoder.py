@@ -21,7 +21,7 @@ from ling3export.model.kda.recurrence import is_factored
 from ling3export.model.layers import IN_BOUNDS, Index, State, fill_rows, rms_norm, take
 from ling3export.model.mla.layer import GatedMLA
 from ling3export.model.moe import MixtureOfExperts
-from ling3export.model.parameters import arguments
+from ling3export.model.parameters import parameters
 from ling3export.model.products import gated_mlp, vocab_parallel
 from ling3export.model.quantized import exact, value_of
 
@@ -47,17 +47,17 @@ class Ling3(nnx.Module):
     def __init__(self, config: Config, geometry: Geometry) -> None:
         self.config, self.geometry = config, geometry
         weights: dict[str, dict[str, Any]] = {}
-        for argument in arguments(config, geometry):
-            shape = argument.shape
-            if argument.spec:
+        for parameter in parameters(config, geometry):
+            shape = parameter.shape
+            if parameter.split:
                 shape = (shape[0] // geometry.tp, *shape[1:])
-            stack, *inner, last = argument.path
+            stack, *inner, last = parameter.path
             into: Any = weights.setdefault(stack, {})
             for key in inner:
                 if key not in into:
                     into[key] = nnx.Dict({})
                 into = into[key]
-            into[last] = nnx.Param(jnp.zeros(shape, argument.dtype))
+            into[last] = nnx.Param(jnp.zeros(shape, parameter.dtype))
         self.embeddings, self.layers = nnx.Dict(weights["embeddings"]), nnx.Dict(weights["layers"])
         self.kda = KimiDeltaAttention(config, geometry, weights["kda"]) if "kda" in weights else None
         self.mla = GatedMLA(config, geometry, weights["mla"])

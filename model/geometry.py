@@ -40,7 +40,7 @@ class Geometry:
             where they call none. Portable programs are lowered without.
         token_dtype: Tokens that travel to the experts of a split decode step: ``"model"``, in the model's dtype, or
             ``"int8"``, of 8 bits with an fp32 scale each.
-        weights: The forms of the parameters, a key of ``model/parameters.py``'s WEIGHTS.
+        weights: The forms of the parameters, a key of ``artifacts/parameters.py``'s WEIGHTS.
         activations: Activations that multiply weights quantized by group: ``"bf16"``, in the model's dtype, or
             ``"int8"``, rounded to 8 bits by group.
     """

@@ -1,8 +1,9 @@
 """The table of parameters: which checkpoint tensors each weight is made from, how it is stored, and what programs take.
 
 A row goes the whole way. Its :class:`Source` names the tensors of the published checkpoint, their shapes and dtypes;
-the checkpoint's reader, the writer of synthetic checkpoints and the conversion go by it. The row itself is a tensor of
-the store. Its :class:`Argument` is what a program takes: abstract values, shardings and the manifest follow from it.
+the checkpoint's reader, the writer of synthetic checkpoints and the conversion go by it. From the row follow the
+tensors of the store and the parameters of programs (artifacts/parameters.py); from these follow abstract values,
+shardings and the manifest.
 
 Layers of one kind are stacked, so a program has some forty weight arguments whatever its depth, and a loop over layers
 slices what it needs. A split parameter has a leading axis of TP shards (``Config.tp_shards``): a device at tensor
@@ -22,10 +23,10 @@ import re
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from ling3export.foundation.dtypes import BY_NAME
+from ling3export.artifacts.parameters import FORMS, PLAIN, WEIGHTS, Parameter, Tensor
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
-from ling3export.model.geometry import AXIS, Geometry
+from ling3export.model.geometry import Geometry
 
 Shape = tuple[int, ...]
 
@@ -33,32 +34,13 @@ BF16, F32 = ("BF16",), ("F32",)
 ROUTER = ("F32", "BF16")  # the public release stores the router's weight in bf16
 EXPERT = "{expert}"  # stands in a tensor's name for the number of an expert
 
-PLAIN = "bf16"  # the form of what is not quantized: one tensor, in the artifact's dtype
-# By what a build calls its weights: the form of the routed experts, and that of all other matrices of MATRICES.
-WEIGHTS = {
-    PLAIN: (PLAIN, PLAIN),
-    "int8": ("int8", "int8"),
-    "int4": ("int4", "int8"),
-    "int4-experts": ("int4", PLAIN),
-    "int8-channel": ("int8-channel", "int8-channel"),
-}
 # What may be quantized. Not MLA's w_uk, which is contracted over its outputs, too, nor what is small.
 MATRICES = frozenset(
     "embeddings.word_embeddings embeddings.lm_head kda.qkvfg_proj kda.o_proj mla.q_proj mla.q_a_proj mla.q_b_proj "
     "mla.kv_a_proj_with_mqa mla.dense dense.gate_up_proj dense.down_proj moe.experts_gate_up_proj "
     "moe.experts_down_proj moe.shared_gate_up_proj moe.shared_down_proj".split()
 )
-GROUP = 32  # values along the input that share a scale, in the forms int8 and int4
-SMALLEST_GROUP = 8  # where an input is no multiple of GROUP: below, the scales would take what q saves
-
-
-class Tensor(NamedTuple):
-    """A tensor of the store."""
-
-    name: str
-    part: str  # ``q`` or ``scale`` of a quantized parameter, or empty
-    shape: Shape
-    dtype: str  # as numpy calls it
+SMALLEST_GROUP = 8  # where an input is no multiple of a form's group: below, the scales would take what q saves
 
 
 @dataclass(frozen=True)
@@ -86,7 +68,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Parameter:
+class Weight:
     """One stacked weight, as the store holds it."""
 
     name: str  # ``stack.name``, the checkpoint's module name where one exists
@@ -95,7 +77,7 @@ class Parameter:
     # For each row of the stack axis, the layer it belongs to; empty when the parameter is not stacked.
     layers: tuple[int, ...]
     source: Source  # where it comes from. What may be fp32 there is an fp32 island of docs/model.md
-    form: str = PLAIN  # or ``int8``, ``int4``, ``int8-channel``: a matrix ``[..., out, in]`` of q and scale
+    form: str = PLAIN  # or a key of FORMS: a matrix ``[..., out, in]`` of q and scale
 
     @property
     def stack(self) -> str:
@@ -120,44 +102,47 @@ class Parameter:
 
     @property
     def group(self) -> int:
-        """How many values share a scale: GROUP, or what divides an input that is no multiple of it."""
-        return math.gcd(self.source.shape[-1], GROUP)
+        """How many values share a scale: the form's group, or a divisor of an input that is no multiple of it."""
+        return math.gcd(self.source.shape[-1], FORMS[self.form].group or 0)
 
-    def tensors(self, dtype: str) -> tuple[Tensor, ...]:
-        """What the store of an artifact of ``dtype`` holds: the parameter itself, or ``q`` and ``scale``.
+    def tensors(self, dtype: str) -> dict[str, Tensor]:
+        """The tensors in the store of an artifact of ``dtype`` by name: the weight itself, or ``q`` and ``scale``.
 
         A TP shard whose input cuts through groups has a scale for each part of one, the same for all parts.
         """
+        shards = 0 if self.split is None else self.shape[0]
         if self.form == PLAIN:
-            return (Tensor(self.name, "", self.shape, self.stored_dtype(dtype)),)
-        *out, width = self.shape
-        groups = width // math.gcd(width, self.group)
-        q = ((*out, width // 2), "uint8") if self.form == "int4" else ((*out, width), "int8")
-        scale = (tuple(out), "float32") if self.form == "int8-channel" else ((*out, groups), "bfloat16")
-        return Tensor(f"{self.name}.q", "q", *q), Tensor(f"{self.name}.scale", "scale", *scale)
+            return {self.name: Tensor(self.shape, self.stored_dtype(dtype), shards)}
+        form, (*out, width) = FORMS[self.form], self.shape
+        groups = () if form.group is None else (width // math.gcd(width, self.group),)
+        return {
+            f"{self.name}.q": Tensor((*out, width // form.values), form.q, shards),
+            f"{self.name}.scale": Tensor((*out, *groups), form.scale, shards),
+        }
 
     def nbytes(self, dtype: str) -> int:
         """Bytes of all of it in the store of an artifact of ``dtype``."""
-        return sum(math.prod(each.shape) * BY_NAME[each.dtype].nbytes for each in self.tensors(dtype))
+        return sum(tensor.nbytes for tensor in self.tensors(dtype).values())
 
-    def quantized(self, form: str) -> "Parameter":
+    def quantized(self, form: str) -> "Weight":
         """This matrix in another form.
 
         Raises:
             PlanError: Its input does not divide into groups.
         """
-        inputs = self.source.shape[-1]
-        if form != "int8-channel" and self.group < SMALLEST_GROUP:
+        *outer, first, last = self.shape
+        row = replace(self, form=form, shape=(*outer, last, first) if self.source.columns else self.shape)
+        inputs, group = self.source.shape[-1], FORMS[form].group
+        if group is not None and row.group < SMALLEST_GROUP:
             raise PlanError(
-                f"--weights: expected inputs of {self.name} that divide into groups of {GROUP}, found {inputs} = "
-                f"{inputs // GROUP} * {GROUP} + {inputs % GROUP}, whose common divisor with {GROUP} is {self.group}",
+                f"--weights: expected inputs of {self.name} that divide into groups of {group}, found {inputs} = "
+                f"{inputs // group} * {group} + {inputs % group}, whose common divisor with {group} is {row.group}",
                 f"less than {SMALLEST_GROUP} values a scale save nothing: build it with --weights bf16 or int8-channel",
             )
-        *outer, first, last = self.shape
-        return replace(self, form=form, shape=(*outer, last, first) if self.source.columns else self.shape)
+        return row
 
 
-def _kda(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+def _kda(c: Config, layers: tuple[int, ...]) -> list[Weight]:
     s, heads, key, dim, taps = c.tp_shards, c.num_attention_heads, c.head_dim, c.hidden_size, c.short_conv_kernel_size
     n, h, width = len(layers), heads // s, heads * key
     wide = Source(tuple(f"attention.{letter}_proj.weight" for letter in "qkvfg"), (width, dim), heads)
@@ -168,34 +153,32 @@ def _kda(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
     )
     return [
         # q, k, v, decay and output gate of one head side by side: one matmul a layer.
-        Parameter("kda.qkvfg_proj", (s, n, h, 5, key, dim), "heads", layers, wide),
-        Parameter("kda.conv1d", (s, n, h, 3, key, taps), "heads", layers, conv),
-        Parameter("kda.b_proj", (s, n, h, dim), "heads", layers, _attention("b_proj", (heads, dim), s)),
-        Parameter("kda.A_log", (s, n, h), "heads", layers, a_log),
-        Parameter("kda.dt_bias", (s, n, h, key), "heads", layers, dt_bias),
-        Parameter("kda.o_norm", (n, key), None, layers, _attention("o_norm", (key,))),
-        Parameter(
+        Weight("kda.qkvfg_proj", (s, n, h, 5, key, dim), "heads", layers, wide),
+        Weight("kda.conv1d", (s, n, h, 3, key, taps), "heads", layers, conv),
+        Weight("kda.b_proj", (s, n, h, dim), "heads", layers, _attention("b_proj", (heads, dim), s)),
+        Weight("kda.A_log", (s, n, h), "heads", layers, a_log),
+        Weight("kda.dt_bias", (s, n, h, key), "heads", layers, dt_bias),
+        Weight("kda.o_norm", (n, key), None, layers, _attention("o_norm", (key,))),
+        Weight(
             "kda.o_proj", (s, n, h * key, dim), "heads", layers, _attention("o_proj", (dim, width), s, columns=True)
         ),
     ]
 
 
-def _mla(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+def _mla(c: Config, layers: tuple[int, ...]) -> list[Weight]:
     s, heads, dim, rank, q_rank = c.tp_shards, c.num_attention_heads, c.hidden_size, c.kv_lora_rank, c.q_lora_rank
     n, h, nope, value, query = len(layers), heads // s, c.qk_nope_head_dim, c.v_head_dim, c.qk_head_dim
     # Rows of a head in one tensor: first what makes its keys, then what makes its values.
     up = _attention("kv_b_proj", (heads * (nope + value), rank), heads)
     if q_rank is None:
         rows = [
-            Parameter(
-                "mla.q_proj", (s, n, h, query, dim), "heads", layers, _attention("q_proj", (heads * query, dim), s)
-            )
+            Weight("mla.q_proj", (s, n, h, query, dim), "heads", layers, _attention("q_proj", (heads * query, dim), s))
         ]
     else:
         rows = [
-            Parameter("mla.q_a_proj", (n, q_rank, dim), None, layers, _attention("q_a_proj", (q_rank, dim))),
-            Parameter("mla.q_a_layernorm", (n, q_rank), None, layers, _attention("q_a_layernorm", (q_rank,))),
-            Parameter(
+            Weight("mla.q_a_proj", (n, q_rank, dim), None, layers, _attention("q_a_proj", (q_rank, dim))),
+            Weight("mla.q_a_layernorm", (n, q_rank), None, layers, _attention("q_a_layernorm", (q_rank,))),
+            Weight(
                 "mla.q_b_proj",
                 (s, n, h, query, q_rank),
                 "heads",
@@ -205,18 +188,18 @@ def _mla(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
         ]
     return [
         *rows,
-        Parameter(
+        Weight(
             "mla.kv_a_proj_with_mqa",
             (n, c.latent_dim, dim),
             None,
             layers,
             _attention("kv_a_proj_with_mqa", (c.latent_dim, dim)),
         ),
-        Parameter("mla.kv_a_layernorm", (n, rank), None, layers, _attention("kv_a_layernorm", (rank,))),
-        Parameter("mla.w_uk", (s, n, h, nope, rank), "heads", layers, replace(up, rows=(0, nope))),
-        Parameter("mla.w_uv", (s, n, h, value, rank), "heads", layers, replace(up, rows=(nope, nope + value))),
-        Parameter("mla.g_proj", (s, n, h, dim), "heads", layers, _attention("g_proj", (heads, dim), s)),
-        Parameter(
+        Weight("mla.kv_a_layernorm", (n, rank), None, layers, _attention("kv_a_layernorm", (rank,))),
+        Weight("mla.w_uk", (s, n, h, nope, rank), "heads", layers, replace(up, rows=(0, nope))),
+        Weight("mla.w_uv", (s, n, h, value, rank), "heads", layers, replace(up, rows=(nope, nope + value))),
+        Weight("mla.g_proj", (s, n, h, dim), "heads", layers, _attention("g_proj", (heads, dim), s)),
+        Weight(
             "mla.dense",
             (s, n, h * value, dim),
             "heads",
@@ -226,16 +209,16 @@ def _mla(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
     ]
 
 
-def _dense(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+def _dense(c: Config, layers: tuple[int, ...]) -> list[Weight]:
     s, dim, n, width = c.tp_shards, c.hidden_size, len(layers), c.intermediate_size
     gate_up, down = _gated("mlp", dim, width, s)
     return [
-        Parameter("dense.gate_up_proj", (s, n, 2, width // s, dim), "width", layers, gate_up),
-        Parameter("dense.down_proj", (s, n, width // s, dim), "width", layers, down),
+        Weight("dense.gate_up_proj", (s, n, 2, width // s, dim), "width", layers, gate_up),
+        Weight("dense.down_proj", (s, n, width // s, dim), "width", layers, down),
     ]
 
 
-def _moe(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+def _moe(c: Config, layers: tuple[int, ...]) -> list[Weight]:
     s, dim, n, experts = c.tp_shards, c.hidden_size, len(layers), c.num_experts
     width, shared = c.moe_intermediate_size, c.shared_intermediate_size
     each = f"mlp.experts.{EXPERT}."
@@ -245,18 +228,18 @@ def _moe(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
     router = Source(("mlp.gate.weight",), (experts, dim), dtypes=ROUTER)
     bias = Source(("mlp.gate.expert_bias",), (experts,), dtypes=F32)
     return [
-        Parameter("moe.gate", (n, experts, dim), None, layers, router),
-        Parameter("moe.expert_bias", (n, experts), None, layers, bias),
-        Parameter("moe.experts_gate_up_proj", (s, n, experts // s, 2, width, dim), "experts", layers, routed_up),
-        Parameter("moe.experts_down_proj", (s, n, experts // s, dim, width), "experts", layers, routed_down),
-        Parameter("moe.shared_gate_up_proj", (s, n, 2, shared // s, dim), "width", layers, shared_up),
-        Parameter("moe.shared_down_proj", (s, n, shared // s, dim), "width", layers, shared_down),
+        Weight("moe.gate", (n, experts, dim), None, layers, router),
+        Weight("moe.expert_bias", (n, experts), None, layers, bias),
+        Weight("moe.experts_gate_up_proj", (s, n, experts // s, 2, width, dim), "experts", layers, routed_up),
+        Weight("moe.experts_down_proj", (s, n, experts // s, dim, width), "experts", layers, routed_down),
+        Weight("moe.shared_gate_up_proj", (s, n, 2, shared // s, dim), "width", layers, shared_up),
+        Weight("moe.shared_down_proj", (s, n, shared // s, dim), "width", layers, shared_down),
     ]
 
 
-def _norms(c: Config, layers: tuple[int, ...]) -> list[Parameter]:
+def _norms(c: Config, layers: tuple[int, ...]) -> list[Weight]:
     return [
-        Parameter(
+        Weight(
             f"layers.{name}", (len(layers), c.hidden_size), None, layers, Source((f"{name}.weight",), (c.hidden_size,))
         )
         for name in ("input_layernorm", "post_attention_layernorm")
@@ -273,7 +256,7 @@ def _gated(module: str, dim: int, width: int, shards: int) -> tuple[Source, Sour
     return gate_up, Source((f"{module}.down_proj.weight",), (dim, width), shards, columns=True)
 
 
-def _forward(config: Config) -> list[Parameter]:
+def _forward(config: Config) -> list[Weight]:
     """Every parameter, in the order in which a forward pass meets the kinds of them."""
     c, dim = config, config.hidden_size
     table = (c.tp_shards, c.vocab_size // c.tp_shards, dim)
@@ -287,15 +270,15 @@ def _forward(config: Config) -> list[Parameter]:
         *_moe(c, c.layers("moe")),
     ]
     return [
-        Parameter("embeddings.word_embeddings", table, "vocab", (), rows),
+        Weight("embeddings.word_embeddings", table, "vocab", (), rows),
         *(row for row in stacked if row.layers),
-        Parameter("embeddings.norm", (dim,), None, (), Source(("model.norm.weight",), (dim,))),
-        Parameter("embeddings.lm_head", table, "vocab", (), head),
+        Weight("embeddings.norm", (dim,), None, (), Source(("model.norm.weight",), (dim,))),
+        Weight("embeddings.lm_head", table, "vocab", (), head),
     ]
 
 
-def parameters(config: Config, weights: str = PLAIN) -> list[Parameter]:
-    """Every parameter of the model in the forms of ``weights``, a key of WEIGHTS, in a fixed order (sorted by name).
+def weight_table(config: Config, weights: str = PLAIN) -> list[Weight]:
+    """Every weight of the model in the forms of ``weights``, a key of WEIGHTS, in a fixed order (sorted by name).
 
     Raises:
         PlanError: A matrix cannot have its form.
@@ -349,7 +332,7 @@ def is_mtp(name: str, config: Config) -> bool:
     return match is not None and 0 <= int(match[1]) - config.num_hidden_layers < config.num_nextn_predict_layers
 
 
-def _tensors(rows: list[Parameter], at: str) -> dict[str, TensorInfo]:
+def _tensors(rows: list[Weight], at: str) -> dict[str, TensorInfo]:
     """The tensors of one layer's parameters, by name; all of an expert's together."""
     found: dict[str, TensorInfo] = {}
     routed = [row.source for row in rows if row.source.by_expert]
@@ -370,45 +353,17 @@ def _tensors(rows: list[Parameter], at: str) -> dict[str, TensorInfo]:
 LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj")
 
 
-@dataclass(frozen=True)
-class Argument:
-    """One weight argument of a program: a tensor of a parameter, or one layer of it."""
-
-    parameter: Parameter  # the row of the table
-    tensor: Tensor  # of the store
-    layer: int | None = None  # index along the stack axis; None for the whole stack
-
-    @property
-    def path(self) -> tuple[str, ...]:
-        """Keys in the parameter tree: stack, attribute, layer (written so that they sort), ``q`` or ``scale``."""
-        stack, _, attribute = self.parameter.name.partition(".")
-        layer = () if self.layer is None else (f"{self.layer:03}",)
-        return (stack, attribute, *layer, *filter(None, (self.tensor.part,)))
-
-    @property
-    def shape(self) -> Shape:
-        """The tensor's shape, without the stack axis where the argument is one layer."""
-        shape, axis = self.tensor.shape, self.parameter.stack_axis
-        return shape if self.layer is None else (*shape[:axis], *shape[axis + 1 :])
-
-    @property
-    def dtype(self) -> str:
-        """As numpy calls it."""
-        return self.tensor.dtype
-
-    @property
-    def spec(self) -> tuple[str | None, ...]:
-        """The mesh axis of each leading axis: split parameters are cut along their TP shards, others not at all."""
-        return () if self.parameter.split is None else (AXIS,)
-
-
-def arguments(config: Config, geometry: Geometry) -> list[Argument]:
-    """The weight arguments of a target's programs, in flattening order."""
-    rows = []
-    for row in parameters(config, geometry.weights):
+def parameters(config: Config, geometry: Geometry) -> list[Parameter]:
+    """The parameters of a target's programs, in flattening order."""
+    found = []
+    for row in weight_table(config, geometry.weights):
         # On one chip 8-bit matrices are worth it, too; on a slice a scale of its own would be laid out anew.
         alone = geometry.sum_by_matmul and geometry.tp == 1 and row.form == "int8-channel"
         layered = geometry.tiled and (row.name in LAYERED or alone) and row.layers
+        axis = row.stack_axis
         for layer in range(len(row.layers)) if layered else (None,):
-            rows += [Argument(row, tensor, layer) for tensor in row.tensors(geometry.dtype)]
-    return rows
+            for name, tensor in row.tensors(geometry.dtype).items():
+                part, key = name.removeprefix(row.name), "" if layer is None else f".{layer:03}"  # so that names sort
+                shape = tensor.shape if layer is None else (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
+                found.append(Parameter(f"{row.name}{key}{part}", name, shape, tensor.dtype, row.split, layer))
+    return found

@@ -22,7 +22,7 @@ from ling3export.model.ffn.dispatch import SCALE_BYTES
 from ling3export.model.ffn.split_program import attend, combine, dispatch, experts
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import Field, batch_fields, decode_rows, edits_width, last_tokens, packed_size, unpack
-from ling3export.model.parameters import arguments
+from ling3export.model.parameters import parameters
 from ling3export.model.sampling.logits_processor import TOP, process_logits
 from ling3export.model.sampling.sample import sample, score_next
 from ling3export.model.state import state_arrays
@@ -54,9 +54,9 @@ def parameter_tree(config: Config, geometry: Geometry) -> tuple[Tree, Tree]:
     """(abstract values, partition specs) of the parameters, ``{stack: {name: ...}}``."""
     values: Tree = {}
     specs: Tree = {}
-    for argument in arguments(config, geometry):
-        put(values, argument.path, jax.ShapeDtypeStruct(argument.shape, jnp.dtype(argument.dtype)))
-        put(specs, argument.path, P(*argument.spec))
+    for parameter in parameters(config, geometry):
+        put(values, parameter.path, jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype)))
+        put(specs, parameter.path, P(*parameter.spec))
     return values, specs
 
 

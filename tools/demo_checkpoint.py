@@ -18,7 +18,7 @@ from ling3export.checkpoint.convert import pieces
 from ling3export.checkpoint.synth import config_fields
 from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE, write_json
 from ling3export.model.config import Config
-from ling3export.model.parameters import TensorInfo, expected_tensors, parameters
+from ling3export.model.parameters import TensorInfo, expected_tensors, weight_table
 from ling3export.runners.evals.demo import SEED, Problems, text
 from tools.demo_data import ANSWER, SMALL_ANSWER, SYSTEM_TEXTS, TOOL
 
@@ -88,11 +88,11 @@ def element_numbers(config: Config) -> tuple[dict[str, TensorInfo], dict[str, in
         first[name] = total
         total += int(np.prod(info.shape))
     tree: Tree = {}
-    for row in parameters(config):
+    for row in weight_table(config):
         flat: dict[int | None, list[np.ndarray]] = {}
         for layer in row.layers or (None,):
-            for slab, (piece,) in pieces(row, layer, config, lambda name: _numbers(first[name], tensors[name].shape)):
-                flat.setdefault(slab, []).append(piece.reshape(-1))
+            for shard, (piece,) in pieces(row, layer, config, lambda name: _numbers(first[name], tensors[name].shape)):
+                flat.setdefault(shard, []).append(piece.reshape(-1))
         stack, _, name = row.name.partition(".")
         keys = [None] if row.split is None else list(range(config.tp_shards))
         value = np.concatenate([part for key in keys for part in flat[key]]).reshape(row.shape)

@@ -27,7 +27,7 @@ from ling3export.artifacts.catalog.record import (
     typed,
 )
 from ling3export.artifacts.files import PARTIAL, leftovers, locked, refuse_links, remove, replacing, writing
-from ling3export.artifacts.records import canonical, to_json
+from ling3export.artifacts.records import Record, canonical, to_json
 from ling3export.foundation.errors import CatalogError, listed
 from ling3export.foundation.reading import opened, read_bytes
 
@@ -42,8 +42,7 @@ OURS = re.compile(rf"[0-9a-f]{{64}}|\.[0-9a-f]{{64}}\.{PARTIAL}")  # names that 
 BLOCK = 1 << 20
 
 
-@dataclass(frozen=True)
-class Descriptor:
+class Descriptor(Record, frozen=True):
     """The fields of an OCI descriptor that we read."""
 
     mediaType: str
@@ -134,7 +133,7 @@ class OciLayout:
     def _descriptor(self, raw: object) -> Descriptor:
         """A descriptor without the fields that other tools add."""
         if isinstance(raw, dict):
-            raw = {name: raw[name] for name in Descriptor.__dataclass_fields__ if name in raw}
+            raw = {name: raw[name] for name in Descriptor.__struct_fields__ if name in raw}
         return typed(Descriptor, raw, str(self), "descriptor")
 
     def _document(self, blob: Descriptor) -> bytes:

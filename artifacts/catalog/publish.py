@@ -1,9 +1,11 @@
 """From an artifact's folder to a version in a store, and the search for versions."""
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+from msgspec import structs
 
 from ling3export.artifacts.catalog.layout import OciLayout, Published
 from ling3export.artifacts.catalog.record import (
@@ -68,7 +70,7 @@ def publish(
     with store.publishing():
         for old in store.versions(id):
             if old.record.version == version:
-                if old.record == replace(record, created_at=old.record.created_at):
+                if old.record == structs.replace(record, created_at=old.record.created_at):
                     return Publication(old, 0, False)
                 raise VersionExists(
                     f"version `{old}`: it exists with other content, in {store}",

@@ -45,7 +45,7 @@ def pull(
                 fetch(path)
         manifest = read_trusted(folder, report, str(version))
         named = {record.path: record.sha256 for record in file_records(manifest)}
-        named |= dict.fromkeys(manifest.weights.files, "")  # their slabs have digests, which loading compares
+        named |= dict.fromkeys(manifest.weights.files, "")  # their shards have digests, which loading compares
         for path, digest in named.items():
             if path not in files or digest not in ("", files[path].sha256):
                 raise CatalogError(f"file `{path}`: the record of {version} lacks it, or has another digest")

@@ -2,13 +2,14 @@
 
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Annotated, Any, TypeVar
 
+from msgspec import Meta
+
 from ling3export.artifacts.files import stays_inside
-from ling3export.artifacts.records import Digest, Rule, WrongRecordError, at_most, from_json, one_of
+from ling3export.artifacts.records import Digest, Record, WrongRecordError, at_most, expect, from_json, one_of
 from ling3export.foundation.errors import CatalogError, UnsafePath
 from ling3export.foundation.strict_json import parse_json
 
@@ -54,15 +55,12 @@ def _is_date(text: str) -> bool:
 
 
 Id = Annotated[
-    str, Rule("2 to 64 of a-z, 0-9 and -, no - at an end", re.compile(r"[a-z0-9][a-z0-9-]{0,62}[a-z0-9]").fullmatch)
+    str, Meta(pattern=r"\A[a-z0-9][a-z0-9-]{0,62}[a-z0-9]\Z", description="2 to 64 of a-z, 0-9 and -, no - at an end")
 ]
-Version = Annotated[str, Rule("a semantic version", is_version)]
-Date = Annotated[str, Rule("an ISO 8601 date with its zone", _is_date)]
-BlobDigest = Annotated[str, Rule("sha256: and 64 hex digits", re.compile(r"sha256:[0-9a-f]{64}").fullmatch)]
+BlobDigest = Annotated[str, Meta(pattern=r"\Asha256:[0-9a-f]{64}\Z", description="sha256: and 64 hex digits")]
 
 
-@dataclass(frozen=True)
-class File:
+class File(Record, frozen=True):
     """A file of the artifact."""
 
     path: str  # below its folder
@@ -70,8 +68,7 @@ class File:
     sha256: Digest
 
 
-@dataclass(frozen=True)
-class Requirements:
+class Requirements(Record, frozen=True):
     """The machine that an artifact needs: one of the targets must fit it."""
 
     targets: tuple[str, ...]
@@ -81,8 +78,7 @@ class Requirements:
     memory_bytes_per_device: int | None = None  # the largest peak of a cell
 
 
-@dataclass(frozen=True)
-class EvalScore:
+class EvalScore(Record, frozen=True):
     """The success rate of an evaluation, and the digest of its file."""
 
     suite: str
@@ -90,22 +86,25 @@ class EvalScore:
     run_digest: BlobDigest
 
 
-@dataclass(frozen=True, kw_only=True)
-class CatalogRecord:
+class CatalogRecord(Record, frozen=True, kw_only=True):
     """The description of one version; it never changes."""
 
     schema: Annotated[str, one_of(SCHEMA)]
     id: Id
-    version: Version
+    version: str
     name: str
     description: str
     author: str
     kind: Annotated[str, one_of("artifact", "programs")]
     requirements: Requirements
     tags: Annotated[tuple[str, ...], at_most(64)]
-    created_at: Date
+    created_at: str
     files: Annotated[tuple[File, ...], at_most(100_000)]
     eval: EvalScore | None = None
+
+    def __post_init__(self) -> None:
+        expect(is_version(self.version), "a semantic version", self.version, "version")
+        expect(_is_date(self.created_at), "an ISO 8601 date with its zone", self.created_at, "created_at")
 
     @property
     def size(self) -> int:
@@ -137,7 +136,7 @@ def parsed(data: bytes, where: str, what: str) -> dict[str, Any]:
 
 
 def typed(kind: type[T], raw: object, where: str, what: str) -> T:
-    """A dataclass from JSON; a CatalogError if a field is missing, unknown or of another type."""
+    """A record from JSON; a CatalogError if a field is missing, unknown or of another type."""
     try:
         return from_json(kind, raw)
     except WrongRecordError as error:

@@ -6,13 +6,15 @@ level, and does not compile it.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from ling3export.artifacts.files import refuse_links, remove, try_writing, write_new, writing
 from ling3export.artifacts.program_records import Origin, Program
-from ling3export.artifacts.records import from_json, sha256_of, to_json
+from ling3export.artifacts.records import Record, from_json, sha256_of, to_json
 from ling3export.artifacts.schema import Mesh, Requirements
 from ling3export.cache.keys import cell_fields
 from ling3export.cache.store import KINDS, LARGEST_ENTRY, Cache, CacheEntry, CacheUse, Report
@@ -25,8 +27,7 @@ SUFFIXES = ("stablehlo", "exec")
 COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a program came from
 
 
-@dataclass(frozen=True)
-class Built:
+class Built(Record, frozen=True):
     """A cell that was built or taken from the cache: its manifest record, and the machine that it needs."""
 
     program: Program
@@ -59,7 +60,7 @@ class Cells:
         """Keeps a cell whose program a compiling process has just kept; returns it with its key."""
         fields = cell_fields(config, plan, cell)
         assert built.program.origin is not None
-        whole = _from(built, replace(built.program.origin, key=sha256_of(fields)))
+        whole = _from(built, structs.replace(built.program.origin, key=sha256_of(fields)))
         if self.use.writes:
             portable = read_bytes(folder, f"{cell.name}.stablehlo", LARGEST_ENTRY)
             self._cache.write("cells", fields, to_json(whole), portable)
@@ -106,7 +107,7 @@ def _built(entry: CacheEntry) -> tuple[Built, str]:
 
 
 def _from(built: Built, origin: Origin) -> Built:
-    return replace(built, program=replace(built.program, origin=origin))
+    return structs.replace(built, program=structs.replace(built.program, origin=origin))
 
 
 def counts(programs: Iterable[Program]) -> dict[str, int]:

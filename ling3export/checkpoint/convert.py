@@ -13,15 +13,15 @@ from typing import Protocol
 import numpy as np
 
 from ling3export.artifacts import schema
-from ling3export.artifacts.schema import StoredTensor
-from ling3export.artifacts.store import StoreWriter, TensorSpec
+from ling3export.artifacts.parameters import FORMS, PLAIN, Tensor
+from ling3export.artifacts.store import StoreWriter
 from ling3export.checkpoint.quantize import Pair, packed, quantize
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth_weights import DummyWeights
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
-from ling3export.model.parameters import EXPERT, PLAIN, Parameter, parameters
+from ling3export.model.parameters import EXPERT, Weight, weight_table
 
 WORKERS = 2  # hashing and copying both release the interpreter lock
 
@@ -46,7 +46,7 @@ def no_pair(_: str) -> Pair | None:
     return None
 
 
-def _parts(row: Parameter, at: str, read: Read, stored: Stored) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
+def _parts(row: Weight, at: str, read: Read, stored: Stored) -> Iterator[tuple[int, tuple[np.ndarray, ...]]]:
     """(group, part) of one layer, as :class:`parameters.Source` describes them; parts are views, or q and scale."""
     source = row.source
     if source.by_expert:
@@ -72,26 +72,26 @@ def _parts(row: Parameter, at: str, read: Read, stored: Stored) -> Iterator[tupl
                 yield group, (part,) if row.form == PLAIN else _cut(row, quantize(part, row.form, row.group))
 
 
-def pair_of(row: Parameter, tensor: str, read: Read, stored: Stored) -> Pair:
+def pair_of(row: Weight, tensor: str, read: Read, stored: Stored) -> Pair:
     """A checkpoint tensor of a quantized parameter: taken as it is if both are int4, else rounded."""
     pair = stored(tensor) if row.form == "int4" else None
     return quantize(read(tensor), row.form, row.group) if pair is None else pair
 
 
-def _cut(row: Parameter, pair: Pair, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, ...]:
+def _cut(row: Weight, pair: Pair, start: int = 0, stop: int | None = None) -> tuple[np.ndarray, ...]:
     """The q and scale that the store holds of the inputs from ``start`` to ``stop``."""
     q, scale = pair[0][:, start:stop], pair[1]
-    if row.form == "int8-channel":
+    if FORMS[row.form].group is None:
         return q, scale
     group = math.gcd(q.shape[1], row.group)
     if group != row.group:
         scale = np.repeat(scale, row.group // group, axis=1)
     scale = scale[:, start // group : start // group + q.shape[1] // group]
-    return (packed(q, group) if row.form == "int4" else q), scale
+    return (packed(q, group) if FORMS[row.form].values == 2 else q), scale
 
 
 def pieces(
-    parameter: Parameter, layer: int | None, config: Config, read: Read, stored: Stored = no_pair
+    parameter: Weight, layer: int | None, config: Config, read: Read, stored: Stored = no_pair
 ) -> Iterator[Piece]:
     """The parts of one layer of a parameter in the order in which they lie in each TP shard.
 
@@ -111,35 +111,32 @@ def pieces(
         yield None if parameter.split is None else group * config.tp_shards // groups, parts
 
 
-def store_files(config: Config, dtype: str, weights: str = PLAIN) -> dict[str, list[TensorSpec]]:
+def store_files(config: Config, dtype: str, weights: str = PLAIN) -> dict[str, dict[str, Tensor]]:
     """The store's files, one a stack, and the tensors in each."""
-    files: dict[str, list[TensorSpec]] = {}
-    for row in parameters(config, weights):
-        for tensor in row.tensors(dtype):
-            slabs = config.tp_shards if row.split else 0
-            spec = TensorSpec(tensor.name, tensor.shape, BY_NAME[tensor.dtype].code, slabs)
-            files.setdefault(f"weights/{row.stack}.safetensors", []).append(spec)
+    files: dict[str, dict[str, Tensor]] = {}
+    for row in weight_table(config, weights):
+        files.setdefault(f"weights/{row.stack}.safetensors", {}).update(row.tensors(dtype))
     return files
 
 
 def store_bytes(config: Config, dtype: str, weights: str = PLAIN) -> int:
     """Bytes of all weights in an artifact of ``dtype``, headers apart."""
-    return sum(row.nbytes(dtype) for row in parameters(config, weights))
+    return sum(row.nbytes(dtype) for row in weight_table(config, weights))
 
 
 def convert_parameter(
-    parameter: Parameter, source: WeightSource, writer: StoreWriter, dtype: str, progress: Callable[[int], None]
+    parameter: Weight, source: WeightSource, writer: StoreWriter, dtype: str, progress: Callable[[int], None]
 ) -> None:
     """Writes one parameter, layer after layer."""
     tensors = parameter.tensors(dtype)
     offsets: dict[tuple[str, int | None], int] = {}
     for layer in parameter.layers or (None,):
         for shard, parts in pieces(parameter, layer, source.config, source.tensor, source.stored):
-            for tensor, part in zip(tensors, parts, strict=True):
-                target, at = BY_NAME[tensor.dtype].numpy, (tensor.name, shard)
+            for (name, tensor), part in zip(tensors.items(), parts, strict=True):
+                target, stream = BY_NAME[tensor.dtype].numpy, (name, shard)
                 value = part if part.dtype == target else part.astype(target)
-                writer.write(tensor.name, value, slab=shard, offset=offsets.get(at, 0))
-                offsets[at] = offsets.get(at, 0) + value.nbytes
+                writer.write(name, value, shard=shard, offset=offsets.get(stream, 0))
+                offsets[stream] = offsets.get(stream, 0) + value.nbytes
                 progress(value.nbytes)
 
 
@@ -149,7 +146,7 @@ def convert(
     dtype: str,
     progress: Callable[[int], None] = lambda _: None,
     weights: str = PLAIN,
-) -> dict[str, StoredTensor]:
+) -> dict[str, Tensor]:
     """Writes the whole store into ``weights/`` of ``folder`` and returns its index.
 
     Args:
@@ -157,13 +154,13 @@ def convert(
         folder: An artifact that is not whole yet; the index's paths are relative to it.
         dtype: ``bfloat16`` or ``float32``, for every weight that is not an fp32 island.
         progress: Called with the bytes of each piece.
-        weights: The forms, a key of ``model/parameters.py``'s WEIGHTS.
+        weights: The forms, a key of ``artifacts/parameters.py``'s WEIGHTS.
 
     Raises:
         CheckpointError: A tensor is not finite although its dtype changes, or could not be read.
         ArtifactError: The disk is full.
     """
-    rows = sorted(parameters(source.config, weights), key=lambda row: -int(np.prod(row.shape)))
+    rows = sorted(weight_table(source.config, weights), key=lambda row: -int(np.prod(row.shape)))
     writer = StoreWriter(folder, store_files(source.config, dtype, weights))
     try:
         with ThreadPoolExecutor(WORKERS) as pool:  # the first error cancels what has not begun

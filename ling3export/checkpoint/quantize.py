@@ -6,10 +6,11 @@ anything is divided by it, and values to the nearest even. A group of zeros, or 
 and q 0.
 """
 
-import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
+from ling3export.artifacts.parameters import FORMS
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import CheckpointError
 
 Pair = tuple[NDArray[np.int8], NDArray[np.generic]]  # q [out, in], and scale: bf16 [out, in / group] or fp32 [out]
@@ -27,7 +28,7 @@ def quantize(values: NDArray[np.generic], form: str, group: int) -> Pair:
 
     Args:
         values: ``[out, in]``, of any float dtype.
-        form: ``int8``, ``int4`` (q from -8 to 7) or ``int8-channel``.
+        form: A key of FORMS; q of a form of 4 bits is from -8 to 7.
         group: Values that share a scale, a divisor of ``in``.
 
     Raises:
@@ -35,14 +36,14 @@ def quantize(values: NDArray[np.generic], form: str, group: int) -> Pair:
     """
     rows, width = values.shape
     q = np.empty((rows, width), np.int8)
-    by_channel = form == "int8-channel"
-    scale = np.empty((rows, 1 if by_channel else width // group), np.float32 if by_channel else ml_dtypes.bfloat16)
+    by_channel, rounded = FORMS[form].group is None, _rounded_to_4 if FORMS[form].values == 2 else _rounded_to_8
+    scale = np.empty((rows, 1 if by_channel else width // group), BY_NAME[FORMS[form].scale].numpy)
     step = max(1, BLOCK // width)
     for start in range(0, rows, step):
         block = values[start : start + step].astype(np.float32)
         groups = block.reshape(len(block), -1, width if by_channel else group)
-        rounded, scales = (_rounded_to_4 if form == "int4" else _rounded_to_8)(groups, scale.dtype)
-        q[start : start + step] = rounded.reshape(block.shape)
+        q_block, scales = rounded(groups, scale.dtype)
+        q[start : start + step] = q_block.reshape(block.shape)
         scale[start : start + step] = scales
     return q, scale[:, 0] if by_channel else scale
 

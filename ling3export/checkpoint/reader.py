@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ling3export.artifacts.parameters import PLAIN, WEIGHTS
 from ling3export.artifacts.schema import SourceFile
 from ling3export.checkpoint.forms import FP8, INT4, SHAPE, Form, check_quantization, forms_of, unpacked
 from ling3export.checkpoint.shard import SafetensorsFile
@@ -21,7 +22,7 @@ from ling3export.foundation.errors import CheckpointError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
 from ling3export.model.config import Config, parsed, read_config, refuse_gguf
-from ling3export.model.parameters import PLAIN, WEIGHTS, TensorInfo, expected_tensors, is_mtp
+from ling3export.model.parameters import TensorInfo, expected_tensors, is_mtp
 from ling3export.model.quantization import quantization
 
 __all__ = ["Checkpoint", "TensorInfo", "expected_tensors", "is_mtp"]

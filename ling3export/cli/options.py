@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ling3export.model.parameters import WEIGHTS
+from ling3export.artifacts.parameters import WEIGHTS
 from ling3export.plan.options import AS_STORED, Options, parse_bytes, parse_paddings
 from ling3export.runners.cli.command import section
 from ling3export.runners.cli.options import field_option

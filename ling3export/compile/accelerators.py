@@ -7,13 +7,14 @@ other versions (``forward_compatible``), which makes kernels slower.
 import hashlib
 import re
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import jax
 from jax.experimental import mesh_utils, topologies
 from jax.sharding import Mesh
+from msgspec import structs
 
 from ling3export.artifacts.program_records import Lowering
 from ling3export.compile.lower import Compiled, compiled_by, mesh_of, prepared
@@ -119,7 +120,7 @@ def priced(
     """``record`` with estimates, which follow from the compiler's ``text``, and bounds."""
     assert target.chip is not None
     tokens = min(TOKENS, geometry.max_pages * geometry.page_size)
-    record = replace(
+    record = structs.replace(
         record,
         collectives={},
         lowering=Lowering(direct=True, forward_compatible=False),
@@ -132,7 +133,7 @@ def priced(
     experts = None
     if phase in GIVERS and config.layers("moe"):
         experts = expert_times(config, geometry, padding, target.chip)
-    return replace(record, collectives=collectives, estimate=estimated, experts=experts)
+    return structs.replace(record, collectives=collectives, estimate=estimated, experts=experts)
 
 
 def _too_large(error: Exception, target: TargetSpec, cell: str) -> Exception:

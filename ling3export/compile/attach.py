@@ -5,8 +5,9 @@ artifact or the new one.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.manifest import read_checked, write_manifest

@@ -10,17 +10,19 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import Protocol
 
+from msgspec.structs import replace
+
 import ling3export
 from ling3export.artifacts import schema
 from ling3export.artifacts.files import remove_tree, write_new
 from ling3export.artifacts.manifest import file_record, write_manifest
+from ling3export.artifacts.parameters import PLAIN
 from ling3export.artifacts.receipts import PORTABLE
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import FileRecord, Manifest, PortableReceipts, Receipts
@@ -36,7 +38,7 @@ from ling3export.compile.target_record import target_record
 from ling3export.foundation.errors import ArtifactError, CheckpointError, PlanError
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.model.config import Config, read_config
-from ling3export.model.parameters import PLAIN, parameters
+from ling3export.model.parameters import weight_table
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, as_stored, make_plans, weight_forms
 from ling3export.plan.targets import check_toolchain
@@ -130,7 +132,7 @@ def named(path: Path, digests: dict[str, schema.SourceFile], source: Checkpoint 
     name = "".join(char if char.isprintable() else "?" for char in path.resolve().name)
     if source is None or source.form is None:
         return schema.SourceRecord(name, digests)
-    counts = {row.name: sum(key in source.forms for key in row.keys) for row in parameters(source.config)}
+    counts = {row.name: sum(key in source.forms for key in row.keys) for row in weight_table(source.config)}
     return schema.SourceRecord(name, digests, source.form, {row: count for row, count in counts.items() if count})
 
 

@@ -7,13 +7,14 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import jax
 import numpy as np
 from jax import export
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from msgspec import structs
 
 from ling3export.artifacts import schema
 from ling3export.artifacts.program_records import (
@@ -29,6 +30,7 @@ from ling3export.artifacts.program_records import (
     Program,
     RooflineBound,
 )
+from ling3export.artifacts.records import Record
 from ling3export.foundation.errors import PlanError
 from ling3export.machine import pjrt, portable, untouched
 from ling3export.model.config import Config
@@ -39,8 +41,7 @@ from ling3export.model.state import StateArray
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Compiled:
+class Compiled(Record, frozen=True, kw_only=True):
     """A compiled program without its bytes. All fields but ``executable`` are those of a Program."""
 
     executable: schema.Executable
@@ -55,17 +56,17 @@ class Compiled:
     lowering: Lowering | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Lowered(LoweredProgram):
+class Lowered(LoweredProgram, frozen=True, kw_only=True):
     """The portable tier of one cell."""
 
     blob: bytes  # as ``machine/portable.py`` writes it, for one platform
 
     def program(self, compiled: Compiled, origin: Origin | None = None) -> Program:
         """The manifest's record of the compiled cell; the compiler's counts replace the lowering's."""
-        lowered = {name: value for name, value in vars(self).items() if name != "blob"}
-        found = {name: value for name, value in vars(compiled).items() if name != "executable" and value is not None}
-        return Program(**lowered | found, call=compiled.executable.call, origin=origin)
+        lowered = {name: getattr(self, name) for name in LoweredProgram.__struct_fields__}
+        measured = {name: value for name, value in structs.asdict(compiled).items() if value is not None}
+        executable: schema.Executable = measured.pop("executable")
+        return Program(**lowered | measured, call=executable.call, origin=origin)
 
 
 def _leaves(groups: Sequence[str], values: Sequence[Any], specs: Sequence[Any]) -> tuple[Leaf, ...]:
@@ -157,7 +158,7 @@ def compile_with_kernels(
     """:func:`compile_cell` from a lowering that calls the geometry's native kernels, which must be registered."""
     _, function, arguments = prepared(config, geometry, phase, padding, mesh)
     raw, record, _ = compiled_by(lambda: function.lower(*arguments).compile())
-    return raw, replace(record, lowering=Lowering(direct=True, forward_compatible=False))
+    return raw, structs.replace(record, lowering=Lowering(direct=True, forward_compatible=False))
 
 
 def compile_state(rows: Sequence[StateArray], mesh: Mesh) -> bytes:

@@ -2,8 +2,11 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
+
+from msgspec import structs
+from msgspec.structs import replace
 
 from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record
@@ -14,7 +17,7 @@ from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.model.parameters import arguments
+from ling3export.model.parameters import parameters
 from ling3export.model.state import state_arrays
 from ling3export.plan.kernels import level_of
 from ling3export.plan.plan import Plan
@@ -30,19 +33,7 @@ def target_record(
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
         files = {suffix: file_record(folder, f"{programs}/{cell.name}.{suffix}") for suffix in SUFFIXES}
         status = "compiled" if target.runs_here else "compiled, not executed"
-        named[cell.name] = Cell(**vars(built[cell.name].program) | files | {"status": status})
-    parameters = tuple(
-        schema.ParameterRecord(
-            ".".join(argument.path),
-            argument.tensor.name,
-            argument.tensor.shape,
-            argument.dtype,
-            tuple(argument.spec),
-            argument.layer,
-            None if argument.layer is None else argument.parameter.stack_axis,
-        )
-        for argument in arguments(config, geometry)
-    )
+        named[cell.name] = Cell(**structs.asdict(built[cell.name].program) | files | {"status": status})
     arrays = tuple(
         schema.StateArrayRecord(row.name, row.shape, row.dtype, tuple(row.spec), row.axes)
         for row in state_arrays(config, geometry)
@@ -62,7 +53,7 @@ def target_record(
         fingerprint=fingerprint(config, plan),
         state_abi=state_abi(config, geometry.dtype),
         geometry=asdict(geometry),
-        parameters=parameters,
+        parameters=tuple(parameters(config, geometry)),
         state=schema.State(
             *(geometry.placement, geometry.slots, geometry.pages, geometry.page_size, geometry.max_pages),
             *(CHUNK, arrays, geometry.snapshots or None),

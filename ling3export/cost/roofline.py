@@ -11,7 +11,7 @@ from ling3export.model.ffn.dispatch import SCALE_BYTES
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.mla.paged import tile_pages
 from ling3export.model.moe import form_of, tile_rows, touched
-from ling3export.model.parameters import parameters
+from ling3export.model.parameters import weight_table
 from ling3export.model.sampling.logits_processor import TOP
 
 # Seconds of one small collective over 16 chips: assumed, not published. 51 of them were put at about 0.5 ms.
@@ -99,7 +99,7 @@ def roofline_bound(
     weights = flops = 0.0
     chosen = config.num_experts_per_tok / config.num_experts
     read = touched(padding, config)
-    for row in parameters(config, geometry.weights):
+    for row in weight_table(config, geometry.weights):
         if row.name == TABLE:
             continue
         split = geometry.tp if row.split else 1
@@ -130,7 +130,7 @@ def _split_bound(
         "attend": {name: size // layers for name, size in _state_moved(config, geometry, padding, tokens).items()},
     }.get(phase, {})
     weights = flops = 0.0
-    for row in parameters(config, geometry.weights):
+    for row in weight_table(config, geometry.weights):
         kind = "experts" if row.split == "experts" else "head" if row.name in HEAD else "attend"
         if kind == phase and row.name != TABLE:
             parts = (geometry.tp if row.split else 1) * {"head": 1, "attend": layers}.get(kind, len(row.layers))
@@ -147,7 +147,7 @@ def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -
 
     Their comparison says whether computing local experts that a row did not choose takes longer than reading them.
     """
-    routed = [row for row in parameters(config, geometry.weights) if row.split == "experts"]
+    routed = [row for row in weight_table(config, geometry.weights) if row.split == "experts"]
     weights = sum(math.prod(row.shape) for row in routed) / geometry.tp
     form = form_of(padding, config, geometry)
     shares = {"all": 1.0, "some": touched(padding, config)}

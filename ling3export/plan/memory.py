@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ling3export.artifacts.parameters import WEIGHTS
 from ling3export.artifacts.program_records import Program
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.tables import readable
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.model.parameters import WEIGHTS, arguments
+from ling3export.model.parameters import parameters
 from ling3export.model.state import snapshot_bytes, state_bytes
 from ling3export.plan.options import Options
 from ling3export.plan.targets import TargetSpec
@@ -25,9 +26,9 @@ from ling3export.plan.targets import TargetSpec
 def weight_bytes(config: Config, geometry: Geometry) -> int:
     """Bytes of parameters on one device."""
     total = 0
-    for argument in arguments(config, geometry):
-        width = BY_NAME[argument.dtype].nbytes
-        total += width * math.prod(argument.shape) // (geometry.tp if argument.spec else 1)
+    for parameter in parameters(config, geometry):
+        width = BY_NAME[parameter.dtype].nbytes
+        total += width * math.prod(parameter.shape) // (geometry.tp if parameter.split else 1)
     return total
 
 

@@ -22,7 +22,7 @@ class Options:
         score_paddings: Padded tokens of the score programs; none without.
         afd: Whether to add decode programs whose experts an FFN worker computes.
         afd_dtype: The form of tokens for an FFN worker: the ``model``'s dtype, or ``int8`` with a scale each.
-        tp: Devices that share the model on cpu; None is 16, or all slabs of a model that has fewer.
+        tp: Devices that share the model on cpu; None is 16, or all shards of a model that has fewer.
         targets: ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
         max_running: Sequences that hold state at once.
         page_size: Tokens a latent page.
@@ -32,7 +32,7 @@ class Options:
         pages: Latent pages; None takes what fits, at most what ``max_running`` full sequences need.
         snapshots: Further slots for copies of sequences' states; above 0 with programs that move states.
         dtype: ``bfloat16`` or ``float32`` (highest matmul precision throughout).
-        weights: The stored forms of the weights: ``as-stored``, or a key of ``model/parameters.py``'s WEIGHTS.
+        weights: The stored forms of the weights: ``as-stored``, or a key of ``artifacts/parameters.py``'s WEIGHTS.
         jobs: Cells compiled at a time; None is one a core.
         kernels: Native kernels in executables for cpu: ``auto`` (where they pay), ``on`` or ``off``.
     """

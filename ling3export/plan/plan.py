@@ -5,11 +5,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ling3export.artifacts.parameters import PLAIN, WEIGHTS
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.phases import PHASES
 from ling3export.model.config import Config, parsed, read_config
 from ling3export.model.geometry import CHUNK, Geometry
-from ling3export.model.parameters import PLAIN, WEIGHTS
 from ling3export.model.quantization import quantization
 from ling3export.plan.kernels import choose
 from ling3export.plan.memory import size_pages

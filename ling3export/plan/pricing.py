@@ -7,6 +7,8 @@ come from an artifact that was built alike, or are reported as unknown.
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from msgspec import structs
+
 from ling3export.artifacts.calibration import Calibration, found_beside
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.program_records import RooflineBound
@@ -27,8 +29,7 @@ COMPILED_COLUMNS = ("temporaries MB", "estimate ms")
 MEASURED = "measured ms"
 
 
-@dataclass(frozen=True)
-class PricedBound(RooflineBound):
+class PricedBound(RooflineBound, frozen=True):
     """A cell's roofline bound, and the two times of which it is the larger one."""
 
     memory_seconds: float
@@ -158,7 +159,7 @@ def _target(
 def _bound(config: Config, plan: Plan, phase: str, padding: int, chip: Chip, tokens: int) -> PricedBound:
     bound = roofline_bound(config, plan.geometry, phase, padding, chip, tokens)
     memory, compute = bound.moved / chip.bandwidth, bound.flops / chip.flops
-    return PricedBound(**vars(bound), memory_seconds=memory, compute_seconds=compute)
+    return PricedBound(**structs.asdict(bound), memory_seconds=memory, compute_seconds=compute)
 
 
 def _forms(config: Config, plan: Plan, device: Held, machine: OnMachine | None, tokens: int) -> dict[str, PricedForm]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jaxlib.mlir.dialects import stablehlo
 
@@ -18,7 +17,7 @@ from ling3export.foundation.processes import Parent
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.inputs import Field
-from ling3export.model.parameters import arguments
+from ling3export.model.parameters import parameters as weights
 from ling3export.model.program import StepProgram, Tree, build_step, put
 from ling3export.savedmodel.export import ExportJob
 
@@ -84,11 +83,8 @@ def method_of(step: StepProgram, done: Any) -> Any:
 def parameters(config: Config, geometry: Geometry, store: Store) -> Tree:
     """All parameters, mapped where jax can."""
     tree: Tree = {}
-    for argument in arguments(config, geometry):
-        value = store.view(argument.tensor.name)
-        if argument.layer is not None:
-            value = np.take(value, argument.layer, argument.parameter.stack_axis)
-        put(tree, argument.path, jnp.asarray(value))
+    for parameter in weights(config, geometry):
+        put(tree, parameter.path, jnp.asarray(parameter.of(store.view(parameter.tensor))))
     return tree
 
 

@@ -6,10 +6,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike
 
+from ling3export.artifacts.parameters import PLAIN
 from ling3export.checkpoint.convert import WeightSource, pair_of
 from ling3export.checkpoint.forms import EMBEDDINGS, HEAD
 from ling3export.checkpoint.quantize import dequantized, quantize
-from ling3export.model.parameters import EXPERT, PLAIN, Parameter, parameters
+from ling3export.model.parameters import EXPERT, Weight, weight_table
 
 _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
@@ -22,7 +23,7 @@ class Dequantized:
 
     Args:
         source: The checkpoint.
-        weights: In which forms, a key of ``model/parameters.py``'s WEIGHTS.
+        weights: In which forms, a key of ``artifacts/parameters.py``'s WEIGHTS.
     """
 
     def __init__(self, source: WeightSource, weights: str) -> None:
@@ -30,7 +31,7 @@ class Dequantized:
         self._source = source
         self._rows = {
             ("" if layer is None else f"model.layers.{layer}.") + name: row
-            for row in parameters(source.config, weights)
+            for row in weight_table(source.config, weights)
             for layer in (row.layers or (None,))
             for name in row.source.names
             if row.form != PLAIN
@@ -49,7 +50,7 @@ class Dequantized:
 class _Rows:
     """A matrix of the vocabulary, which is large: as many rows are dequantized as are asked for."""
 
-    def __init__(self, value: np.ndarray, row: Parameter) -> None:
+    def __init__(self, value: np.ndarray, row: Weight) -> None:
         self._value, self._row = value, row
 
     def __len__(self) -> int:

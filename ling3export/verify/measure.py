@@ -10,9 +10,12 @@ import contextlib
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+
+from msgspec import structs
+from msgspec.structs import replace
 
 from ling3export.artifacts.calibration import Calibration
 from ling3export.artifacts.manifest import read_checked
@@ -104,7 +107,7 @@ def measure_apart(artifact: Path, target: str, manifest: Manifest, *, portable: 
             child.send(job | {"hosts": hosts})
         reply = children[0].receive()
         if reply is not None and "receipts" in reply:
-            return from_json(PortableReceipts if portable else Receipts, reply["receipts"])
+            return from_json(PortableReceipts if portable else Receipts, reply["receipts"], free=True)
         said = f"a process that {children[0].ended()[1]}" if reply is None else reply["refused"]
     kind = MisfitError if reply is not None and reply["misfit"] else ArtifactError
     raise kind(f"vectors of `{target}`: expected to run, found: {said}")
@@ -149,7 +152,7 @@ def measure_portable(artifact: Path, name: str, manifest: Manifest) -> PortableR
             manifest=replace(manifest, targets={name: target}),
         )
     )
-    return PortableReceipts(**vars(receipts), compiler=f"jaxlib {version('jaxlib')}", lacking=left)
+    return PortableReceipts(**structs.asdict(receipts), compiler=f"jaxlib {version('jaxlib')}", lacking=left)
 
 
 def on_processor(target: Target) -> Target:

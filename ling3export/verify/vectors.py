@@ -11,12 +11,12 @@ from safetensors.numpy import save
 
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.manifest import file_record
+from ling3export.artifacts.parameters import PLAIN
 from ling3export.artifacts.schema import MarginsRecord, SequenceRecord, Vectors
 from ling3export.checkpoint.convert import Progress, WeightSource
 from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.model.parameters import PLAIN
 from ling3export.verify.dequantized import Dequantized
 from ling3export.verify.reference import Reference
 

@@ -28,7 +28,7 @@ class Result:
     """What ``ling3export verify`` found."""
 
     files: int  # how many digests of files agreed
-    slabs: int  # how many of weight slabs
+    shards: int  # how many of weight shards
     targets: dict[str, Receipts | str]  # by name its receipts, or why it could not run here
     times: tuple[Calibration, Target] | None = None  # with --time: what was measured of the one target
 
@@ -45,11 +45,11 @@ class Result:
             for name, found in self.targets.items()
         }
         times = {} if self.times is None else {"times": to_json(self.times[0])}
-        return {"files": self.files, "slabs": self.slabs, "targets": targets, "passed": self.passed} | times
+        return {"files": self.files, "shards": self.shards, "targets": targets, "passed": self.passed} | times
 
     def table(self) -> str:
         """Each target's cells, the worst error first, and what the errors mean."""
-        lines = [f"digests: {self.files} files and {self.slabs} weight slabs agree"]
+        lines = [f"digests: {self.files} files and {self.shards} weight shards agree"]
         for name, found in self.targets.items():
             if isinstance(found, str):
                 lines.append(f"{name}: not run here: {found}")
@@ -68,7 +68,7 @@ class Result:
 
 
 def check_digests(artifact: Path, manifest: Manifest, target: str | None = None) -> tuple[int, int]:
-    """Compares every file and every weight slab with the manifest; returns how many there are of each.
+    """Compares every file and every weight shard with the manifest; returns how many there are of each.
 
     Args:
         artifact: The folder.
@@ -118,12 +118,12 @@ def time_artifact(
     """
     manifest = read_trusted(artifact, report)
     calibration = time_target(artifact, target, manifest, hosts)
-    files, slabs = check_digests(artifact, manifest, calibration.target)
+    files, shards = check_digests(artifact, manifest, calibration.target)
     if hosts is None or hosts.number == 0:
         write_calibration(beside(artifact), calibration)
         report(f"wrote {beside(artifact)}")
     times = calibration, manifest.targets[calibration.target]
-    return Result(files, slabs, {calibration.target: calibration.receipts}, times)
+    return Result(files, shards, {calibration.target: calibration.receipts}, times)
 
 
 def verify_artifact(
@@ -152,7 +152,7 @@ def verify_artifact(
     if unknown := [name for name in names if name not in manifest.targets]:
         there = listed(list(manifest.targets))
         raise ArtifactError(f"target `{unknown[0]}`: expected one of {there}, found none of that name, in {artifact}")
-    files, slabs = check_digests(artifact, manifest, target)
+    files, shards = check_digests(artifact, manifest, target)
     targets: dict[str, Receipts | str] = {}
     misfits: list[MisfitError] = []
     for name in names:
@@ -167,4 +167,4 @@ def verify_artifact(
             targets[name] = error.message.partition("\nhint: ")[0]
     if misfits and not any(isinstance(found, Receipts) for found in targets.values()):
         raise misfits[0]
-    return Result(files, slabs, targets)
+    return Result(files, shards, targets)

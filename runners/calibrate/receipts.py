@@ -6,9 +6,10 @@ The error of a position is the relative L2 distance of its logits. A token that 
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
+from msgspec.structs import replace
 
 from ling3export.artifacts import schema
 from ling3export.artifacts.schema import Receipt, Tolerance

@@ -135,7 +135,7 @@ def serve(artifact: Path, server: ServerConfig, engine: EngineConfig) -> None:
     with announced(hosts):
         require("serve", "serve", "starlette", "uvicorn", "prometheus_client", "pydantic")
         if server.kv_events is not None:
-            require("--kv-events", "serve", "msgspec", "zmq")
+            require("--kv-events", "serve", "zmq")
         from ling3export.runners.serve.run import serve as run
     run(artifact, server, engine, hosts)
 

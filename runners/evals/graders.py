@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
-from ling3export.artifacts.records import Text
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.evals.trials import GraderError, GraderResult, Outcome, text_of
 
@@ -128,13 +127,13 @@ def exact(task: "Task", transcript: object, outcome: object) -> Verdict:
     return _compared(answer == task.target.strip(), task.target.strip(), answer)
 
 
-def regex(task: "Task", transcript: object, outcome: object, pattern: Text) -> Verdict:
+def regex(task: "Task", transcript: object, outcome: object, pattern: str) -> Verdict:
     """The text has a match of ``pattern``."""
     match = re.search(pattern, text_of(transcript))
     return _compared(match is not None, pattern, match and match.group())
 
 
-def response_contains(task: "Task", transcript: object, outcome: object, value: list[Text] | Text) -> Verdict:
+def response_contains(task: "Task", transcript: object, outcome: object, value: list[str] | str) -> Verdict:
     """The text contains ``value``, or all of several values."""
     wanted = [value] if isinstance(value, str) else value
     missing = [item for item in wanted if item not in text_of(transcript)]
@@ -146,8 +145,8 @@ def transcript_constraints(
     transcript: object,
     outcome: object,
     max_turns: int | None = None,
-    must_not_contain: list[Text] | None = None,
-    must_contain: list[Text] | None = None,
+    must_not_contain: list[str] | None = None,
+    must_contain: list[str] | None = None,
 ) -> Verdict:
     """The transcript keeps its limits: its turns, and the words that it must and must not contain."""
     text, turns = text_of(transcript), getattr(transcript, "turns", 1)
@@ -159,7 +158,7 @@ def transcript_constraints(
 
 
 def steps_required(
-    task: "Task", transcript: object, outcome: object, steps: list[Text], ordered: bool = False
+    task: "Task", transcript: object, outcome: object, steps: list[str], ordered: bool = False
 ) -> Verdict:
     """The transcript has every named step (a tool call by its name), in this order if ``ordered``."""
     names = [step.name or step.kind for step in getattr(transcript, "steps", ())]
@@ -170,7 +169,7 @@ def steps_required(
     return {"passed": not missing, "explanation": f"missing: {missing}, found {names}" if missing else ""}
 
 
-def state_check(task: "Task", transcript: object, outcome: object, path: Text, **comparison: Any) -> Verdict:
+def state_check(task: "Task", transcript: object, outcome: object, path: str, **comparison: Any) -> Verdict:
     """The outcome has a value at ``path`` (``$.counters['prefill@16'].calls``), and all comparisons hold."""
     state = outcome.state if isinstance(outcome, Outcome) else outcome
     try:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from ling3export.artifacts.files import open_own, writing
-from ling3export.artifacts.records import Digest, Text, WrongRecordError, canonical, from_json, sha256_of
+from ling3export.artifacts.records import Digest, Record, WrongRecordError, canonical, from_json, sha256_of, to_json
 from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.reading import opened
 from ling3export.foundation.shards import Shard
@@ -30,16 +30,15 @@ Prompt = str | list[int] | list[dict[str, str]]
 PROMPTS = ("prompt", "messages", "prompt_ids", "message", "user_message")  # fields of a task's input
 
 
-@dataclass(frozen=True)
-class TaskRecord:
+class TaskRecord(Record, frozen=True):
     """The line of a task: all that decides its result. Callables are there by name."""
 
-    id: Text
-    suite: Text
+    id: str
+    suite: str
     input: dict[str, Any]
-    target: Text
-    choices: list[Text] | None
-    category: Text | None
+    target: str
+    choices: list[str] | None
+    category: str | None
     threshold: float
     graders: list[dict[str, Any]]
 
@@ -50,8 +49,7 @@ class TaskRecord:
         return hashlib.sha256(prompt.encode() if isinstance(prompt, str) else canonical(prompt)).hexdigest()
 
 
-@dataclass(frozen=True)
-class Attempts:
+class Attempts(Record, frozen=True):
     """The failures of a trial: whether it ended in an infrastructure error, and the error of each attempt.
 
     An attempt's kind is ``refused`` for a prompt that can never be served.
@@ -61,26 +59,25 @@ class Attempts:
     attempts: list[InfraError]
 
 
-@dataclass(frozen=True)
-class Prediction:
+class Prediction(Record, frozen=True):
     """The line of a trial."""
 
     idx: int  # the task's place in the suite
-    task_id: Text
+    task_id: str
     trial: int  # number of the try, from 0
     prompt_sha256: Digest
-    text: Text  # the answer; empty if there is none
+    text: str  # the answer; empty if there is none
     output_token_ids: list[int]
-    stop_reason: Text  # ``eos``, ``length`` or ``stop``; ``error`` after an infrastructure error; ``refused``
-    answer: Text | None  # as a grader read it
-    target: Text  # the right answer
+    stop_reason: str  # ``eos``, ``length`` or ``stop``; ``error`` after an infrastructure error; ``refused``
+    answer: str | None  # as a grader read it
+    target: str  # the right answer
     passed: bool | None  # None after an infrastructure error
     infra: Attempts | None  # None if nothing failed
     ttft_ms: float | None  # milliseconds to the first token
     e2e_ms: float | None  # milliseconds to the last token
     n_prompt: int | None  # number of prompt tokens
     n_output: int  # number of generated tokens
-    details: dict[Text, Any] | None = None  # the whole trial, with ``--transcripts``
+    details: dict[str, Any] | None = None  # the whole trial, with ``--transcripts``
 
     @classmethod
     def of(cls, idx: int, task: TaskRecord, trial: Trial, *, details: bool) -> "Prediction":
@@ -117,32 +114,30 @@ class Prediction:
         return f"{self.task_id}#{self.trial}" if self.trial else self.task_id
 
 
-@dataclass(frozen=True)
-class SuiteRecord:
+class SuiteRecord(Record, frozen=True):
     """A suite in the header of a run."""
 
-    name: Text
+    name: str
     tasks: int
-    files: dict[Text, Digest]  # sha256 of every file that the tasks came from
-    notes: list[Text]
+    files: dict[str, Digest]  # sha256 of every file that the tasks came from
+    notes: list[str]
     reference: float | None  # score of the reference evaluation
     tasks_sha256: Digest
 
 
-@dataclass(frozen=True)
-class Header:
+class Header(Record, frozen=True):
     """The first line of a run: all that decides its trials."""
 
     format: Literal[1]
     suite: SuiteRecord
     config: RunConfig
-    environment: dict[Text, Any]  # ``EvalBackend.environment``
-    shard: Text  # the share of the batches, as ``I/N``
+    environment: dict[str, Any]  # ``EvalBackend.environment``
+    shard: str  # the share of the batches, as ``I/N``
 
     @property
     def decided(self) -> dict[str, dict[str, Any]]:
         """The parts that are equal in all shards of a run, as JSON."""
-        return {"suite": asdict(self.suite), "config": asdict(self.config), "environment": self.environment}
+        return {"suite": to_json(self.suite), "config": asdict(self.config), "environment": self.environment}
 
     @property
     def sha256(self) -> str:
@@ -303,29 +298,28 @@ def prompt_of(task_input: dict[str, Any]) -> Prompt:
 
 def tasks_digest(tasks: Iterable[TaskRecord]) -> str:
     """The sha256 of a suite's tasks."""
-    return sha256_of([asdict(task) for task in tasks])
+    return sha256_of(to_json(tuple(tasks)))
 
 
 def _line(kind: str, record: Any) -> bytes:
-    fields = {name: value for name, value in asdict(record).items() if name != "details" or value is not None}
-    return (json.dumps({"kind": kind, **fields}, ensure_ascii=False, allow_nan=False) + "\n").encode()
+    return (json.dumps({"kind": kind, **to_json(record)}, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
 def _record(line: bytes) -> Header | TaskRecord | Prediction:
-    fields = from_json(dict[Text, Any], parse_json(line, LINE))
+    fields = from_json(dict[str, Any], parse_json(line, LINE), free=True)
     kind = fields.pop("kind", None)
     if kind == "task":
-        return from_json(TaskRecord, fields)
+        return from_json(TaskRecord, fields, free=True)
     if kind == "run":
-        config = from_json(dict[Text, Any], fields.get("config"))
+        config = from_json(dict[str, Any], fields.get("config"), free=True)
         fields["config"] = {name: value for name, value in config.items() if value is not None}
-        header = from_json(Header, fields)
+        header = from_json(Header, fields, free=True)
         Shard.parse(header.shard, {})
         replace(header.config)  # checks its bounds
         return header
     if kind != "trial":
         raise ValueError(f"kind {kind!r}: it is none of run, task and trial")
-    record = from_json(Prediction, fields)
+    record = from_json(Prediction, fields, free=True)
     if record.passed is None and record.infra is None:
         raise WrongRecordError("an error of a trial without a verdict", "none", ("infra",))
     return record

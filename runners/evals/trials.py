@@ -5,7 +5,6 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ling3export.artifacts.records import Text
 from ling3export.foundation.errors import Ling3Error, RankDivergence, RequestError
 from ling3export.runners.engine.request import Sampling
 
@@ -61,7 +60,7 @@ class RunConfig:
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
-    stop: tuple[Text, ...] = ()
+    stop: tuple[str, ...] = ()
     seed: int = 0
     batch: int = 256
     retry: int = 1
@@ -142,8 +141,8 @@ class GraderResult:
 class InfraError:
     """An attempt that failed outside grading."""
 
-    kind: Text  # one of INFRA_KINDS; REFUSED for a prompt that was not tried
-    message: Text  # the exception's type and message
+    kind: str  # one of INFRA_KINDS; REFUSED for a prompt that was not tried
+    message: str  # the exception's type and message
 
     @classmethod
     def of(cls, error: Exception) -> "InfraError":

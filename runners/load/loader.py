@@ -13,12 +13,14 @@ import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from ling3export.artifacts.calibration import found_beside
 from ling3export.artifacts.files import TRUST
@@ -222,15 +224,14 @@ def _load(
     with timings.stage("imports"), uncollected():
         from ling3export.artifacts.store import Store  # numpy comes with what is imported from here on
         from ling3export.runners.load import programs
-        from ling3export.runners.load.weights import parameters
 
         executables = programs.read_executables(folder, record, pool)
         host = 0 if channel is None else channel.hosts.number
-        store, slabs = Store(folder, manifest.weights.index, copied=check == "copy"), record.slabs(host)
+        store, shards = Store(folder, manifest.weights.index, copied=check == "copy"), record.shards(host)
         if check == "programs":
             report("weights are not checked (--check programs)")
         else:
-            checked = pool.submit(timed, "check", partial(store.check_many, slabs))
+            checked = pool.submit(timed, "check", partial(store.check_many, shards))
         with unsearched() if record.platform == "cpu" and "jax" not in sys.modules else nullcontext():
             import jax
 
@@ -259,7 +260,7 @@ def _load(
     with ExitStack() as failed:
         failed.callback(loading.close)
         with timings.stage("weights"):
-            params = parameters(store, record, mesh)
+            params = model_runner.parameter_arrays(store, record, mesh)
         with timings.stage("programs"):
             for cell in loading if first is None else first:
                 loading[cell]
@@ -268,14 +269,14 @@ def _load(
             checked.result()
         failed.pop_all()
     ready = model_runner.ModelRunner(record, loading, params, state, source, mesh)
-    return Loaded(folder, manifest, target, ready, loading, verdicts, timings, compiles, store.nbytes(slabs), channel)
+    return Loaded(folder, manifest, target, ready, loading, verdicts, timings, compiles, store.nbytes(shards), channel)
 
 
 def _reduced(target: Target, phases: Container[str]) -> Target:
     """A target with the cells of some phases, and what they take of its parameters and its state."""
     cells = {name: cell for name, cell in target.cells.items() if cell.phase in phases}
     taken = {(leaf.group, leaf.name) for cell in cells.values() for leaf in cell.inputs}
-    parameters = tuple(each for each in target.parameters if ("params", each.argument) in taken)
+    parameters = tuple(each for each in target.parameters if ("params", each.name) in taken)
     arrays = tuple(each for each in target.state.arrays if ("state", each.name) in taken)
     program = target.state_program if arrays == target.state.arrays else None
     state = replace(target.state, arrays=arrays)

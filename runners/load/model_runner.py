@@ -9,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from ling3export.artifacts.schema import Cell, Target
+from ling3export.artifacts.store import Store
 from ling3export.machine.pjrt import Program
 from ling3export.runners.load.fresh import Fresh, fresh_zeros
 from ling3export.runners.load.sharded import ShardedState, Shards, call_of
@@ -266,8 +267,18 @@ class _Cell:
         return packed
 
 
+def parameter_arrays(store: Store, target: Target, mesh: Mesh) -> dict[str, jax.Array]:
+    """Every parameter on the devices, by its name. On CPU the arrays are the mapped file."""
+    return {
+        parameter.name: device_array(
+            parameter.of(store.view(parameter.tensor)), NamedSharding(mesh, PartitionSpec(*parameter.spec))
+        )
+        for parameter in target.parameters
+    }
+
+
 def device_array(view: np.ndarray, sharding: Sharding) -> jax.Array:
-    """The array of ``view``, usually a read-only mapped tensor with a leading slab axis, on the sharding's devices.
+    """The array of ``view``, usually a mapped tensor with a leading axis of shards, on the sharding's devices.
 
     On CPU a shard that is contiguous and aligned to 64 bytes is the mapped memory itself, for replicas too: no copy,
     nothing read. Others are copied. Each process touches only its own devices' part. The array keeps ``view`` alive.

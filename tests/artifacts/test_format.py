@@ -1,15 +1,16 @@
 """FORMAT.md is true: its tables name every field of the manifest's records, with the type that the reader checks."""
 
-import dataclasses
 import re
 import types
 import typing
 from pathlib import Path
 from typing import Annotated, Any
 
+from msgspec import Meta, structs
+
 from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import FORMAT_VERSION
-from ling3export.artifacts.records import Rule
+from ling3export.artifacts.records import Record
 from ling3export.artifacts.schema import Manifest
 
 TEXT = (Path(schema.__file__).parent / "FORMAT.md").read_text()
@@ -17,13 +18,13 @@ WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false
 
 
 def spelled(kind: Any) -> str:
-    """A field's type as FORMAT.md writes it: what stands in JSON, then what its rules demand besides."""
+    """A field's type as FORMAT.md writes it: what stands in JSON, then its bounds."""
     origin, parameters = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
-        rules = [rule.words for rule in parameters[1:] if isinstance(rule, Rule) and rule is not schema.UNBOUNDED]
+        rules = [str(rule.description) for rule in parameters[1:] if isinstance(rule, Meta)]
         return ", ".join([spelled(parameters[0]), *rules])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(spelled(each) for each in parameters)
+        return " or ".join(spelled(inner) for inner in parameters)
     if origin is tuple:
         return f"list of {spelled(parameters[0])}"
     if origin is dict:
@@ -34,10 +35,10 @@ def spelled(kind: Any) -> str:
 def rows(kind: type) -> list[tuple[str, str]]:
     """Name and type of every field of a record; those that may be left out have a question mark."""
     hints, found = typing.get_type_hints(kind, include_extras=True), []
-    for field in dataclasses.fields(kind):
-        hint, optional = hints[field.name], field.default is None
-        if optional:
-            hint = typing.Union[tuple(each for each in typing.get_args(hint) if each is not type(None))]  # noqa: UP007
+    for field in structs.fields(kind):
+        hint, optional = hints[field.name], not field.required
+        if field.default is None:
+            hint = typing.Union[tuple(inner for inner in typing.get_args(hint) if inner is not type(None))]  # noqa: UP007
         found.append((f"`{field.name}`{'?' * optional}", spelled(hint)))
     return found
 
@@ -47,11 +48,11 @@ def records(kind: Any) -> list[type]:
     found: list[type] = []
     waiting = [kind]
     while waiting:
-        each = waiting.pop(0)
-        if dataclasses.is_dataclass(each) and each not in found:
-            found.append(typing.cast(type, each))
-            waiting += typing.get_type_hints(each, include_extras=True).values()
-        waiting += [inner for inner in typing.get_args(each) if not isinstance(inner, Rule)]
+        inner = waiting.pop(0)
+        if isinstance(inner, type) and issubclass(inner, Record) and inner not in found:
+            found.append(inner)
+            waiting += typing.get_type_hints(inner, include_extras=True).values()
+        waiting += [part for part in typing.get_args(inner) if not isinstance(part, Meta)]
     return found
 
 

@@ -8,12 +8,12 @@ import random
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import (
     FORMAT_VERSION,
@@ -243,15 +243,13 @@ CELL = (*CPU, "cells", "decode@2")
         (at("plan"), "manifest.json: expected the field plan, found none"),
         (at("more", value=1), "manifest.json: expected only the fields producer, source, config, plan, "),
         (at(*CELL, "rows", value=2), "`targets.cpu-tp2.cells.decode@2`: expected only the fields "),
-        (at(*CPU, "mesh", "axis", value=3), "`targets.cpu-tp2.mesh.axis`: expected a printable text of at most 10,000 "
-         "characters, found 3"),
+        (at(*CPU, "mesh", "axis", value=3), "`targets.cpu-tp2.mesh.axis`: expected a text, found 3"),
         (at("plan", "max_running", value="2"), "`plan.max_running`: expected a whole number, found '2'"),
         (at("plan", "max_running", value=True), "`plan.max_running`: expected a whole number, found True"),
         (at("plan", "max_running", value=2.0), "`plan.max_running`: expected a whole number, found 2.0"),
         (at("plan", "max_running", value=10**9), "`plan.max_running`: expected a number from 1 to 65,536, found 1000"),
         (at("plan", "paddings", value=[32, 16]), "`plan.paddings`: expected ascending paddings, found a list of 2"),
         (at("plan", "dtype", value="int8"), "`plan.dtype`: expected 'bfloat16' or 'float32', found 'int8'"),
-        (at(*CPU, "kind", value=None), "`targets.cpu-tp2.kind`: expected a printable text"),
         (at("notes", value=["\x1b[2J gone"]), r"`notes[0]`: expected a printable text of at most 10,000 characters, "
          r"found '\x1b[2J gone'"),
         (at("targets", "\x1b]0;x\x07", value={}), r"`targets.\x1b]0;x\x07`: expected a printable text"),
@@ -275,7 +273,7 @@ CELL = (*CPU, "cells", "decode@2")
         (at(*CPU, "mesh", "devices", value=[1, 1]), "mesh.devices`: expected every device once, found [1, 1]"),
         (at(*CPU, "mesh", "hosts", value=[0, 2]), "mesh.hosts`: expected for each of 2 devices its host"),
         (at(*CPU, "mesh", "devices", value=list(range(5000))),
-         "mesh.devices`: expected at most 4,096 entries, found a"),
+         "mesh.devices`: expected 1 to 4,096 devices, found a list of 5,000"),
         (at(*CELL, "padding", value=3),
          "`targets.cpu-tp2.cells.decode@2`: expected 'decode@3', its phase and padding, "),
         (at(*CELL, "fields", 1, "offset", value=1),
@@ -291,23 +289,23 @@ CELL = (*CPU, "cells", "decode@2")
         (at(*CELL, "stablehlo"), "decode@2`: expected the field stablehlo, found none"),
         (at(*CELL), "`targets.cpu-tp2.cells`: expected [2], the paddings of decode, found []"),
         (at(*CPU, "cells", "sample@2"), "`targets.cpu-tp2.cells`: expected [1, 2], the paddings of sample, found [1]"),
-        (at(*CPU, "parameters", 0, "shape", 0, value=5), "parameters[0].shape`: expected [4, "),
+        (at(*CPU, "parameters", 0, "shape", 0, value=5), "parameters[0].shape`: expected [[4, "),
+        (at(*CPU, "parameters", 0, "split"), "parameters[0].split`: expected True, whether the tensor has shards, "),
         (at(*CPU, "parameters", 0, "tensor", value="x"),
          "parameters[0].tensor`: expected a tensor of the weight index"),
         (at("weights", "index", "mla.dense", "offset", value=10**8),
          "`weights.index.mla.dense.offset`: expected a tensor"
          " that ends within the "),
-        (at("weights", "index", "mla.dense", "slab_bytes", value=1), "`weights.index.mla.dense.slab_bytes`: expected "),
         (at("weights", "index", "mla.dense", "sha256", value=["0" * 64] * 3),
-         "`weights.index.mla.dense.sha256`: expected 4, one digest a slab, found 3"),
-        (at("weights", "index", "mla.dense", "slabs", value=3),
-         "`weights.index.mla.dense.shape`: expected [3], a leading axis of its slabs, found ["),
+         "`weights.index.mla.dense.sha256`: expected 4, one digest a shard, found 3"),
+        (at("weights", "index", "mla.dense", "shards", value=3),
+         "`weights.index.mla.dense.shape`: expected a leading axis of 3 shards, found a list of "),
         (at("weights", "files", value={}), "`weights.files`: expected ['weights/dense.safetensors', "),
         (at("vectors", "sequences", 0, "ids", 0, value=10**6),
          "`vectors.sequences[0].ids`: expected token ids below 320"),
         (at("vectors", "sequences", 0, "prompt", value=99), "`vectors.sequences[0].prompt`: expected 1 to 24 tokens"),
         (at("vectors", "receipts", "x", value={"tolerance": {"measure": "median", "bound": 1}, "cells": {}, "agreement":
-         {"a": "b"}}), "`vectors.receipts.x.agreement.a`: expected a finite number, found 'b'"),
+         {"a": "b"}}), "`vectors.receipts.x.agreement.a`: expected a number, found 'b'"),
         (at("config", "vocab_size", value=[320]), "`config`: expected a positive `vocab_size`, found [320]"),
         (at("config", "eos_token_id", value=[320]),
          "`config`: expected `eos_token_id` to be a list of token ids below 320"),
@@ -368,7 +366,7 @@ def test_a_program_that_gives_the_state_is_for_cpu_alone(small: Manifest, tmp_pa
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "../x", "a/../../x", "./x", "a//b", "", ".", "a\0b", 7, None])
 def test_paths_stay_inside(raw: dict[str, Any], small: Manifest, tmp_path: Path, path: Any) -> None:
-    words = "expected a p(ath below the artifact's folder|rintable text)"
+    words = "expected a (path below the artifact's folder|(printable )?text)"
     for place in ((*CELL, "exec", "path"), ("vectors", "expected", "path"), ("tokenizer", 0, "path")):
         mutated = copy.deepcopy(raw)
         at(*place, value=path)(mutated)

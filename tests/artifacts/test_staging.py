@@ -161,13 +161,14 @@ BUILD = """
     from pathlib import Path
     import numpy as np
     from ling3export.artifacts.staging import staged
-    from ling3export.artifacts.store import StoreWriter, TensorSpec
+    from ling3export.artifacts.parameters import Tensor
+    from ling3export.artifacts.store import StoreWriter
     with staged(Path(sys.argv[1]), force=True) as partial:
-        writer = StoreWriter(partial, {"weights/x.safetensors": [TensorSpec("x", (2, 64), "F32", 2)]})
-        writer.write("x", np.zeros(64, np.float32), slab=0)
+        writer = StoreWriter(partial, {"weights/x.safetensors": {"x": Tensor((2, 64), "float32", 2)}})
+        writer.write("x", np.zeros(64, np.float32), shard=0)
         print("half", flush=True)
         sys.stdin.readline()
-        writer.write("x", np.zeros(64, np.float32), slab=1)
+        writer.write("x", np.zeros(64, np.float32), shard=1)
         writer.finish()
         (partial / "manifest.json").write_text('{"text": "new"}')
 """

@@ -16,15 +16,16 @@ import pytest
 import safetensors
 
 from ling3export.artifacts import store_writer as writer_module
+from ling3export.artifacts.parameters import Tensor
 from ling3export.artifacts.records import WrongRecordError, from_json, to_json
-from ling3export.artifacts.schema import StoredTensor
-from ling3export.artifacts.store import Store, StoreWriter, TensorSpec
+from ling3export.artifacts.store import Store, StoreWriter
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import ArtifactError
 from tests.support.limits import file_size_limit
 
 BF16 = ml_dtypes.bfloat16
 FILE = "weights/tiny.safetensors"
-TINY = [TensorSpec("a", (2, 3), "BF16", 2), TensorSpec("n", (4,), "F32", 0), TensorSpec("b", (2, 4, 8), "F32", 2)]
+TINY = {"a": Tensor((2, 3), "bfloat16", 2), "n": Tensor((4,), "float32"), "b": Tensor((2, 4, 8), "float32", 2)}
 TINY_HEADER = (
     b'{"__metadata__":{"format":"ling3"},'
     b'"b":{"dtype":"F32","shape":[2,4,8],"data_offsets":[0,256]},'
@@ -33,35 +34,35 @@ TINY_HEADER = (
 )
 
 
-def tiny(folder: Path) -> dict[str, StoredTensor]:
-    """A store of three tensors: a slab tensor written from transposed views, an unsplit one, an odd-sized one."""
+def tiny(folder: Path) -> dict[str, Tensor]:
+    """A store of three tensors: a shard tensor written from transposed views, an unsplit one, an odd-sized one."""
     with StoreWriter(folder, {FILE: TINY}) as writer:
-        for slab in range(2):
-            writer.write("a", np.arange(3 * slab, 3 * slab + 3).astype(BF16), slab=slab)
-            writer.write("b", np.arange(32, dtype=np.float32).reshape(8, 4).T, slab=slab)
-        writer.write("n", np.arange(4, dtype=np.float32), slab=None)
+        for shard in range(2):
+            writer.write("a", np.arange(3 * shard, 3 * shard + 3).astype(BF16), shard=shard)
+            writer.write("b", np.arange(32, dtype=np.float32).reshape(8, 4).T, shard=shard)
+        writer.write("n", np.arange(4, dtype=np.float32), shard=None)
         return writer.finish()
 
 
-def random_store(folder: Path) -> tuple[dict[str, StoredTensor], dict[str, np.ndarray]]:
+def random_store(folder: Path) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
     """Two files, aligned and odd tensors, and what each should read as (BF16 as uint16)."""
     random = np.random.default_rng(0)
     files = {
-        "one.safetensors": [
-            TensorSpec("odd", (4, 7), "BF16", 4),
-            TensorSpec("experts", (4, 3, 64, 32), "BF16", 4),
-            TensorSpec("whole", (33, 16), "F32", 0),
-        ],
-        "two.safetensors": [TensorSpec("ids", (5,), "I32", 0), TensorSpec("head", (4, 10, 32), "BF16", 4)],
+        "one.safetensors": {
+            "odd": Tensor((4, 7), "bfloat16", 4),
+            "experts": Tensor((4, 3, 64, 32), "bfloat16", 4),
+            "whole": Tensor((33, 16), "float32"),
+        },
+        "two.safetensors": {"ids": Tensor((5,), "int32"), "head": Tensor((4, 10, 32), "bfloat16", 4)},
     }
     arrays = {}
     with StoreWriter(folder, files) as writer:
-        for spec in [spec for specs in files.values() for spec in specs]:
-            kind = np.uint16 if spec.dtype == "BF16" else np.int32
-            array = arrays[spec.name] = random.integers(0, 1 << 15, spec.shape).astype(kind)
-            value = array.view({"BF16": BF16, "F32": np.float32, "I32": np.int32}[spec.dtype])
-            for slab in range(spec.parts):
-                writer.write(spec.name, value[slab] if spec.slabs else value, slab=slab if spec.slabs else None)
+        for name, tensor in [item for tensors in files.values() for item in tensors.items()]:
+            kind = np.uint16 if tensor.dtype == "bfloat16" else np.int32
+            array = arrays[name] = random.integers(0, 1 << 15, tensor.shape).astype(kind)
+            value = array.view(BY_NAME[tensor.dtype].numpy)
+            for shard in range(tensor.parts):
+                writer.write(name, value[shard] if tensor.shards else value, shard=shard if tensor.shards else None)
         return writer.finish(), arrays
 
 
@@ -75,9 +76,9 @@ def test_golden_bytes(tmp_path: Path) -> None:
     )
     digest = [hashlib.sha256(data).hexdigest() for data in (transposed, numbers, odd[:6], odd[6:])]
     assert index == {
-        "b": StoredTensor(FILE, "F32", (2, 4, 8), 2, 4096, 128, (digest[0], digest[0])),
-        "n": StoredTensor(FILE, "F32", (4,), 0, 4352, 16, (digest[1],)),
-        "a": StoredTensor(FILE, "BF16", (2, 3), 2, 4368, 6, (digest[2], digest[3])),
+        "b": Tensor((2, 4, 8), "float32", 2, FILE, 4096, (digest[0], digest[0])),
+        "n": Tensor((4,), "float32", 0, FILE, 4352, (digest[1],)),
+        "a": Tensor((2, 3), "bfloat16", 2, FILE, 4368, (digest[2], digest[3])),
     }
 
 
@@ -121,10 +122,10 @@ def test_any_view_in_any_piece_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "reversed": base[::-1, :, ::-1],
         "outer": base.transpose(2, 0, 1),
     }[order]
-    with StoreWriter(tmp_path, {"x": [TensorSpec("x", value.shape, "BF16", 0)]}) as writer:
+    with StoreWriter(tmp_path, {"x": {"x": Tensor(value.shape, "bfloat16", 0)}}) as writer:
         offset = 0
         for piece in np.array_split(value, 4):
-            writer.write("x", piece.view(BF16), slab=None, offset=offset)
+            writer.write("x", piece.view(BF16), shard=None, offset=offset)
             offset += piece.nbytes
         index = writer.finish()
     store = Store(tmp_path, index)
@@ -132,13 +133,13 @@ def test_any_view_in_any_piece_size(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store.check_many([("x", 0, None)])
 
 
-def test_slabs_grow_side_by_side_in_threads(tmp_path: Path) -> None:
+def test_shards_grow_side_by_side_in_threads(tmp_path: Path) -> None:
     value = np.random.default_rng(2).integers(0, 1 << 16, (8, 5, 3000), dtype=np.uint16)
-    with StoreWriter(tmp_path, {"x": [TensorSpec("x", value.shape, "BF16", 8)]}) as writer:
+    with StoreWriter(tmp_path, {"x": {"x": Tensor(value.shape, "bfloat16", 8)}}) as writer:
 
-        def write(slab: int) -> None:
+        def write(shard: int) -> None:
             for layer in range(5):
-                writer.write("x", value[slab, layer], slab=slab, offset=layer * 6000)
+                writer.write("x", value[shard, layer], shard=shard, offset=layer * 6000)
 
         with ThreadPoolExecutor(4) as pool:
             list(pool.map(write, range(8)))
@@ -155,21 +156,21 @@ def piece(size: int, dtype: Any = BF16) -> np.ndarray:
 @pytest.mark.parametrize(
     ("write", "message"),
     [
-        (lambda w: w.write("c", piece(3), slab=0), "tensor `c`: expected one of the plan's, found an unknown name"),
-        (lambda w: w.write("a", piece(3), slab=None), f"tensor `a`: expected a slab below 2, found None, in {FILE}"),
-        (lambda w: w.write("a", piece(3), slab=2), f"tensor `a`: expected a slab below 2, found 2, in {FILE}"),
-        (lambda w: w.write("n", piece(4, "f4"), slab=0), f"tensor `n`: expected no slab, found 0, in {FILE}"),
+        (lambda w: w.write("c", piece(3), shard=0), "tensor `c`: expected one of the plan's, found an unknown name"),
+        (lambda w: w.write("a", piece(3), shard=None), f"tensor `a`: expected a shard below 2, found None, in {FILE}"),
+        (lambda w: w.write("a", piece(3), shard=2), f"tensor `a`: expected a shard below 2, found 2, in {FILE}"),
+        (lambda w: w.write("n", piece(4, "f4"), shard=0), f"tensor `n`: expected no shard, found 0, in {FILE}"),
         (
-            lambda w: w.write("n", piece(4, "f8"), slab=None),
+            lambda w: w.write("n", piece(4, "f8"), shard=None),
             f"tensor `n`: expected dtype float32, found float64, in {FILE}",
         ),
         (
-            lambda w: w.write("a", piece(1), slab=1, offset=2),
-            f"tensor `a` slab 1: expected a piece at byte 0 of 6, found 2 bytes at 2, in {FILE}",
+            lambda w: w.write("a", piece(1), shard=1, offset=2),
+            f"tensor `a` shard 1: expected a piece at byte 0 of 6, found 2 bytes at 2, in {FILE}",
         ),
         (
-            lambda w: w.write("a", piece(4), slab=1),
-            f"tensor `a` slab 1: expected a piece at byte 0 of 6, found 8 bytes at 0, in {FILE}",
+            lambda w: w.write("a", piece(4), shard=1),
+            f"tensor `a` shard 1: expected a piece at byte 0 of 6, found 8 bytes at 0, in {FILE}",
         ),
     ],
 )
@@ -181,14 +182,14 @@ def test_misuse_is_named(tmp_path: Path, write: Callable[[StoreWriter], None], m
 
 
 def test_a_plan_with_a_doubled_name_or_a_wrong_axis_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tensor `a`: expected one, found two, in y"):
-        StoreWriter(tmp_path, {"x": TINY[:1], "y": TINY[:1]})
-    with pytest.raises(ValueError, match="tensor `s`: expected a leading axis of 4 slabs"):
-        TensorSpec("s", (2, 4), "F32", 4)
-    with pytest.raises(ValueError, match="tensor `s`: expected no empty axis"):
-        TensorSpec("s", (0, 4), "F32", 0)
-    with pytest.raises(ValueError, match="tensor `s`: expected dtype BF16 or F32 or I32 or I8 or U8, found F64"):
-        TensorSpec("s", (4,), "F64", 0)
+    with pytest.raises(ValueError, match="tensor `b`: expected one, found two, in y"):
+        StoreWriter(tmp_path, {"x": TINY, "y": TINY})
+    with pytest.raises(WrongRecordError, match="expected a leading axis of 4 shards, found a list of 2, at shape"):
+        Tensor((2, 4), "float32", 4)
+    with pytest.raises(WrongRecordError, match="expected no empty axis"):
+        Tensor((0, 4), "float32")
+    with pytest.raises(WrongRecordError, match=r"expected bfloat16 or float32 .*, found 'float64'"):
+        Tensor((4,), "float64")
     with pytest.raises(ArtifactError, match="expected a path below the artifact's folder"):
         StoreWriter(tmp_path, {"../x": TINY})
     assert list(tmp_path.iterdir()) == []
@@ -196,12 +197,12 @@ def test_a_plan_with_a_doubled_name_or_a_wrong_axis_is_refused(tmp_path: Path) -
 
 def test_an_unfinished_store_is_no_safetensors_file_and_finish_removes_it(tmp_path: Path) -> None:
     writer = StoreWriter(tmp_path, {FILE: TINY})
-    writer.write("n", piece(4, "f4"), slab=None)
+    writer.write("n", piece(4, "f4"), shard=None)
     with pytest.raises(safetensors.SafetensorError):
         safetensors.safe_open(tmp_path / FILE, "numpy")
     with pytest.raises(ArtifactError) as caught:
         writer.finish()
-    assert str(caught.value) == "weights: expected every tensor written, found parts missing of a, b"
+    assert str(caught.value) == "weights: expected every tensor written, found parts missing of b, a"
     assert not (tmp_path / FILE).exists()
 
 
@@ -222,11 +223,11 @@ def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     Store(tmp_path, index).check_many([(name, 0, None) for name in index], threads=2)
 
 
-def test_a_flip_outside_the_slabs_in_use_is_not_looked_at(tmp_path: Path) -> None:
+def test_a_flip_outside_the_shards_in_use_is_not_looked_at(tmp_path: Path) -> None:
     index, _ = random_store(tmp_path)
     path, entry = tmp_path / "one.safetensors", index["experts"]
     data = bytearray(path.read_bytes())
-    data[entry.offset + 2 * entry.slab_bytes] ^= 1
+    data[entry.offset + 2 * entry.shard_bytes] ^= 1
     path.write_bytes(data)
     store = Store(tmp_path, index)
     store.check_many([("experts", 0, 2), ("experts", 3, 4)])
@@ -234,7 +235,7 @@ def test_a_flip_outside_the_slabs_in_use_is_not_looked_at(tmp_path: Path) -> Non
         store.check_many([("experts", 2, 3)])
     found = hashlib.sha256(store.view("experts")[2]).hexdigest()
     assert str(caught.value) == (
-        f"tensor `experts` slab 2: expected sha256 {entry.sha256[2]}, found {found}, in {path}\n"
+        f"tensor `experts` shard 2: expected sha256 {entry.sha256[2]}, found {found}, in {path}\n"
         "hint: copy the artifact again, or build it again"
     )
 
@@ -262,7 +263,7 @@ def test_layout_is_checked_before_anything_is_mapped(
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("shape", [2, -3], "expected a whole number, found -3, at shape"),
+        ("shape", [2, -3], "expected a number from 0 to 9,007,199,254,740,992, found -3, at shape"),
         ("shape", [2, 0], "expected a number from 1 to 1,099,511,627,776, found 0, at shape"),
         ("offset", 4370, "tensor `a`: expected byte offset 4368, found 4370, in the index of"),
         ("file", "../x", "expected a path below the artifact's folder.*found '../x', at file"),
@@ -274,21 +275,21 @@ def test_a_crafted_index_is_refused(tmp_path: Path, field: str, value: Any, mess
     index = tiny(tmp_path)
     raw = to_json(index["a"]) | {field: value}
     with pytest.raises((ArtifactError, WrongRecordError), match=message):
-        Store(tmp_path, index | {"a": from_json(StoredTensor, raw)}).view("n")
-    del raw[field]
-    with pytest.raises(WrongRecordError, match=f"expected the field {field}, found none"):
-        from_json(StoredTensor, raw)
+        Store(tmp_path, index | {"a": from_json(Tensor, raw)}).view("n")
+    del raw["shape"]
+    with pytest.raises(WrongRecordError, match="expected the field shape, found none"):
+        from_json(Tensor, raw)
     with pytest.raises(WrongRecordError, match="expected an object, found 3"):
-        from_json(StoredTensor, 3)
+        from_json(Tensor, 3)
 
 
 def test_asking_for_what_is_not_there(tmp_path: Path) -> None:
     store = Store(tmp_path, tiny(tmp_path))
     with pytest.raises(ArtifactError, match="tensor `c`: expected it in the artifact, found no such weight"):
         store.view("c")
-    with pytest.raises(ValueError, match="tensor `a`: expected slabs within 0:2, found 1:3"):
+    with pytest.raises(ValueError, match="tensor `a`: expected shards within 0:2, found 1:3"):
         store.check_many([("a", 1, 3)])
-    with pytest.raises(ValueError, match="tensor `n`: expected slabs within 0:1, found 0:2"):
+    with pytest.raises(ValueError, match="tensor `n`: expected shards within 0:1, found 0:2"):
         store.check_many([("n", 0, 2)])
 
 
@@ -320,7 +321,7 @@ def test_a_volume_that_cannot_reserve_still_works(tmp_path: Path, monkeypatch: p
 
 def test_a_file_size_limit_is_named_and_leaves_nothing(tmp_path: Path) -> None:
     with file_size_limit(65536), pytest.raises(ArtifactError) as caught:
-        StoreWriter(tmp_path, {"x": [TensorSpec("x", (100000,), "F32", 0)]})
+        StoreWriter(tmp_path, {"x": {"x": Tensor((100000,), "float32", 0)}})
     assert str(caught.value) == (
         f"write `x`: expected room for 404,096 bytes, found a file-size limit of 65,536 bytes, in {tmp_path}\n"
         "hint: raise the limit (ulimit -f) or write to another volume"

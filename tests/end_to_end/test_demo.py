@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 
 import jax
 import numpy as np
@@ -18,7 +17,7 @@ from tokenizers import Tokenizer
 
 from bench import demo as bench_demo
 from bench.servers import asked, served
-from ling3export.artifacts.records import canonical
+from ling3export.artifacts.records import canonical, to_json
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import DEMO
 from ling3export.model.parameters import expected_tensors
@@ -102,7 +101,7 @@ def test_the_suite_is_the_same_everywhere():
         demo_records()[1][1].answer,
         {"max_tokens": 32, "stop": ("\n\n",)},
     )
-    digest = hashlib.sha256(canonical([asdict(task.record()) for task in suite.tasks])).hexdigest()
+    digest = hashlib.sha256(canonical(to_json([task.record() for task in suite.tasks]))).hexdigest()
     assert digest == "38bac5fe81b3503e7a7dd9c5e181a06b62c227d5938e5aafe88ab3cc3cd1540e"
 
 

@@ -35,8 +35,8 @@ def test_one_function_says_how_an_extra_is_installed():
 
 def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "zmq" else name)
-    extras.require("serve", "serve", "msgspec")
+    extras.require("serve", "serve", "uvicorn")
     with pytest.raises(extras.Ling3Error) as caught:
-        extras.require("--kv-events", "serve", "msgspec", "zmq", kind=extras.Ling3Error)
+        extras.require("--kv-events", "serve", "uvicorn", "zmq", kind=extras.Ling3Error)
     assert caught.value.message == "--kv-events: expected the packages of the extra `serve`, found no zmq"
     assert caught.value.hint == extras.install("serve")

@@ -12,17 +12,18 @@ from tests.support.rooms import below, modules, room
 
 # Packages that a room may import beside the standard library.
 PACKAGES = {
-    "artifacts": {"cryptography", "ml_dtypes", "numpy", "safetensors"},
+    "artifacts": {"cryptography", "ml_dtypes", "msgspec", "numpy", "safetensors"},
+    "cache": {"msgspec"},
     "checkpoint": {"ml_dtypes", "numpy", "tokenizers"},
     "cli": {"click", "rich"},
-    "compile": {"jax", "numpy"},
+    "compile": {"jax", "msgspec", "numpy"},
     "foundation": {"ml_dtypes", "numpy"},
     "machine": {"jax", "jaxlib", "numpy"},
     "model": {"flax", "jax", "jaxtyping", "numpy"},
-    "plan": {"numpy"},
+    "plan": {"msgspec", "numpy"},
     "runners.adapters": {"inspect_ai", "lm_eval"},
     "runners.bench_serving": {"h11", "numpy", "prometheus_client"},
-    "runners.calibrate": {"jax", "numpy", "safetensors"},
+    "runners.calibrate": {"jax", "msgspec", "numpy", "safetensors"},
     "runners.cli": {"click", "numpy"},
     "runners.endpoint": {"h11"},
     "runners.engine": {"numpy"},
@@ -30,18 +31,18 @@ PACKAGES = {
     "runners.ffn": {"numpy"},
     "runners.fleet": {"pyarrow", "ray"},
     "runners.hosts": {"jax"},
-    "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "numpy"},
+    "runners.load": {"flatbuffers", "jax", "jaxlib", "ml_dtypes", "msgspec", "numpy"},
     "runners.route": {"h11", "prometheus_client", "starlette"},
-    "runners.serve": {*"h11 msgspec prometheus_client pydantic pydantic_core starlette uvicorn zmq".split()},
+    "runners.serve": {*"h11 msgspec numpy prometheus_client pydantic pydantic_core starlette uvicorn zmq".split()},
     "runners.state": {"numpy"},
     "runners.text": {"jinja2", "llguidance", "numpy", "tokenizers"},
     "runners.transfer": {"numpy"},
     "savedmodel": {"jax", "jaxlib", "numpy", "orbax", "tensorflow"},
-    "verify": {"numpy", "safetensors"},
+    "verify": {"msgspec", "numpy", "safetensors"},
 }
 PRIVATE_JAX = {f"ling3export.machine.{name}" for name in ("pjrt", "portable", "service")}
 NEVER_IN_RUNNER = set("flax ling3export.model optax orbax ray rich tensorflow torch transformers".split())
-SERVER = {"msgspec", "prometheus_client", "pydantic", "starlette", "uvicorn", "zmq"}
+SERVER = {"prometheus_client", "pydantic", "starlette", "uvicorn", "zmq"}
 # Rooms and modules that read files, configurations and arguments, and load no jax.
 WITHOUT_JAX = tuple(
     (

@@ -9,10 +9,11 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from msgspec.structs import replace
 
 from ling3export.artifacts.calibration import SCHEMA, Calibration, CellTimes, beside, found_beside, programs_digest
 from ling3export.artifacts.manifest import MANIFEST, file_record, read_checked, read_manifest

@@ -138,7 +138,7 @@ def caches(folder: Path) -> Iterator[Case]:
     out.mkdir()
     for path, data in zip(paths, wanted, strict=True):
         path.write_bytes(data)
-    fields = {name: value for name, value in vars(record).items() if name in Program.__dataclass_fields__}
+    fields = {name: getattr(record, name) for name in Program.__struct_fields__}
     made = {"program": 1}
     program = Program(**fields | {"origin": Origin("compiler", sha256_of(made), 1, 1)})
     Cache(use, print).write("programs", made, {}, wanted[1])

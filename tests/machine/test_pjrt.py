@@ -5,13 +5,13 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import jaxlib
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts.program_records import CallInput
 from ling3export.artifacts.records import from_json, to_json

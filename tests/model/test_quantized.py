@@ -7,10 +7,11 @@ import jax
 import numpy as np
 import pytest
 
+from ling3export.artifacts.parameters import WEIGHTS
 from ling3export.checkpoint.convert import WeightSource
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.foundation.errors import PlanError
-from ling3export.model.parameters import LAYERED, WEIGHTS, arguments, parameters
+from ling3export.model.parameters import LAYERED, parameters, weight_table
 from ling3export.verify.dequantized import Dequantized
 from ling3export.verify.reference import Reference
 from tests.support.direct import relative
@@ -93,8 +94,8 @@ def test_activations_of_8_bits_are_another_rounding(case, expected):
 def test_a_matrix_without_groups_is_refused_with_the_sum(case):
     odd = dataclasses.replace(case.config, intermediate_size=164)
     with pytest.raises(PlanError, match=r"dense.down_proj .*found 164 = 5 \* 32 \+ 4"):
-        parameters(odd, "int8")
-    assert parameters(odd, "int8-channel")
+        weight_table(odd, "int8")
+    assert weight_table(odd, "int8-channel")
 
 
 def test_one_chip_takes_8_bit_matrices_a_layer_at_a_time(case):
@@ -102,9 +103,9 @@ def test_one_chip_takes_8_bit_matrices_a_layer_at_a_time(case):
 
     def by_layer(tp: int, weights: str) -> set[str]:
         geometry = Quick(case.config, case.read, tp=tp, form="tiles", weights=weights).geometry
-        return {each.parameter.name for each in arguments(case.config, geometry) if each.layer is not None}
+        return {".".join(row.path[:2]) for row in parameters(case.config, geometry) if row.layer is not None}
 
-    quantized = {row.name for row in parameters(case.config, "int8-channel") if row.form != "bf16" and row.layers}
+    quantized = {row.name for row in weight_table(case.config, "int8-channel") if row.form != "bf16" and row.layers}
     assert by_layer(1, "int8-channel") == quantized > set(LAYERED)
     assert by_layer(4, "int8-channel") == by_layer(1, "bf16") == set(LAYERED)
 
@@ -115,5 +116,5 @@ def test_what_is_held_of_a_layer_is_widened_alone(case):
     step, call = direct.step("decode", 4)
     batch = {"packed": jax.ShapeDtypeStruct(step.arguments[2]["packed"].shape, np.int32)}
     held = call.lower(direct.params, direct.state, batch).compile().memory_analysis().temp_size_in_bytes
-    stack = next(row for row in parameters(case.config, "int4") if row.name == "moe.experts_gate_up_proj")
+    stack = next(row for row in weight_table(case.config, "int4") if row.name == "moe.experts_gate_up_proj")
     assert held < 4 * np.prod(stack.shape)

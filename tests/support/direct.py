@@ -15,7 +15,7 @@ from ling3export.foundation.dtypes import BY_NAME
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Form, Geometry
 from ling3export.model.inputs import packed_size
-from ling3export.model.parameters import Argument, arguments, parameters
+from ling3export.model.parameters import parameters, weight_table
 from ling3export.model.program import StepProgram, build_step, put, state_tree
 from ling3export.runners.engine.inputs import Span, decode_fields, prefill_fields
 
@@ -25,27 +25,24 @@ def assemble(
 ) -> dict[str, dict[str, np.ndarray]]:
     """All parameters in memory, by the same pieces that the store is written from."""
     whole: dict[str, np.ndarray] = {}
-    table = parameters(config) if geometry is None else parameters(config, geometry.weights)
+    table = weight_table(config) if geometry is None else weight_table(config, geometry.weights)
     for row in table:
         flat: dict[tuple[str, int | None], list[np.ndarray]] = {}
         for layer in row.layers or (None,):
-            for slab, parts in pieces(row, layer, config, read):
-                for tensor, part in zip(row.tensors(dtype), parts, strict=True):
+            for shard, parts in pieces(row, layer, config, read):
+                for (name, tensor), part in zip(row.tensors(dtype).items(), parts, strict=True):
                     values = np.ascontiguousarray(part).astype(BY_NAME[tensor.dtype].numpy)
-                    flat.setdefault((tensor.name, slab), []).append(values.reshape(-1))
+                    flat.setdefault((name, shard), []).append(values.reshape(-1))
         keys = [None] if row.split is None else list(range(config.tp_shards))
-        for tensor in row.tensors(dtype):
-            values = np.concatenate([part for key in keys for part in flat[tensor.name, key]])
-            whole[tensor.name] = values.reshape(tensor.shape)
+        for name, tensor in row.tensors(dtype).items():
+            values = np.concatenate([part for key in keys for part in flat[name, key]])
+            whole[name] = values.reshape(tensor.shape)
     tree: dict[str, dict[str, np.ndarray]] = {}
-    plain = (Argument(row, tensor) for row in table for tensor in row.tensors(dtype))
-    for argument in plain if geometry is None else arguments(config, geometry):
-        value = whole[argument.tensor.name]
-        put(
-            tree,
-            argument.path,
-            value if argument.layer is None else np.take(value, argument.layer, argument.parameter.stack_axis),
-        )
+    if geometry is None:
+        for name, value in whole.items():
+            put(tree, tuple(name.split(".")), value)
+    for parameter in () if geometry is None else parameters(config, geometry):
+        put(tree, parameter.path, np.ascontiguousarray(parameter.of(whole[parameter.tensor])))
     return tree
 
 

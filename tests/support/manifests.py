@@ -3,9 +3,10 @@
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import ENDS, MANIFEST, PROGRAMS, read_manifest, write_manifest
 from ling3export.artifacts.records import laid_out, sha256_of
@@ -37,8 +38,8 @@ def sealed(raw: dict[str, Any]) -> bytes:
         programs["config"] = {name: value for name, value in programs["config"].items() if name != ENDS}
     body["programs_digest"] = sha256_of(programs)
     index = body["weights"]["index"]
-    slabs = {name: each.get("sha256") if isinstance(each, dict) else None for name, each in index.items()}
-    body["weights_digest"] = sha256_of(slabs)
+    digests = {name: each.get("sha256") if isinstance(each, dict) else None for name, each in index.items()}
+    body["weights_digest"] = sha256_of(digests)
     text = (laid_out({**body, "sha256": "0" * 64}) + "\n").encode()
     covered = text[: text.rindex(b'  "sha256": "')]
     return covered + f'  "sha256": "{hashlib.sha256(covered).hexdigest()}"\n}}\n'.encode()

@@ -27,8 +27,9 @@ BUILD = (
     ("model",),
 )
 BELOW = (("machine",), ("artifacts",), ("foundation",))
-# The model knows nothing of artifacts and machines.
+# The model knows nothing of machines, and of artifacts only the record of a parameter.
 APART = {"model": {"machine", "artifacts"}}
+RECORDS = {"model.parameters": {"artifacts"}}
 # What a room or module of the build side may import of the runners: both command lines share their options, and
 # `verify` is the one door through which a build runs what it built.
 FROM_RUNNERS = {
@@ -58,4 +59,4 @@ def below(room: str, module: str = "") -> set[str]:
         for line, rooms in enumerate(tower):
             if room in rooms:
                 allowed |= {lower for rest in tower[line + 1 :] for lower in rest}
-    return allowed - APART.get(room, set())
+    return allowed - APART.get(room, set()) | RECORDS.get(module, set())

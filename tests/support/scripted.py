@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ import httpx2
 import numpy as np
 import pytest
 import tokenizers
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import file_record, read_manifest
 from ling3export.checkpoint.synth_tokenizer import SPECIALS, write_tokenizer

@@ -13,12 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
+from msgspec import structs
 from safetensors.numpy import save_file
 
 from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record, write_manifest
+from ling3export.artifacts.parameters import Parameter, Tensor
 from ling3export.artifacts.schema import Manifest
-from ling3export.artifacts.store import StoreWriter, TensorSpec
+from ling3export.artifacts.store import StoreWriter
 from ling3export.compile import lower
 from ling3export.model import program as steps
 from ling3export.model.config import Config
@@ -122,14 +124,14 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
             stablehlo, executable = (
                 file_record(folder, f"programs/{TARGET}/{name}.{tier}") for tier in ("stablehlo", "exec")
             )
-            program = vars(lowered.program(compiled))
+            program = structs.asdict(lowered.program(compiled))
             cells[name] = schema.Cell(**program, status="compiled", stablehlo=stablehlo, exec=executable)
     (programs / schema.STATE).write_bytes(lower.compile_state(STATE, mesh))
     state_program = file_record(folder, f"programs/{TARGET}/{schema.STATE}")
     file, shape = "weights/toy.safetensors", (TP, VOCAB, VOCAB // TP)
-    with StoreWriter(folder, {file: [TensorSpec("toy.table", shape, "F32", TP)]}) as writer:
-        for slab, part in enumerate(np.split(table(seed), TP, axis=1)):
-            writer.write("toy.table", part, slab=slab)
+    with StoreWriter(folder, {file: {"toy.table": Tensor(shape, "float32", TP)}}) as writer:
+        for shard, part in enumerate(np.split(table(seed), TP, axis=1)):
+            writer.write("toy.table", part, shard=shard)
         weights = schema.WeightsRecord({file: 0}, writer.finish())
     weights.files[file] = (folder / file).stat().st_size
     (folder / "vectors").mkdir()
@@ -179,7 +181,7 @@ def _target(cells: dict[str, schema.Cell], needs: schema.Executable, state_progr
         fingerprint="0" * 64,
         state_abi="0" * 64,
         geometry=asdict(GEOMETRY),
-        parameters=(schema.ParameterRecord("toy.table", "toy.table", (TP, VOCAB, VOCAB // TP), "float32", ("tp",)),),
+        parameters=(Parameter("toy.table", "toy.table", (TP, VOCAB, VOCAB // TP), "float32", "vocab"),),
         state=schema.State("replicated", SLOTS, PAGES, PAGE, CONTEXT // PAGE, CHUNK, arrays),
         cells=cells,
         state_program=state_program,

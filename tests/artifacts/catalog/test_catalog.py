@@ -5,11 +5,11 @@ import json
 import os
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ling3export.artifacts.catalog.layout import OciLayout, Published, parse_reference
 from ling3export.artifacts.catalog.publish import Words, publish, search
@@ -196,7 +196,7 @@ def test_the_score_of_an_evaluation_stands_in_the_record(toy, store, tmp_path):
 def test_programs_alone_are_published_as_such(toy, store):
     manifest = read_manifest(toy)
     none = Vectors("none", 0, manifest.vectors.margins, ())
-    write_manifest(toy, replace(manifest, weights=Stored({}, {}), vectors=none))
+    write_manifest(toy, structs.replace(manifest, weights=Stored({}, {}), vectors=none))
     record = publish(toy, store, "toy-programs", "1.0.0", Words()).version.record
     assert record.kind == "programs" and not any(file.path.startswith("weights/") for file in record.files)
 
@@ -274,8 +274,8 @@ def test_a_record_with_paths_that_leave_the_folder_is_refused(toy, store):
     publish(toy, store, "toy", "1.0.0", Words())
     index, found = (store.folder / "index.json").read_bytes(), store.find("toy")
     for number, path in enumerate(("../x", "/tmp/x", "MANIFEST.json")):
-        file = replace(found.record.files[0], path=path)
-        forged = replace(found.record, version=f"2.0.{number}", files=(*found.record.files, file))
+        file = structs.replace(found.record.files[0], path=path)
+        forged = structs.replace(found.record, version=f"2.0.{number}", files=(*found.record.files, file))
         with store.publishing():
             store.enter(forged)
         with pytest.raises(UnsafePath):

@@ -57,7 +57,7 @@ def test_every_command_takes_a_reference_for_an_artifact_that_it_reads():
 
 def test_inspect_verify_and_publish_read_what_a_reference_names(toy, reference, kept, tmp_path):
     assert said(cli.main, "inspect", reference, "--json") == said(cli.main, "inspect", toy, "--json")
-    assert "weight slabs agree" in said(cli.main, "verify", reference, "--no-run")
+    assert "weight shards agree" in said(cli.main, "verify", reference, "--no-run")
     (folder,) = kept.glob("*.ling3")
     assert contents(folder) == contents(toy)
     words = ("catalog", "publish", reference, f"oci:{tmp_path}/other", "--id", "toy", "--version", "1.0.0", "--no-run")

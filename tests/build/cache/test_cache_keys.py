@@ -4,13 +4,14 @@ import errno
 import os
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from msgspec import Struct, structs
 
 from ling3export.artifacts.program_records import Memory, Origin, Program
 from ling3export.artifacts.records import sha256_of, to_json
@@ -175,7 +176,7 @@ def test_the_policies_of_cells(tmp_path):
 
     for policy in ("off", "readonly"):
         whole = kept(replace(use, policy=policy), folder_with(tmp_path, policy, b"1"))
-        assert whole == built(replace(MADE, key=key_of()))
+        assert whole == built(structs.replace(MADE, key=key_of()))
         assert not (tmp_path / "cache").exists()
     assert fetched("on", "none") is None
     kept(use, folder_with(tmp_path, "first", b"1"))
@@ -317,14 +318,12 @@ def test_a_worker_of_other_sources_fails_its_cell_and_keeps_nothing(tmp_path, mo
     assert isinstance(Compilers(plan(), CONFIG, folder, 1, cells).made(worker, CELL), Built)
 
 
-@dataclass(frozen=True)
-class Vectors:
+class Vectors(Struct):
     receipts: dict[str, Any]
     portable: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True)
-class Written:
+class Written(Struct):
     """As much of a manifest as is changed before anything is measured."""
 
     targets: dict[str, Any]

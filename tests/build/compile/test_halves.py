@@ -3,12 +3,12 @@
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import asdict, replace
 
 from ling3export.artifacts.manifest import read_manifest, recorded_files
 from ling3export.artifacts.schema import PortableReceipts, Receipts, Tolerance
@@ -111,7 +111,7 @@ def test_receipts_stay_with_the_same_weights_and_are_named_where_others_come():
     manifest = read_manifest(toy_artifact.shared())
     fresh = replace(manifest.vectors, receipts={}, portable=None)
     found = Receipts(Tolerance("largest", 1e-3), {}, {})
-    portable = PortableReceipts(**vars(found), compiler="jaxlib 1", lacking={})
+    portable = PortableReceipts(**asdict(found), compiler="jaxlib 1", lacking={})
     measured = replace(fresh, receipts={"cpu-tp2": found}, portable={"tpu": portable})
     manifest, notes = replace(manifest, vectors=measured), list[str]()
     report = SimpleNamespace(note=notes.append)
@@ -192,7 +192,7 @@ def test_the_load_plan_names_every_tensor_of_the_checkpoint_once_and_every_one_o
     index = artifact.manifest("micro-tp1").weights.index
     for row in printed["stored"]:
         stored = index[row["tensor"]]
-        assert (row["file"], tuple(row["shape"]), row["shards"]) == (stored.file, stored.shape, stored.slabs)
+        assert (row["file"], tuple(row["shape"]), row["shards"]) == (stored.file, stored.shape, stored.shards)
         assert all(list(source.tensor(key).shape) == row["from"]["shape"] for key in row["from"]["keys"])
     assert {row["tensor"] for row in printed["stored"]} == set(index)
     steps = {row["tensor"]: row["from"]["steps"] for row in printed["stored"]}

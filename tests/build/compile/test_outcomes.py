@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
+from msgspec import structs
 
 from ling3export.artifacts.program_records import Memory, Origin, Program
 from ling3export.artifacts.schema import Receipt, Receipts, Tolerance
@@ -91,7 +92,7 @@ RECEIPTS = Receipts(
     tolerance=Tolerance("median", 0.15),
     cells={
         "prefill@16": ERRORS,
-        "decode@1": replace(ERRORS, status="failed", median=0.2),
+        "decode@1": structs.replace(ERRORS, status="failed", median=0.2),
         "sample@1": Receipt(status="passed", relative=0.0, median=0.0, absolute=0.0, positions=1),
     },
     agreement={},
@@ -104,7 +105,7 @@ def manifest(receipts):
     for name, source in ORIGINS.items():
         phase, padding = name.split("@")
         origin = Origin(source, "0" * 64, 0, 0)
-        cells[name] = replace(PROGRAM, phase=phase, padding=int(padding), origin=origin)
+        cells[name] = structs.replace(PROGRAM, phase=phase, padding=int(padding), origin=origin)
     return SimpleNamespace(
         targets={"cpu-tp1": SimpleNamespace(cells=cells)},
         vectors=SimpleNamespace(receipts={"cpu-tp1": receipts} if receipts else {}, portable=None),

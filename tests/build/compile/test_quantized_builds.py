@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from ling3export.artifacts.parameters import WEIGHTS
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.store import Store
 from ling3export.checkpoint.convert import convert, store_bytes, store_files
@@ -19,7 +20,7 @@ from ling3export.compile.build import named
 from ling3export.foundation.errors import CheckpointError, PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.model.parameters import MATRICES, WEIGHTS, arguments, parameters
+from ling3export.model.parameters import MATRICES, parameters, weight_table
 from ling3export.plan import pricing
 from ling3export.plan.options import Options
 from ling3export.plan.plan import as_stored, make_plan, weight_forms
@@ -60,7 +61,7 @@ def test_the_store_holds_what_whole_tensors_are_rounded_to(tmp_path: Path, weigh
     index = convert(source, tmp_path / "store", "bfloat16", weights=weights)
     store, plain = Store(tmp_path / "store", index), Dequantized(source, weights)
     found = {name: store.view(name) for name in index}
-    rows = {row.name: row for row in parameters(source.config, weights)}
+    rows = {row.name: row for row in weight_table(source.config, weights)}
     expected = lambda name: np.asarray(plain.tensor(name).astype(np.float32))  # noqa: E731
     shards = source.config.tp_shards
     if rows["kda.o_proj"].form != "bf16":
@@ -87,14 +88,14 @@ def test_arguments_are_q_and_scale_of_each_matrix_in_flattening_order(weights: s
     config = Config.from_dict(config_fields("small", {}))
     for form in ("loops", "tiles"):
         geometry = Geometry(tp, "bfloat16", 1, 1, 16, 1, config.latent_dim, form=form, weights=weights)
-        rows = arguments(config, geometry)
+        rows = parameters(config, geometry)
         assert [row.path for row in rows] == sorted(row.path for row in rows)
         assert all(row.shape[0] % tp == 0 for row in rows if row.spec)
-        quantized = {row.parameter.name for row in rows if row.tensor.part}
+        quantized = {".".join(row.path[:2]) for row in rows if row.path[-1] in ("q", "scale")}
         experts = {name for name in MATRICES if ".experts" in name}
-        there = {row.parameter.name for row in rows} & MATRICES
+        there = {".".join(row.path[:2]) for row in rows} & MATRICES
         assert quantized == {"bf16": set(), "int4-experts": experts}.get(weights, there)
-        assert {row.dtype for row in rows if row.tensor.part == "q"} <= {*Q}
+        assert {row.dtype for row in rows if row.path[-1] == "q"} <= {*Q}
 
 
 def test_int4_checkpoints_are_stored_bit_by_bit(int4: Path, tmp_path: Path):
@@ -230,8 +231,7 @@ def test_a_quantized_artifact_verifies_in_fp32_and_says_what_it_is(artifact: Art
     config = Checkpoint.open(artifact.checkpoint(NAME)).config
     planned = {row["tensor"]: row for row in load_plan(config, "float32", "int4")["stored"]}
     assert {name: (row["shape"], row["dtype"]) for name, row in planned.items()} == {
-        name: (list(each.shape), {"F32": "float32", "BF16": "bfloat16", "I8": "int8", "U8": "uint8"}[each.dtype])
-        for name, each in manifest.weights.index.items()
+        name: (list(tensor.shape), tensor.dtype) for name, tensor in manifest.weights.index.items()
     }
     steps = planned["moe.experts_down_proj.q"]["from"]["steps"]
     assert steps[0] == "round to int4, a scale for each group of 32 inputs: take q"
@@ -269,4 +269,4 @@ def test_earlier_readers_find_a_field_that_they_do_not_know(artifact: Artifacts)
     raw = to_json(artifact.manifest(NAME))
     assert raw["plan"]["weights"] == "int4"
     assert "weights" not in to_json(artifact.manifest("micro-tp1"))["plan"]
-    assert {each["dtype"] for each in raw["weights"]["index"].values()} == {"U8", "I8", "BF16", "F32"}
+    assert {each["dtype"] for each in raw["weights"]["index"].values()} == {"uint8", "int8", "bfloat16", "float32"}

@@ -76,7 +76,7 @@ def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Art
 
 @pytest.mark.usefixtures("unoptimized")
 @pytest.mark.hosts
-def test_hosts_load_their_own_slabs_of_q_and_scale_and_answer_as_one(
+def test_hosts_load_their_own_shards_of_q_and_scale_and_answer_as_one(
     artifact: Artifacts, tmp_path: Path, expected: list[int]
 ):
     """The target of two hosts is added to an artifact that is there; each host loads its own part of the weights."""

@@ -2,10 +2,10 @@
 
 import re
 import shutil
-from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from ling3export.cli import main as cli
 from ling3export.compile import pool as compiling

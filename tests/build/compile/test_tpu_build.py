@@ -3,11 +3,11 @@
 import json
 import re
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.artifacts.program_records import Lowering

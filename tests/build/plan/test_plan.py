@@ -103,7 +103,7 @@ def test_a_tp_that_was_asked_for_is_not_called_a_choice():
 
 
 def test_tp_defaults_to_at_most_16():
-    """A model of 24 slabs was once planned for 24 devices."""
+    """A model of 24 shards was once planned for 24 devices."""
     fields = {"num_attention_heads": 24, "num_key_value_heads": 24, "num_experts": 24, "num_experts_per_tok": 4}
     widths = {"intermediate_size": 48, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
     config = Config.from_dict(tiny_fields(**fields, **widths))

@@ -2,11 +2,12 @@
 
 import json
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from ling3export.artifacts.program_records import Memory
 from ling3export.checkpoint.synth import config_fields

@@ -73,7 +73,7 @@ def test_a_target_that_is_not_known_is_refused_with_those_that_are(text, message
     assert (caught.value.message, caught.value.hint) == (message, hint)
 
 
-def test_a_topology_with_more_devices_than_slabs_is_refused():
+def test_a_topology_with_more_devices_than_shards_is_refused():
     with pytest.raises(PlanError, match=r"devices of `tpu:v6e:4x4`: expected a divisor of 4 .*, found 16"):
         parse_target("tpu:v6e:4x4", None, MICRO)
 

@@ -1,8 +1,9 @@
 """``ling3export inspect``: its tables, and what stands below them."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.program_records import Collective

@@ -20,7 +20,7 @@ from ling3export.foundation import processes
 from ling3export.foundation.errors import Ling3Error, PlanError
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.model.parameters import parameters
+from ling3export.model.parameters import weight_table
 from ling3export.model.program import build_step
 from ling3export.plan.options import Options
 from ling3export.savedmodel import export as savedmodel
@@ -138,7 +138,7 @@ def test_signatures_compute_what_the_steps_compute_under_jit(artifact, tmp_path,
 
     said = json.loads(done.stdout)  # the weights are there once, whatever the number of signatures
     assert said["signatures"] == ["decode@2", "prefill@32", "sample@2"]
-    assert said["variables"] == sum(len(row.tensors("float32")) for row in parameters(source.config, weights))
+    assert said["variables"] == sum(len(row.tensors("float32")) for row in weight_table(source.config, weights))
     assert said["bytes"] == store_bytes(source.config, "float32", weights)
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
 from jax import export
+from msgspec import structs
 
 from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record, read_checked, read_manifest, write_manifest
@@ -69,13 +70,13 @@ def for_tpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         blob = lower.lower_cell(config, toy_artifact.GEOMETRY, "decode", 2, "tpu").blob
     record = target.cells["decode@2"]
     (folder / record.stablehlo.path).write_bytes(blob)
-    wrong = replace(record, stablehlo=file_record(folder, record.stablehlo.path))
+    wrong = structs.replace(record, stablehlo=file_record(folder, record.stablehlo.path))
     cells = {
-        name: replace(cell, status="compiled, not executed")
+        name: structs.replace(cell, status="compiled, not executed")
         for name, cell in (target.cells | {"decode@2": wrong}).items()
     }
-    target = replace(target, platform="tpu", kind="v6e", topology="2x1", cells=cells, state_program=None)
-    write_manifest(folder, replace(manifest, targets={"tpu-v6e-2x1-tp2": target}))
+    target = structs.replace(target, platform="tpu", kind="v6e", topology="2x1", cells=cells, state_program=None)
+    write_manifest(folder, structs.replace(manifest, targets={"tpu-v6e-2x1-tp2": target}))
 
 
 def test_a_cell_of_an_accelerator_whose_stablehlo_computes_something_else_is_caught(tmp_path, monkeypatch):
@@ -97,16 +98,18 @@ def test_a_build_whose_portable_programs_are_wrong_is_refused(artifact, monkeypa
     monkeypatch.setattr(build, "measure_apart", lambda *arguments, portable: failed)
     manifest = read_manifest(artifact("micro-tp1"))
     target = manifest.targets["cpu-tp1"]
-    target = replace(target, geometry={**target.geometry, "activations": activations})
+    target = structs.replace(target, geometry={**target.geometry, "activations": activations})
     with pytest.raises(ArtifactError) as caught:
-        build.receipts(Path("x.ling3"), replace(manifest, targets={"cpu-tp1": target}), "cpu-tp1", portable=True)
+        build.receipts(
+            Path("x.ling3"), structs.replace(manifest, targets={"cpu-tp1": target}), "cpu-tp1", portable=True
+        )
     assert caught.value.hint.endswith(hint)
     assert caught.value.message.startswith("receipts of `cpu-tp1`, stablehlo, on cpu: expected a median relative error")
     assert caught.value.message.endswith("in decode@8")
 
 
 def test_no_run_and_portable_contradict_each_other(tmp_path):
-    assert "--portable runs programs: no --no-run beside it" in refusal(
+    assert "--no-run, --portable and --time exclude each other" in refusal(
         cli.main, "verify", tmp_path, "--portable", "--no-run", code=2
     )
 
@@ -119,11 +122,10 @@ def test_custom_calls_that_the_processor_lacks_are_named():
 
     shape = jax.ShapeDtypeStruct((8,), jnp.float32)
     checks = [export.DisabledSafetyCheck.custom_call("only_there")]
-    assert lacking(export.export(special, platforms=("tpu",), disabled_checks=checks)(shape).serialize()) == (
-        "only_there",
-    )
+    exported = export.export(special, platforms=("tpu",), disabled_checks=checks)(shape)
+    assert lacking(exported.mlir_module_serialized) == ("only_there",)
     plain = jax.jit(lambda x: jax.lax.top_k(jnp.sort(x), 2))
-    assert lacking(export.export(plain, platforms=("cuda",))(shape).serialize()) == ()
+    assert lacking(export.export(plain, platforms=("cuda",))(shape).mlir_module_serialized) == ()
 
 
 @pytest.mark.parametrize(
@@ -153,12 +155,14 @@ def test_what_did_not_run_stands_below_the_table_with_the_operation(artifact):
 def test_large_models_and_pools_are_run_only_where_that_is_asked_for(artifact):
     manifest = read_manifest(artifact("micro-tp1"))
     assert too_large(manifest, "cpu-tp1") is None
-    heavy = replace(manifest, weights=schema.WeightsRecord({"weights/dense.safetensors": 10**9 + 1}, {}))
+    heavy = structs.replace(manifest, weights=schema.WeightsRecord({"weights/dense.safetensors": 10**9 + 1}, {}))
     assert too_large(heavy, "cpu-tp1") == "1.0 GB of weights, more than 1 GB"
     state = manifest.targets["cpu-tp1"].state
     large = schema.StateArrayRecord("last_token", (2**32,), "int32", (), ("slots",))
-    target = replace(manifest.targets["cpu-tp1"], state=schema.State(**vars(state) | {"arrays": (large,)}))
-    assert too_large(replace(manifest, targets={"cpu-tp1": target}), "cpu-tp1") == (
+    target = structs.replace(
+        manifest.targets["cpu-tp1"], state=schema.State(**structs.asdict(state) | {"arrays": (large,)})
+    )
+    assert too_large(structs.replace(manifest, targets={"cpu-tp1": target}), "cpu-tp1") == (
         "17.2 GB of state on all devices, more than --state-memory"
     )
 
@@ -167,6 +171,6 @@ def test_portable_receipts_of_cells_that_there_are_none_of_are_refused(artifact,
     folder = Path(shutil.copytree(artifact("micro-tp1"), tmp_path / "x.ling3"))
     manifest = read_manifest(folder)
     proof = schema.PortableReceipts(schema.Tolerance("median", 0.15), {}, {}, "jaxlib 0", {"decode@9": ("only_there",)})
-    wrong = replace(manifest.vectors, portable={"cpu-tp1": proof})
+    wrong = structs.replace(manifest.vectors, portable={"cpu-tp1": proof})
     with pytest.raises(ArtifactError, match="expected receipts of cells that there are, found 'decode@9'"):
-        write_manifest(folder, replace(manifest, vectors=wrong))
+        write_manifest(folder, structs.replace(manifest, vectors=wrong))

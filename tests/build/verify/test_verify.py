@@ -3,7 +3,6 @@
 import json
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
+from msgspec.structs import replace
 from safetensors.numpy import load_file, save_file
 
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
@@ -60,8 +60,8 @@ def test_a_whole_artifact_passes_and_every_cell_is_listed_the_worst_first(whole)
     lines = done.stdout.splitlines()
     cells = read_manifest(whole).targets["cpu-tp2"].cells
     files = 2 * len(cells) + 1 + 4 + 1  # tiers, the program that gives the state, tokenizer files, vectors
-    slabs = sum(len(entry.sha256) for entry in read_manifest(whole).weights.index.values())
-    assert lines[0] == f"digests: {files} files and {slabs} weight slabs agree"
+    shards = sum(len(entry.sha256) for entry in read_manifest(whole).weights.index.values())
+    assert lines[0] == f"digests: {files} files and {shards} weight shards agree"
     assert lines[1] == "cpu-tp2:"
     assert lines[2].split() == "cell status median worst absolute positions".split()
     rows = [line.split() for line in lines[3 : 3 + len(cells)]]
@@ -184,9 +184,9 @@ def test_the_measuring_process_takes_nothing_from_its_surroundings(whole, tmp_pa
 
 def test_digests_are_counted(whole):
     manifest = read_manifest(whole)
-    files, slabs = check_digests(whole, manifest)
+    files, shards = check_digests(whole, manifest)
     assert files == sum(1 for path in whole.rglob("*") if path.is_file() and "weights" not in path.parts) - 1
-    assert slabs == sum(max(entry.slabs, 1) for entry in manifest.weights.index.values())
+    assert shards == sum(max(entry.shards, 1) for entry in manifest.weights.index.values())
 
 
 def test_relative_error():

@@ -4,12 +4,12 @@ import json
 import re
 import shutil
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts import calibration
 from ling3export.artifacts.manifest import read_manifest

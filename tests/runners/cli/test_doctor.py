@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Target
@@ -48,7 +49,7 @@ def on_cpu(artifact):
 def on_tpu(on_cpu):
     """The same programs as a slice's of two hosts with two chips each, and a host that fits."""
     target = on_cpu.target
-    requires = replace(
+    requires = structs.replace(
         target.requires,
         platform="tpu",
         device_kind="TPU v6 lite",
@@ -56,11 +57,11 @@ def on_tpu(on_cpu):
         machine=None,
         plugins={"libtpu": "1"},
     )
-    mesh = replace(target.mesh, devices=(0, 1, 2, 3), hosts=(0, 0, 1, 1))
+    mesh = structs.replace(target.mesh, devices=(0, 1, 2, 3), hosts=(0, 0, 1, 1))
     chips = JaxRuntime(
         "tpu", requires.jaxlib, {"libtpu": "1"}, "TPU v6 lite", on_cpu.runtime.machine, 1, [], [0, 1], memory=31 * GB
     )
-    target = replace(target, platform="tpu", kind="v6e", topology="2x2", requires=requires, mesh=mesh)
+    target = structs.replace(target, platform="tpu", kind="v6e", topology="2x2", requires=requires, mesh=mesh)
     return Fitting(target, chips, ["tpu", "cpu"])
 
 

@@ -1,11 +1,11 @@
 """The calls of programs: which padding pays, beside who waits too, and the fields of the step contract."""
 
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.paddings import Shapes

@@ -3,12 +3,12 @@
 import json
 import math
 import shutil
-from dataclasses import replace
 from decimal import Decimal
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.foundation.errors import RequestError

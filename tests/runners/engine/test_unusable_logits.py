@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.foundation.dtypes import BY_CODE
+from ling3export.foundation.dtypes import BY_NAME
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import LogitsError
@@ -44,7 +44,7 @@ SAID = "expected finite numbers, found NaN or infinity, at position 1"
 def put_nan(artifact: Path, tensor: str, *place: int) -> None:
     """Sets an element of a weight, or a range of it, to NaN; ``--check programs`` does not see it."""
     stored = read_manifest(artifact).weights.index[tensor]
-    kind = BY_CODE[stored.dtype].numpy
+    kind = BY_NAME[stored.dtype].numpy
     weights = np.memmap(artifact / stored.file, kind, "r+", stored.offset, stored.shape)
     weights[place] = np.nan
     weights.flush()

@@ -3,12 +3,12 @@
 import json
 import math
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.runners.cli.main import main

@@ -6,12 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
+from ling3export.artifacts.records import to_json
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.cli.eval import lines
 from ling3export.runners.cli.main import main
@@ -54,7 +54,7 @@ def test_half_of_ten_tasks(evaluate, tmp_path):
     assert LINE.match(done.stdout.strip())
     lines = [json.loads(line) for line in (tmp_path / "run").read_text(encoding="utf-8").splitlines()]
     assert [line["kind"] for line in lines] == ["run", *["task"] * 10, *["trial"] * 10]
-    fields = ["kind", *[name for name in Prediction.__dataclass_fields__ if name != "details"]]
+    fields = ["kind", *[name for name in Prediction.__struct_fields__ if name != "details"]]
     assert [list(line) for line in lines[11:]] == [fields] * 10
     assert lines[12] == {
         "kind": "trial",
@@ -100,7 +100,7 @@ def test_one_infrastructure_error_of_ten(evaluate, tmp_path):
     assert (totals.infra, totals.passed, totals.success_rate, totals.adjusted_success_rate) == (1, 9, 0.9, 1)
     record = run.trials[3]
     attempt = {"kind": "oom", "message": "RuntimeError: RESOURCE_EXHAUSTED: no memory"}
-    assert asdict(record.infra) == {"ended": True, "attempts": [attempt, attempt]}  # in the batch, and alone
+    assert to_json(record.infra) == {"ended": True, "attempts": [attempt, attempt]}  # in the batch, and alone
     assert (record.passed, record.stop_reason, record.text) == (None, "error", "")
     assert evaluate(FailsOn("3", RuntimeError("x")), "--max-infra", "0.1", name="b").exit_code == 0
 
@@ -140,7 +140,7 @@ def test_a_prompt_that_is_too_long_is_a_failure_of_its_own_and_no_infrastructure
     assert [record.infra for record in records if record.idx != 3] == [None] * 9
     refused = records[3]
     assert (refused.passed, refused.stop_reason, refused.text, refused.answer) == (False, "refused", "", None)
-    assert asdict(refused.infra) == {
+    assert to_json(refused.infra) == {
         "ended": False,
         "attempts": [{"kind": "refused", "message": "task `ten-3`: too long"}],
     }
@@ -152,7 +152,7 @@ def test_an_error_that_passes_is_kept_and_not_counted(evaluate, tmp_path):
     done = evaluate(FailsOn("3", TimeoutError("late"), times=1))
     assert (done.exit_code, done.stdout) == (0, "正确率: 10/10 = 1.0000\n")
     kept = {"ended": False, "attempts": [{"kind": "timeout", "message": "TimeoutError: late"}]}
-    assert [asdict(record.infra) for record in read_run(tmp_path / "run").trials] == [kept] * 10
+    assert [to_json(record.infra) for record in read_run(tmp_path / "run").trials] == [kept] * 10
 
 
 def test_a_first_batch_that_is_refused_as_a_whole_ends_the_run(evaluate, tmp_path):
@@ -402,7 +402,7 @@ def test_golden_report(tmp_path):
     [
         (3, "output_token_ids", [1, "2"], "expected a whole number, found '2', at output_"),
         (3, "n_output", True, "expected a whole number, found True, at n_output"),
-        (3, "infra", {"ended": True}, "expected the field attempts or null, found an object of 1, at infra"),
+        (3, "infra", {"ended": True}, "expected the field attempts, found none, at infra"),
         (3, "passed", None, "expected an error of a trial without a verdict, found none"),
         (1, "id", 3, "line 2: expected a text, found 3, at id"),
         (1, "target", "43", "its tasks are not those of its header"),

@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import httpx2
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.manifest import read_manifest

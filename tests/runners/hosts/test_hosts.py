@@ -33,20 +33,20 @@ COUNT = 4
 PROMPTS = [list(range(1, 40)), [7, 8, 9]]
 
 
-def own_slabs_only(source: Path, copy: Path, host: int) -> int:
+def own_shards_only(source: Path, copy: Path, host: int) -> int:
     """A copy of an artifact with every weight byte inverted that is not of ``host``; returns how many are."""
     shutil.copytree(source, copy)
     manifest = read_manifest(copy)
-    used = {row.tensor: row.spec[:1] == ("tp",) for row in manifest.targets["cpu-4x1-tp4"].parameters}
+    used = {row.tensor: row.split is not None for row in manifest.targets["cpu-4x1-tp4"].parameters}
     share = 0
     for name, entry in manifest.weights.index.items():
         data = np.memmap(copy / entry.file, np.uint8, "r+")
-        count, size = len(entry.sha256), entry.slab_bytes
+        count, size = len(entry.sha256), entry.shard_bytes
         own = range(count // COUNT * host, count // COUNT * (host + 1)) if used.get(name) else range(count)
         own = own if name in used else range(0)
-        for slab in range(count):
-            at = entry.offset + slab * size
-            if slab not in own:
+        for shard in range(count):
+            at = entry.offset + shard * size
+            if shard not in own:
                 data[at : at + size] ^= 0xFF
         share += len(own) * size
         data.flush()
@@ -56,7 +56,7 @@ def own_slabs_only(source: Path, copy: Path, host: int) -> int:
 def test_four_processes_answer_as_one_and_read_their_own_weights_alone(artifact, tmp_path):
     """Each has a copy in which the others' weights are destroyed: digests, loading and steps never look at them."""
     copies = [tmp_path / f"host{number}.ling3" for number in range(COUNT)]
-    shares = [own_slabs_only(artifact("micro-4x1"), copy, number) for number, copy in enumerate(copies)]
+    shares = [own_shards_only(artifact("micro-4x1"), copy, number) for number, copy in enumerate(copies)]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.npz"
     prompts.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS))
     options = ("--prompt-file", prompts, "--max-tokens", 6, "--json", "--stats", "--logits", out)
@@ -78,8 +78,8 @@ def test_four_processes_answer_as_one_and_read_their_own_weights_alone(artifact,
         line = f"host {number}: {shares[number]:,} bytes of weights; following host 0\n"
         assert line in said[number][1]
     entries = read_manifest(copies[0]).weights.index.values()
-    whole = sum(entry.slab_bytes for entry in entries if not entry.slabs)
-    split = sum(entry.slab_bytes * len(entry.sha256) for entry in entries if entry.slabs)
+    whole = sum(entry.shard_bytes for entry in entries if not entry.shards)
+    split = sum(entry.shard_bytes * len(entry.sha256) for entry in entries if entry.shards)
     assert all(abs(share / (whole + split / COUNT) - 1) < 0.01 for share in shares)
 
 
@@ -88,15 +88,15 @@ def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path)
     shutil.copytree(artifact("micro-4x1"), damaged)
     entry = read_manifest(damaged).weights.index["embeddings.lm_head"]
     data = np.memmap(damaged / entry.file, np.uint8, "r+")
-    data[entry.offset + 3 * entry.slab_bytes] ^= 1  # of host 3
+    data[entry.offset + 3 * entry.shard_bytes] ^= 1  # of host 3
     data.flush()
     paths = [artifact("micro-4x1")] * 3 + [damaged]
     options = ("--prompt-ids", "1,2,3", "--max-tokens", 2)
     with hosting([["generate", path, *options] for path in paths]) as processes:
         said = [process.communicate(timeout=60)[1] for process in processes]
         assert [process.returncode for process in processes] == [1] * COUNT
-    assert "error: tensor `embeddings.lm_head` slab 3: expected sha256" in said[3]
-    assert "error: host 3 ended: tensor `embeddings.lm_head` slab 3: expected sha256" in said[0]
+    assert "error: tensor `embeddings.lm_head` shard 3: expected sha256" in said[3]
+    assert "error: host 3 ended: tensor `embeddings.lm_head` shard 3: expected sha256" in said[0]
 
 
 def test_hosts_agree_on_overlap_prefix_cache_and_llguidance_before_anything_is_loaded(monkeypatch):

@@ -6,11 +6,11 @@ import random
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli

@@ -5,11 +5,11 @@ import re
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 
 import jax
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record, read_manifest
@@ -28,7 +28,7 @@ from tests.support.toy_artifact import PROMPTS, TARGET, answer, check_tokens, sh
 
 SCRIPT = """
 import ctypes, json
-from dataclasses import replace
+from msgspec.structs import replace
 from ling3export.machine.environment import prepare_cpu, requirements
 prepare_cpu(16)
 import jax, numpy as np

@@ -2,10 +2,10 @@
 
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from importlib import metadata
 
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.program_records import CallRecord
@@ -92,7 +92,7 @@ def test_a_moved_artifact_runs_without_compiling(artifact, overlap):
 
 def test_a_flipped_byte_in_the_weights_is_found_unless_told_not_to_look(artifact):
     flip(artifact / "weights" / "toy.safetensors", -1)
-    with pytest.raises(ArtifactError, match=r"`toy.table` slab 1: expected sha256"):
+    with pytest.raises(ArtifactError, match=r"`toy.table` shard 1: expected sha256"):
         load(artifact)
     said = []
     load(artifact, check="programs", report=said.append)
@@ -109,7 +109,7 @@ def test_a_copy_of_the_weights_is_checked_and_does_not_change_with_the_file(arti
         toy_artifact.check_tokens(engine)
     path.write_bytes(before)
     flip(path, -1)
-    with pytest.raises(ArtifactError, match=r"`toy.table` slab 1: expected sha256"):
+    with pytest.raises(ArtifactError, match=r"`toy.table` shard 1: expected sha256"):
         load(artifact, check="copy")
 
 

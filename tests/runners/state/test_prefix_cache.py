@@ -1,8 +1,7 @@
 """The tree of blocks: what a prompt hits, why it hits nothing, what goes first, and what a snapshot is worth."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.runners.engine.block_manager import BlockManager

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.engine import Engine
@@ -107,7 +108,7 @@ def test_names_of_states_tell_weights_apart(artifact):
     """Names began with a digest of the form alone: two models of one form took each other's states by name."""
     manifest = artifact.manifest("micro-tp1-snapshots")
     (target,) = manifest.targets.values()
-    other = replace(manifest, weights_digest="0" * 64)
+    other = structs.replace(manifest, weights_digest="0" * 64)
     assert root_of(manifest, target) != root_of(other, target)
 
 

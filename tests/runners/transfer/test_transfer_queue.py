@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import httpx2
 import pytest
+from msgspec import structs
 
 from ling3export.foundation.errors import ArtifactError, Ling3Error, RequestError
 from ling3export.runners.engine.engine import Engine
@@ -146,6 +147,8 @@ def test_what_can_never_be_transferred_is_refused(artifact):
     with pytest.raises(Ling3Error, match="--role: expected one of both, prefill, decode, found router"):
         Transfer("shm", "router")
     (target,) = artifact.manifest("micro-tp1-snapshots").targets.values()
-    without = replace(target, cells={name: cell for name, cell in target.cells.items() if cell.phase != "offload"})
+    without = structs.replace(
+        target, cells={name: cell for name, cell in target.cells.items() if cell.phase != "offload"}
+    )
     with pytest.raises(ArtifactError, match="transfer: expected the programs offload and onload, found none"):
         layout_of(without)
