@@ -221,9 +221,9 @@ def _dense(c: Config, layers: tuple[int, ...]) -> list[Weight]:
 def _moe(c: Config, layers: tuple[int, ...]) -> list[Weight]:
     s, dim, n, experts = c.tp_shards, c.hidden_size, len(layers), c.num_experts
     width, shared = c.moe_intermediate_size, c.shared_intermediate_size
-    each = f"mlp.experts.{EXPERT}."
-    routed_up = Source((f"{each}gate_proj.weight", f"{each}up_proj.weight"), (width, dim), experts)
-    routed_down = Source((f"{each}down_proj.weight",), (dim, width), experts)
+    expert = f"mlp.experts.{EXPERT}."
+    routed_up = Source((f"{expert}gate_proj.weight", f"{expert}up_proj.weight"), (width, dim), experts)
+    routed_down = Source((f"{expert}down_proj.weight",), (dim, width), experts)
     shared_up, shared_down = _gated("mlp.shared_experts", dim, shared, s)
     router = Source(("mlp.gate.weight",), (experts, dim), dtypes=ROUTER)
     bias = Source(("mlp.gate.expert_bias",), (experts,), dtypes=F32)
@@ -334,36 +334,36 @@ def is_mtp(name: str, config: Config) -> bool:
 
 def _tensors(rows: list[Weight], at: str) -> dict[str, TensorInfo]:
     """The tensors of one layer's parameters, by name; all of an expert's together."""
-    found: dict[str, TensorInfo] = {}
+    tensors: dict[str, TensorInfo] = {}
     routed = [row.source for row in rows if row.source.by_expert]
     for source in (row.source for row in rows):
         if not source.by_expert:
-            found |= {at + name: TensorInfo(source.shape, source.dtypes) for name in source.names}
+            tensors |= {at + name: TensorInfo(source.shape, source.dtypes) for name in source.names}
         elif source is routed[0]:
-            found |= {
-                at + name.replace(EXPERT, str(expert)): TensorInfo(each.shape, each.dtypes)
+            tensors |= {
+                at + name.replace(EXPERT, str(expert)): TensorInfo(expert_source.shape, expert_source.dtypes)
                 for expert in range(source.groups)
-                for each in routed
-                for name in each.names
+                for expert_source in routed
+                for name in expert_source.names
             }
-    return found
+    return tensors
 
 
-# What XLA:TPU would copy out of its stack in each step where layers are unrolled (docs/log/programs-tpu.md).
+# XLA:TPU would copy these out of their stacks in each step where layers are unrolled (docs/log/programs-tpu.md).
 LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj")
 
 
 def parameters(config: Config, geometry: Geometry) -> list[Parameter]:
     """The parameters of a target's programs, in flattening order."""
-    found = []
+    rows = []
     for row in weight_table(config, geometry.weights):
         # On one chip 8-bit matrices are worth it, too; on a slice a scale of its own would be laid out anew.
-        alone = geometry.sum_by_matmul and geometry.tp == 1 and row.form == "int8-channel"
-        layered = geometry.tiled and (row.name in LAYERED or alone) and row.layers
+        by_channel = geometry.sum_by_matmul and geometry.tp == 1 and row.form == "int8-channel"
+        layered = geometry.tiled and (row.name in LAYERED or by_channel) and row.layers
         axis = row.stack_axis
         for layer in range(len(row.layers)) if layered else (None,):
             for name, tensor in row.tensors(geometry.dtype).items():
                 part, key = name.removeprefix(row.name), "" if layer is None else f".{layer:03}"  # so that names sort
                 shape = tensor.shape if layer is None else (*tensor.shape[:axis], *tensor.shape[axis + 1 :])
-                found.append(Parameter(f"{row.name}{key}{part}", name, shape, tensor.dtype, row.split, layer))
-    return found
+                rows.append(Parameter(f"{row.name}{key}{part}", name, shape, tensor.dtype, row.split, layer))
+    return rows
