@@ -143,7 +143,7 @@ def expect(holds: object, expected: str, found: object, *path: object) -> None:
 
 def to_json(value: object) -> Any:
     """A record, or a tuple or dict of records, as plain JSON values, in the order of the fields."""
-    return msgspec.to_builtins(value, enc_hook=_path_as_text)
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(value, enc_hook=_path_as_text))  # tuples become lists
 
 
 def _path_as_text(value: object) -> str:
