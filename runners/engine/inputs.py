@@ -101,9 +101,9 @@ def sample_fields(
     """
     slot, position = np.zeros((2, count), np.int32)
     slot[rows], position[rows] = slots, positions
-    how = np.full(count, GREEDY) if sampling is None else sampling[slot]
-    settings = {name: how[name] for name in ("temperature", "top_k", "top_p", "min_p")}
-    return {"slot": slot, "position": position, **settings, "seed": how["seed"].view(np.int32)}
+    rows_sampling = np.full(count, GREEDY) if sampling is None else sampling[slot]
+    settings = {name: rows_sampling[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+    return {"slot": slot, "position": position, **settings, "seed": rows_sampling["seed"].view(np.int32)}
 
 
 def fitting(work: int, paddings: tuple[int, ...]) -> int:

@@ -68,7 +68,7 @@ def _check_memory(target: Target) -> None:
 def _untouched(target: Target, program: pjrt.Program) -> dict[str, jax.Array]:
     """The arrays of ``program``, which was compared with the manifest, as zeros, without writing them."""
     arrays = jax.block_until_ready(program())
-    for shard in (each.data for array in arrays for each in array.addressable_shards):
+    for shard in (part.data for array in arrays for part in array.addressable_shards):
         untouched.zero(shard.unsafe_buffer_pointer(), shard.nbytes)
     return {row.name: array for row, array in zip(target.state.arrays, arrays, strict=True)}
 

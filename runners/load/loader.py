@@ -276,8 +276,8 @@ def _reduced(target: Target, phases: Container[str]) -> Target:
     """A target with the cells of some phases, and what they take of its parameters and its state."""
     cells = {name: cell for name, cell in target.cells.items() if cell.phase in phases}
     taken = {(leaf.group, leaf.name) for cell in cells.values() for leaf in cell.inputs}
-    parameters = tuple(each for each in target.parameters if ("params", each.name) in taken)
-    arrays = tuple(each for each in target.state.arrays if ("state", each.name) in taken)
+    parameters = tuple(entry for entry in target.parameters if ("params", entry.name) in taken)
+    arrays = tuple(entry for entry in target.state.arrays if ("state", entry.name) in taken)
     program = target.state_program if arrays == target.state.arrays else None
     state = replace(target.state, arrays=arrays)
     return replace(target, cells=cells, parameters=parameters, state=state, state_program=program)
@@ -297,20 +297,20 @@ def calls_measured(
         report: Told that one is used, or why one is there and not used.
         channel: The connection to the other hosts, every one of which calls this; None where this one runs alone.
     """
-    found, note = found_beside(folder, manifest, measuring)
-    if found is not None and (made := found.target) != target:
-        found, note = None, f"calibration: not used: made for {made}, found {target}"
+    measured, note = found_beside(folder, manifest, measuring)
+    if measured is not None and (made := measured.target) != target:
+        measured, note = None, f"calibration: not used: made for {made}, found {target}"
     if channel is not None:
-        said = sha256(b"" if found is None else canonical(to_json(found))).digest()
-        if len({*channel.gather(said)}) > 1:
+        digest = sha256(b"" if measured is None else canonical(to_json(measured))).digest()
+        if len({*channel.gather(digest)}) > 1:
             others = "expected the same beside the artifact of each host, found others"
-            found, note = None, f"calibration: not used: {others}"
+            measured, note = None, f"calibration: not used: {others}"
     if note is not None:
         report(note)
-    if found is None:
+    if measured is None:
         return {}
-    report(f"prefill paddings are chosen by the calibration of {found.made}")
-    return {name: times.median for name, times in found.cells.items()}
+    report(f"prefill paddings are chosen by the calibration of {measured.made}")
+    return {name: times.median for name, times in measured.cells.items()}
 
 
 @contextmanager
@@ -336,13 +336,13 @@ def unsearched() -> Iterator[None]:
     jax looks for a ROCm plugin in the metadata of every distribution; an environment for builds and tests has hundreds
     (docs/log/start.md, 2026-11-23). Programs for the processor need no plugin.
     """
-    found, mine = metadata.distributions, threading.get_ident()
+    distributions, mine = metadata.distributions, threading.get_ident()
 
     def others(**where: Any) -> Any:
-        return () if threading.get_ident() == mine else found(**where)
+        return () if threading.get_ident() == mine else distributions(**where)
 
     metadata.distributions = others
     try:
         yield
     finally:
-        metadata.distributions = found
+        metadata.distributions = distributions

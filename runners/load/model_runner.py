@@ -151,8 +151,8 @@ class ModelRunner:
             specs = {leaf.name: leaf.spec for leaf in self._target.cells[name].inputs if leaf.group == "batch"}
             call = state.calls[number] if isinstance(state, ShardedState) else call_of(state, places)
             batch = {
-                each: shards.array(NamedSharding(self._mesh, PartitionSpec(*specs[each])))
-                for each, shards in call.items()
+                pool: shards.array(NamedSharding(self._mesh, PartitionSpec(*specs[pool])))
+                for pool, shards in call.items()
             }
             self._run(name, fields, batch)
 
@@ -200,11 +200,11 @@ class ModelRunner:
         Returns:
             What it gives, by name, still being computed. The state goes on.
         """
-        here = {
+        placed = {
             key: device_array(value, self._replicated) if isinstance(value, np.ndarray) else value
             for key, value in batch.items()
         }
-        return self._run(name, fields, here)
+        return self._run(name, fields, placed)
 
     def _filled(self, cell: str, name: str, values: np.ndarray | None) -> jax.Array:
         """An input of a cell that begins with ``values`` and goes on with zeros; kept where it is zeros alone."""

@@ -136,8 +136,8 @@ def _lookup(folder: Path, key: str, say: Callable[[str], None]) -> Compiled | No
 
 def _check_owner(folder: Path) -> None:
     """Refuses a folder in which another user can put what would run here."""
-    if found := shared_with(folder):
-        raise ArtifactError(f"cache `{folder.name}`: expected a folder that this user alone can write, found {found}")
+    if others := shared_with(folder):
+        raise ArtifactError(f"cache `{folder.name}`: expected a folder that this user alone can write, found {others}")
 
 
 def store_program(folder: Path, key: str, result: Compiled, say: Callable[[str], None]) -> None:

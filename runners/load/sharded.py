@@ -45,8 +45,8 @@ class Shards:
         import jax
 
         def part(index: tuple[slice, ...] | None) -> np.ndarray:
-            found = self.parts.get(_place(index or (), self.shape))
-            return self.whole()[index or ()] if found is None else found
+            shard = self.parts.get(_place(index or (), self.shape))
+            return self.whole()[index or ()] if shard is None else shard
 
         return jax.make_array_from_callback(self.shape, sharding, part)
 
@@ -89,18 +89,20 @@ class ShardedState:
 
     def split(self) -> bytes:
         """The parts of this host that other hosts may not have, as a message (``arrays``)."""
-        found = [
+        parts = [
             ((number, name, place), part)
             for number, call in enumerate(self.calls)
             for name, shards in call.items()
             for place, part in shards.parts.items()
             if part.shape != shards.shape
         ]
-        return packed([which for which, _ in found], [part for _, part in found])
+        return packed([which for which, _ in parts], [part for _, part in parts])
 
     def joined(self, messages: Iterable[bytes]) -> "ShardedState":
         """The state with the parts of other hosts, each of which ``split`` its own."""
-        calls = tuple({name: Shards(each.shape, {**each.parts}) for name, each in call.items()} for call in self.calls)
+        calls = tuple(
+            {name: Shards(shards.shape, {**shards.parts}) for name, shards in call.items()} for call in self.calls
+        )
         for message in messages:
             for (number, name, place), part in zip(*unpacked(message), strict=True):
                 calls[number][name].parts[tuple((low, high) for low, high in place)] = part
@@ -109,11 +111,11 @@ class ShardedState:
     def replaced(self, made: Callable[[tuple[int, ...]], np.ndarray]) -> "ShardedState":
         """A state of the same form with numbers that ``made`` gives for a shape; equal parts stay equal."""
 
-        def again(each: Shards) -> Shards:
-            return Shards(each.shape, {at: made(part.shape).astype(part.dtype) for at, part in each.parts.items()})
+        def again(shards: Shards) -> Shards:
+            return Shards(shards.shape, {at: made(part.shape).astype(part.dtype) for at, part in shards.parts.items()})
 
         return ShardedState(
-            tuple({name: again(each) for name, each in call.items()} for call in self.calls), self.places
+            tuple({name: again(shards) for name, shards in call.items()} for call in self.calls), self.places
         )
 
     def compared(self, other: "ShardedState") -> tuple[int, int]:
@@ -136,7 +138,7 @@ class ShardedState:
 def call_of(arrays: Mapping[str, np.ndarray], places: np.ndarray) -> dict[str, Shards]:
     """What one call that onloads a whole state takes: the pages that stand at ``places``; -1 is any, for padding."""
     arrays = {**arrays, PAGED: arrays[PAGED][:, places]}
-    return {name: Shards(each.shape, {tuple((0, n) for n in each.shape): each}) for name, each in arrays.items()}
+    return {name: Shards(array.shape, {tuple((0, n) for n in array.shape): array}) for name, array in arrays.items()}
 
 
 def _place(index: tuple[slice, ...], shape: tuple[int, ...]) -> Place:
@@ -173,26 +175,26 @@ def whole_array(array: "jax.Array", parts: Callable[[bytes], list[bytes]]) -> np
     return whole
 
 
-def packed(said: object, arrays: Iterable[np.ndarray]) -> bytes:
+def packed(record: object, arrays: Iterable[np.ndarray]) -> bytes:
     """Arrays in a message between hosts: a JSON value with the arrays' forms, a zero byte, and their bytes.
 
     Args:
-        said: Any JSON value.
+        record: Any JSON value.
         arrays: Of dtypes that a state has.
     """
-    whole = [np.ascontiguousarray(each) for each in arrays]
-    head = json.dumps([said, [[each.dtype.name, each.shape] for each in whole]]).encode()
-    return b"".join([head, b"\0", *(each.reshape(-1).view(np.uint8).data for each in whole)])
+    whole = [np.ascontiguousarray(array) for array in arrays]
+    head = json.dumps([record, [[array.dtype.name, array.shape] for array in whole]]).encode()
+    return b"".join([head, b"\0", *(array.reshape(-1).view(np.uint8).data for array in whole)])
 
 
 def unpacked(message: bytes) -> tuple[Any, list[np.ndarray]]:
     """What ``packed`` was given; the arrays lie in the message."""
     at = message.index(b"\0") + 1
-    said, forms = json.loads(message[: at - 1])
-    found = []
+    record, forms = json.loads(message[: at - 1])
+    arrays = []
     for name, shape in forms:
         dtype = BY_NAME[name].numpy
         size = dtype.itemsize * math.prod(shape)
-        found.append(np.frombuffer(message, np.uint8, size, at).view(dtype).reshape(shape))
+        arrays.append(np.frombuffer(message, np.uint8, size, at).view(dtype).reshape(shape))
         at += size
-    return said, found
+    return record, arrays
