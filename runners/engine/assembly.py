@@ -30,13 +30,11 @@ class EngineParts:
     Attributes:
         loaded: The artifact: programs, weights and state on the devices.
         files: The tokenizer and the chat template.
-        limits: What one request may ask for.
+        limits: Bounds of one request.
         blocks: Slots and pages.
-        counters: What the scheduler counts.
-        core: Takes the steps; host 0 of several tells the others.
-        cache: Keeps beginnings of sequences for others; None where nothing is shared.
-        renew: Makes another core over the same weights, with fresh state and nothing held; None on several hosts.
-        store: Keeps what the cache knows in a folder; None where nothing does.
+        cache: The prefix cache; None where nothing is shared.
+        renew: Makes another core over the same weights, with fresh state; None on several hosts.
+        store: Keeps the prefix cache's entries in a folder; None without one.
     """
 
     loaded: Loaded

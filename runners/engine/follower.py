@@ -1,4 +1,4 @@
-"""The hosts beside host 0: each takes the steps that host 0 takes, and prints nothing."""
+"""Hosts other than host 0: each takes the steps that host 0 takes, and prints nothing."""
 
 import signal
 import threading
@@ -47,9 +47,9 @@ def follow(
         artifact: Its folder, with the same content on every host.
         hosts: This process's place.
         config: The same as on host 0; a prefix store is neither read nor written here.
-        grace: At SIGTERM or SIGINT, which host 0 gets as well, go on until host 0 ends: for so many seconds and
-            ``host_timeout`` at most. Only in the main thread. By default the signals end this process.
-        report: Told what was chosen and why.
+        grace: Seconds, in addition to ``host_timeout``, in which host 0 may end after SIGTERM or SIGINT, which it gets
+            as well. Only in the main thread. By default the signals end this process.
+        report: Gets lines about what was chosen and why.
         settings: Fields of ``EngineConfig`` that replace those of ``config``.
 
     Raises:
@@ -80,7 +80,7 @@ def follow(
 
 
 def _outlive_signals(channel: Channel, grace: float) -> None:
-    """From now on the first SIGTERM or SIGINT sets the time by which host 0 has to have ended, and nothing else."""
+    """Lets the first SIGTERM or SIGINT only set the time by which host 0 must have ended."""
     most = grace + channel.hosts.host_timeout
 
     def late() -> None:
@@ -88,7 +88,7 @@ def _outlive_signals(channel: Channel, grace: float) -> None:
         channel.fail(text)
         end_process(text, Ling3Error.exit_code)
 
-    def told(*_: object) -> None:
+    def signalled(*_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)
         timer = threading.Timer(most, late)
@@ -96,4 +96,4 @@ def _outlive_signals(channel: Channel, grace: float) -> None:
         timer.start()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, told)
+        signal.signal(number, signalled)

@@ -1,4 +1,4 @@
-"""The calls that programs take: the fields of the step contract."""
+"""Inputs of programs: the fields of the step contract."""
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Many
@@ -15,8 +15,7 @@ class Span(NamedTuple):
     Attributes:
         slot: The sequence's state slot.
         start: Position of the first token.
-        tokens: Ids.
-        next_tokens: In a score call, the token to be scored behind each of ``tokens``, or -1 for none.
+        next_tokens: In a score call, the token to be scored after each of ``tokens``, or -1 for none.
     """
 
     slot: int
@@ -38,7 +37,7 @@ def prefill_fields(
 ) -> Fields:
     """The fields of a prefill call, or of a score call, of ``padding`` padded tokens.
 
-    The spans lie one behind the other, each from a chunk of its own on; chunks behind the last are padding.
+    Each span begins at a chunk of its own, after the last chunk of the span before it. The other chunks are padding.
 
     Args:
         padding: Padded tokens of the call.
@@ -70,7 +69,7 @@ def prefill_fields(
 def decode_fields(
     padding: int, slots: Many[int], positions: Many[int], pages: np.ndarray, tokens: Many[int] | None = None
 ) -> Fields:
-    """The fields of a decode call of ``padding`` rows; those behind the given ones are padding.
+    """The fields of a decode call of ``padding`` rows; rows after the given ones are padding.
 
     Args:
         padding: Rows of the call.

@@ -1,4 +1,4 @@
-"""What passes between the scheduler, which decides, the executor, which runs it, and the bookkeeping of its results."""
+"""Records between the scheduler, the executor and the output processor."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Many
@@ -20,7 +20,7 @@ class HostCopy:
 
     Attributes:
         home: The device that its first page has to be on again; None for any.
-        state: ``ModelRunner.fetch`` gave it, or it came with the sequence; None until it was fetched.
+        state: A ``ShardedState`` of this engine, or a ``SequenceState`` of another; None until it is offloaded.
     """
 
     home: int | None
@@ -35,7 +35,7 @@ class CopyStates(NamedTuple):
 
 
 class OffloadState(NamedTuple):
-    """Fetches the state of a slot and of pages."""
+    """Copies the state of a slot and of pages to the host."""
 
     slot: int
     pages: list[int]
@@ -54,7 +54,7 @@ StateMove = CopyStates | OffloadState | OnloadState
 
 
 class ScheduledSpan(NamedTuple):
-    """What a prefill or score call computes of one sequence: ``span``, in the chunks of the call from ``row`` on."""
+    """One sequence's tokens in a prefill or score call: ``span``, in the chunks of the call from ``row`` on."""
 
     sequence: Sequence
     span: Span
@@ -65,12 +65,11 @@ class ScheduledRow(NamedTuple):
     """A row of a call that a token is sampled from.
 
     Attributes:
-        sequence: Whose token it is.
-        row: Of the call's logits.
+        row: Index into the call's logits.
         slot: The sequence's state slot.
-        position: The token's.
-        call: What the call counts as for the sequence.
-        token: What a decode call computes; -1 for the token that the devices sampled last.
+        position: Position of the token.
+        call: The sequence's record of the call.
+        token: Input of a decode call; -1 for the token that the devices sampled last.
     """
 
     sequence: Sequence
@@ -83,19 +82,19 @@ class ScheduledRow(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SchedulerOutput:
-    """One call of the devices, as decided.
+    """One scheduled call of the devices.
 
     Attributes:
-        at: When this was decided.
-        cell: The program.
+        at: Time of the decision, on the clock of ``sequence.now``.
+        cell: Name of the program.
         phase: ``prefill``, ``score`` or ``decode``; empty where nothing is to be computed.
-        padding: The program's: padded tokens, or sequences.
-        spans: What prefill and score calls compute, one behind the other.
-        rows: What samples a token, with ascending rows; all that a decode call computes.
-        processed: Those of the rows whose logits are changed before.
-        admitted: State slots that sequences got, and how they sample.
-        before: How states move before the call, in order.
-        behind: How they move behind it, before anything is sampled.
+        padding: Padded tokens, or sequences of a decode call.
+        spans: Inputs of a prefill or score call, one after the other.
+        rows: Rows that sample a token, ascending; all rows of a decode call.
+        processed: The rows of them that need the logits processor.
+        admitted: State slots that sequences got, with their sampling.
+        before: Moves of states before the call, in order.
+        behind: Moves of states after the call and before the sampling.
     """
 
     at: float
@@ -127,10 +126,10 @@ class InFlightScore(NamedTuple):
 
 
 class ModelRunnerOutput(NamedTuple):
-    """What a call brought, on the host.
+    """Results of a call, on the host.
 
     Attributes:
-        at: When the tokens were read.
+        at: Time at which the tokens were read.
         tokens: By row of the call.
         logits: fp32 ``[rows, vocab]``, where a sequence asks for them.
         logprobs: ``logprob``, ``top_token`` and ``top_logprob`` by row, where a sequence asks for them.

@@ -263,7 +263,7 @@ class FfnLink:
     """The worker's end. It has its name once this is made.
 
     Args:
-        name: What ``--ffn`` calls the worker.
+        name: The worker's name, for ``--ffn``.
         context: The layout of its segment.
         artifact: Digest of the manifest that both sides run.
         layers: Layers that have experts.

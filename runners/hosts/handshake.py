@@ -150,9 +150,9 @@ def receive_into(peer: socket.socket, buffer: Any, until: float | None) -> None:
         view = view[count:]
 
 
-def tell(peer: socket.socket, kind: bytes, **said: object) -> None:
+def tell(peer: socket.socket, kind: bytes, **members: object) -> None:
     """Sends a message of ``kind``, a JSON object."""
-    send(peer, kind, json.dumps(said).encode())
+    send(peer, kind, json.dumps(members).encode())
 
 
 def hear(peer: socket.socket, kind: bytes, until: float, largest: int = SMALL, **types: type) -> dict[str, Any]:
@@ -161,11 +161,11 @@ def hear(peer: socket.socket, kind: bytes, until: float, largest: int = SMALL, *
     Raises:
         OSError, ValueError: It does not come, or it is another one.
     """
-    found, payload = receive(peer, largest, until)
-    said = parse_json(payload, largest) if found == kind else None
-    if not isinstance(said, dict) or {name: type(value) for name, value in said.items()} != types:
+    kind_read, payload = receive(peer, largest, until)
+    members = parse_json(payload, largest) if kind_read == kind else None
+    if not isinstance(members, dict) or {name: type(value) for name, value in members.items()} != types:
         raise ConnectionError("another message than the one expected")
-    return said
+    return members
 
 
 def proof_of(secret: str, role: str, nonces: tuple[str, str], host: int) -> str:
@@ -195,11 +195,11 @@ def challenge(caller: socket.socket, secret: str, until: float, roles: tuple[str
     """
     mine = secrets.token_hex(16)
     tell(caller, CHALLENGE, protocol=PROTOCOL, nonce=mine)
-    said = hear(caller, HELLO, until, host=int, nonce=str, proof=str)
-    if not NONCE.fullmatch(said["nonce"]):
+    greeting = hear(caller, HELLO, until, host=int, nonce=str, proof=str)
+    if not NONCE.fullmatch(greeting["nonce"]):
         raise ConnectionError("no nonce")
-    nonces, number = (mine, said["nonce"]), said["host"]
-    if not hmac.compare_digest(said["proof"].encode(), proof_of(secret, roles[0], nonces, number).encode()):
+    nonces, number = (mine, greeting["nonce"]), greeting["host"]
+    if not hmac.compare_digest(greeting["proof"].encode(), proof_of(secret, roles[0], nonces, number).encode()):
         send(caller, REFUSED, b"")
         raise ConnectionError("no proof")
     send(caller, PROVEN, proof_of(secret, roles[1], nonces, number).encode())
@@ -214,13 +214,13 @@ def prove(peer: socket.socket, secret: str, number: int, until: float, roles: tu
         OSError, ValueError: It ended, or is none that challenges.
     """
     mine = secrets.token_hex(16)
-    said = hear(peer, CHALLENGE, until, protocol=int, nonce=str)
-    if said["protocol"] != PROTOCOL or not NONCE.fullmatch(said["nonce"]):
+    challenge_fields = hear(peer, CHALLENGE, until, protocol=int, nonce=str)
+    if challenge_fields["protocol"] != PROTOCOL or not NONCE.fullmatch(challenge_fields["nonce"]):
         raise SecretError(
-            f"{roles[1]}: expected protocol {PROTOCOL}, found {shown(said['protocol'])}",
+            f"{roles[1]}: expected protocol {PROTOCOL}, found {shown(challenge_fields['protocol'])}",
             "install the same version of ling3export on every host",
         )
-    nonces = (said["nonce"], mine)
+    nonces = (challenge_fields["nonce"], mine)
     tell(peer, HELLO, host=number, nonce=mine, proof=proof_of(secret, roles[0], nonces, number))
     kind, payload = receive(peer, SMALL, until)
     if kind not in (PROVEN, REFUSED):
@@ -232,4 +232,4 @@ def prove(peer: socket.socket, secret: str, number: int, until: float, roles: tu
 
 def shown(value: object, most: int = SHOWN) -> str:
     """What another host said, short and without what a terminal would obey."""
-    return "".join(each if each.isprintable() else "?" for each in str(value)[:most])
+    return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:most])

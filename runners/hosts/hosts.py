@@ -30,8 +30,8 @@ class Hosts:
         count: How many hosts there are.
         number: Which one this is; host 0 leads.
         start_timeout: Seconds to wait until all are there.
-        host_timeout: Seconds that another host may be silent or behind, before it counts as gone.
-        secret: What every host of this start knows, and nobody else.
+        host_timeout: Seconds that another host may be silent or late, before it counts as gone.
+        secret: Known to every host of this start, and to nobody else.
         trust_network: Without a secret, accept every caller at the coordinator's address as a host.
         bound: On host 0, a socket that is bound to the coordinator's address already; by default it binds one itself.
 
@@ -129,14 +129,14 @@ def _private(file: Path) -> str:
     """The text of a file that nobody but this user may read or write; a pipe or a device is not waited for."""
     file = file.resolve()
     try:
-        with opened(file.parent, file.name) as there:
-            found, text = os.fstat(there.fileno()), there.read(2 * LONGEST)
+        with opened(file.parent, file.name) as secret_file:
+            status, text = os.fstat(secret_file.fileno()), secret_file.read(2 * LONGEST)
     except OSError as error:
         raise Ling3Error(f"{SECRET_FILE} `{file}`: expected a regular file, found {error.strerror}") from error
-    if found.st_uid != os.geteuid() or found.st_mode & 0o077:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise Ling3Error(
             f"{SECRET_FILE} `{file}`: expected a file of this user alone (0600), found mode "
-            f"{stat.S_IMODE(found.st_mode):04o} of user {found.st_uid}",
+            f"{stat.S_IMODE(status.st_mode):04o} of user {status.st_uid}",
             f"chmod 600 {file}",
         )
     return text.decode("ascii", "replace")

@@ -58,10 +58,10 @@ class Greeting(NamedTuple):
 
 
 class Refusal(NamedTuple):
-    """Why a host cannot take part: what host 0 says of it, and what the host is told, without host 0's own values."""
+    """Why a host cannot take part: the reason, and the one sent to that host, without host 0's own values."""
 
-    said: str
-    told: str
+    reason: str
+    sent: str
     kind: bytes = REFUSED
 
 
@@ -147,10 +147,10 @@ class _Door:
                 self.peers[greeting.host] = caller
                 self.refused.pop(greeting.host, None)
             else:
-                self.refused[greeting.host] = refusal.said
+                self.refused[greeting.host] = refusal.reason
             self._changed.notify_all()
         if refusal is not None:
-            _part({greeting.host: caller}, refusal.kind, refusal.told)
+            _part({greeting.host: caller}, refusal.kind, refusal.sent)
         elif old is not None:
             _part({greeting.host: old}, REFUSED, f"another process called as host {greeting.host} and took its place")
 
@@ -177,33 +177,33 @@ def _greeting(caller: socket.socket, hosts: Hosts) -> Greeting:
     until = time.monotonic() + GREETING
     caller.settimeout(GREETING)
     number = challenge(caller, hosts.secret, until, ROLES)
-    said = hear(caller, IDENTITY, until, hosts=int, identity=dict)
+    members = hear(caller, IDENTITY, until, hosts=int, identity=dict)
     caller.settimeout(GREETING)
-    return Greeting(number, said["hosts"], said["identity"])
+    return Greeting(number, members["hosts"], members["identity"])
 
 
 def _gather(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
     def refusal(greeting: Greeting) -> Refusal | None:
-        found = _refusal(greeting, hosts, identity)
-        if found is not None:
-            print(f"host 0: refused a host and waits on: {found.said}", file=sys.stderr, flush=True)
-        return found
+        refused = _refusal(greeting, hosts, identity)
+        if refused is not None:
+            print(f"host 0: refused a host and waits on: {refused.reason}", file=sys.stderr, flush=True)
+        return refused
 
     try:
         with _Door(hosts, refusal) as door:
-            there = door.wait(door.all_there, hosts.start_timeout)
+            complete = door.wait(door.all_there, hosts.start_timeout)
             chosen = free_port(hosts)
     except OSError as error:
         raise HostsError(
             f"coordinator {hosts.coordinator}: expected a free port on this machine, found {_system(error)}"
         ) from error
     strangers = f"callers dropped that were no hosts of this start: {door.dropped}"
-    if not there:
+    if not complete:
         door.all_there()
         missing = ", ".join(str(number) for number in range(1, hosts.count) if number not in door.peers)
-        found = [f"no word of host {missing}", *(f"refused: {why}" for why in door.refused.values())]
-        found += [strangers] if door.dropped else []
-        text = f"hosts: expected {hosts.count} within {hosts.start_timeout:g} s, found {'; '.join(found)}"
+        reasons = [f"no word of host {missing}", *(f"refused: {why}" for why in door.refused.values())]
+        reasons += [strangers] if door.dropped else []
+        text = f"hosts: expected {hosts.count} within {hosts.start_timeout:g} s, found {'; '.join(reasons)}"
         refuse(door.peers, text)
         raise HostsError(text, "start the same command on every host; LING3_START_TIMEOUT=SECONDS waits longer")
     if door.dropped:
@@ -226,8 +226,8 @@ def _refusal(greeting: Greeting, hosts: Hosts, identity: Identity) -> Refusal | 
         what = f"hosts: expected ids from 1 to {hosts.count - 1} of those that call, found {shown(number)}"
         return Refusal(what, what)
     for name, mine in identity.items():
-        if (found := theirs.get(name)) != mine:
-            where, what = f"host {number}: expected {name}", f"as on host 0, found {shown(found)}"
+        if (other := theirs.get(name)) != mine:
+            where, what = f"host {number}: expected {name}", f"as on host 0, found {shown(other)}"
             return Refusal(f"{where} {mine} {what}", f"{where} {what}")
     return None
 
@@ -276,12 +276,12 @@ def _turn_away(hosts: Hosts, text: str) -> None:
 
 def _call(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
     """Calls host 0 until it answers. One that ends before all are there may be started again, too."""
-    until, found = time.monotonic() + hosts.start_timeout, "nobody"
+    until, obstacle = time.monotonic() + hosts.start_timeout, "nobody"
     while (left := until - time.monotonic()) > 0:
         try:
             peer = socket.create_connection(hosts.address, timeout=max(0.1, min(GREETING, left)))
         except OSError as error:
-            found = _system(error)
+            obstacle = _system(error)
         else:
             try:
                 return {0: peer}, _introduce(peer, hosts, identity)
@@ -289,10 +289,10 @@ def _call(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], i
                 peer.close()
                 if not isinstance(error, (OSError, ValueError)):
                     raise
-                found = "that it is silent" if isinstance(error, TimeoutError) else _system(error)
+                obstacle = "that it is silent" if isinstance(error, TimeoutError) else _system(error)
         time.sleep(PAUSE)
     raise HostsError(
-        f"host 0: expected it at {hosts.coordinator} within {hosts.start_timeout:g} s, found {found}",
+        f"host 0: expected it at {hosts.coordinator} within {hosts.start_timeout:g} s, found {obstacle}",
         "start the same command on every host; LING3_START_TIMEOUT=SECONDS waits longer",
     )
 
@@ -312,8 +312,8 @@ def _introduce(peer: socket.socket, hosts: Hosts, identity: Identity) -> int:
     kind, payload = receive(peer, SMALL)
     if kind == WELCOME:
         return int(payload)
-    how = "gave up" if kind == FAILED else "refused this host"
-    raise HostsError(f"host 0 {how}: {shown(payload.decode(errors='replace'), SMALL)}")
+    verb = "gave up" if kind == FAILED else "refused this host"
+    raise HostsError(f"host 0 {verb}: {shown(payload.decode(errors='replace'), SMALL)}")
 
 
 def _system(error: Exception) -> str:

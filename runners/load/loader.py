@@ -83,7 +83,7 @@ class Loaded:
         manifest: Its manifest.
         target: Name of the target.
         runner: Programs, parameters and state, ready to run steps.
-        programs: The programs alone, of which some may still load.
+        programs: The programs; some may still load.
         verdicts: Whether each program fits this machine, by cell.
         timings: Seconds that each stage took.
         compiles: Counts the programs that jax compiles from the start on; a prebuilt start leaves it at 0.
@@ -103,7 +103,7 @@ class Loaded:
     channel: "Channel | None" = None
 
     def read(self, array: "jax.Array") -> "np.ndarray":
-        """Waits for an array, and fetches it; of several hosts, all of which call this, host 0 gets it whole."""
+        """Waits for an array, and fetches it. All of several hosts call this, and host 0 gets the whole array."""
         if self.channel is None:
             return self.runner.read(array)
         from ling3export.runners.load.sharded import whole_array
@@ -112,7 +112,7 @@ class Loaded:
 
     @property
     def record(self) -> Target:
-        """What the manifest says of the target."""
+        """The manifest's record of the target."""
         return self.manifest.targets[self.target]
 
 
@@ -140,7 +140,7 @@ def load(
             into memory of this process, so that writing into them later changes nothing, and that copy is checked.
         report: Told what was chosen and why.
         hosts: This process's place among several; every one of them calls this, and all return together.
-        agreed: What else must be the same on all hosts, by name.
+        agreed: More settings that must be the same on all hosts, by name.
         manifest: Used instead of the folder's: a build measures what it has no manifest for yet.
         phases: Load the programs of these alone, and the weights and the state that they take; None for all.
         early: Return once the programs are there that a first request needs, while the others load (``Programs``).

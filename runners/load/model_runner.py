@@ -14,24 +14,24 @@ from ling3export.machine.pjrt import Program
 from ling3export.runners.load.fresh import Fresh, fresh_zeros
 from ling3export.runners.load.sharded import ShardedState, Shards, call_of
 
-Inputs = tuple[Mapping[str, np.ndarray], dict[str, jax.Array]]  # the fields of a call, and the arrays beside them
+Inputs = tuple[Mapping[str, np.ndarray], dict[str, jax.Array]]  # the fields of a call, and its other arrays
 
 
 class ModelRunner:
-    """A target that is ready to run: what the scheduler calls.
+    """A target that is ready to run.
 
     State goes through every call and is donated, so the pools exist once.
 
     Args:
         target: The manifest's.
-        programs: The programs, by cell; each is asked for when it is first called.
-        params: The parameters, by the name of the argument.
+        programs: By cell; each is taken when it is first called.
+        params: By the name of the argument.
         state: The state arrays, by name.
-        fresh: Gives new ones, zeros.
+        fresh: Gives new state arrays, zeros.
         mesh: The devices.
 
     Attributes:
-        inputs: Of each cell the fields and arrays of its last call; None, as it is at first, keeps none.
+        inputs: The fields and arrays of each cell's last call, by cell; None, the initial value, keeps none.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ModelRunner:
             edits: int32 ``[3, rows, n]`` for any n that there is room for, tokens with the bits of scales and addends;
                 None where no row has any.
             mask: int32 ``[rows, W]``, the bits of allowed tokens; None where no row has one.
-            token: int32 ``[rows]``, whose log-probabilities are asked for; None where none are.
+            token: int32 ``[rows]``: tokens to give log-probabilities of; None for none.
 
         Returns:
             ``logits`` to sample from; ``logprob`` of ``token``, ``top_token`` and ``top_logprob``. All are still being
@@ -195,10 +195,10 @@ class ModelRunner:
         Args:
             name: ``decode@16``.
             fields: Every field of the step contract, by name.
-            batch: Arrays beside them; numpy's are replicated, and have to stay as they are.
+            batch: Other arrays; numpy's are replicated, and must not change.
 
         Returns:
-            What it gives, by name, still being computed. The state goes on.
+            Its outputs by name, still being computed. The state goes on.
         """
         placed = {
             key: device_array(value, self._replicated) if isinstance(value, np.ndarray) else value

@@ -30,10 +30,10 @@ class Programs(Mapping[str, "Program"]):
     """Programs by cell, which load in threads. Asking for one waits for it, or loads it where its turn has not come.
 
     Args:
-        load: Loads one.
-        names: Of all, in the order in which they are begun.
-        pool: Where they load; of its own threads.
-        first: Those that load there; the others follow one after the other, after REST. None for all.
+        load: Loads one program.
+        names: All programs, in the order in which they begin to load.
+        pool: Loads the first ones.
+        first: Names of the first ones; the others load one after the other, REST seconds later. None for all.
     """
 
     def __init__(

@@ -44,9 +44,9 @@ def compile_here(
     Args:
         artifact: Its folder.
         target: The manifest's.
-        cells: What to compile, and why.
-        mesh: What to compile for.
-        say: Told of every cell: what was done, and why.
+        cells: Verdicts of the cells to compile.
+        mesh: The devices.
+        say: Gets a line for each cell.
 
     Raises:
         ArtifactError: A portable program is damaged, or this jax cannot read or compile it.
@@ -93,11 +93,11 @@ def _compile(cell: Cell, blob: bytes, mesh: "Mesh") -> Compiled:
 
 
 def cache_key(stablehlo: str, mesh: "Mesh") -> str:
-    """A digest of what an executable depends on: the portable program, the toolchain, the processor and the devices.
+    """A digest of everything that an executable depends on: portable program, toolchain, processor and devices.
 
     Args:
         stablehlo: sha256 of the portable program.
-        mesh: What it is compiled for.
+        mesh: The devices.
     """
     devices = list(mesh.devices.flat)
     return sha256_of(

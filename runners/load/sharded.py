@@ -27,7 +27,7 @@ class Shards:
     """The part of an array that this host's devices hold, each shard once.
 
     Attributes:
-        shape: Of the whole array.
+        shape: Shape of the whole array.
         parts: By place.
     """
 
@@ -68,8 +68,8 @@ class ShardedState:
     The first call has the slot's state, the others that of slot 0, which counts for nothing.
 
     Attributes:
-        calls: What each call gave, by the name of the pool.
-        places: Of each call, which of the sequence's pages stands where; -1 for padding.
+        calls: The outputs of each call, by the name of the pool.
+        places: For each call, the sequence's page at each place of the call; -1 for padding.
     """
 
     calls: tuple[dict[str, Shards], ...]
