@@ -15,6 +15,8 @@ from tests.support.waiting import until
 class Engine:
     """Stopped by tests; a restart works unless ``stuck``."""
 
+    shared_states = None  # none travel
+
     def __init__(self):
         self.stopped = None
         self.restarts, self.stuck = 0, False
