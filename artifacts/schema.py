@@ -14,6 +14,7 @@ from ling3export.artifacts.records import Digest, Record, expect, one_of, within
 
 Versions = dict[str, str]
 KERNELS = "kernels.so"  # the name of a target's library of native kernels, in the folder of its programs
+GRAPH = "hlo.xz"  # the suffix of an optimized program's text, compressed
 STATE = "state.exec"  # that of the program that gives its state
 ConfigValue = bool | int | float | str | tuple[int | float, ...] | dict[str, int | float | str] | None
 
@@ -67,16 +68,17 @@ class PlanRecord(Record, frozen=True):
 
 
 class Cell(Program, frozen=True, kw_only=True):
-    """A program in the artifact: its two files, and whether it was executed where it was built."""
+    """A program in the artifact: its files, and whether it was executed where it was built."""
 
     status: Annotated[str, one_of("compiled", "compiled, not executed")]
     stablehlo: FileRecord
     exec: FileRecord | None = None
+    graph: FileRecord | None = None
 
     @property
     def files(self) -> tuple[FileRecord, ...]:
-        """Both tiers."""
-        return (self.stablehlo,) if self.exec is None else (self.stablehlo, self.exec)
+        """Both tiers, and the optimized program's text if it is kept."""
+        return tuple(file for file in (self.stablehlo, self.exec, self.graph) if file is not None)
 
 
 class StateArrayRecord(Array, frozen=True):

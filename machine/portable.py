@@ -8,7 +8,8 @@ mesh, the shardings and the donation, is in the manifest, and the jax that compi
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import jax
@@ -173,10 +174,21 @@ def _trees(rows: Sequence[Leaf], values: Sequence[Any], groups: Sequence[str]) -
     return tuple(trees[group] for group in groups)
 
 
+@contextmanager
+def module(blob: bytes) -> Iterator[Any]:
+    """A portable program as an MLIR module, within the ``with`` block.
+
+    Raises:
+        ValueError: The bytes are no portable program of a version that this jaxlib reads.
+    """
+    with mlir.make_ir_context() as context:
+        yield stablehlo.deserialize_portable_artifact(context, blob)
+
+
 def text(blob: bytes) -> str:
     """A portable program as StableHLO's text."""
-    with mlir.make_ir_context() as context:
-        return str(stablehlo.deserialize_portable_artifact(context, blob))
+    with module(blob) as parsed:
+        return str(parsed)
 
 
 def lacking(blob: bytes) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from ling3export.model.moe import MixtureOfExperts
 from ling3export.model.parameters import parameters
 from ling3export.model.products import gated_mlp, vocab_parallel
 from ling3export.model.quantized import exact, value_of
+from ling3export.model.scopes import LOOPS, ONE_LAYER
 
 Batch = DecodeRows | Chunks
 
@@ -64,6 +65,7 @@ class Ling3(nnx.Module):
         self.moe = MixtureOfExperts(config, geometry, weights["moe"]) if "moe" in weights else None
         self.dense = nnx.Dict(weights["dense"]) if "dense" in weights else None
 
+    @jax.named_scope("embed")
     def embed(self, tokens: Int32[Array, "T"]) -> Float32[Array, "T D"]:
         """Embeddings of tokens; each device looks up its own rows of the vocabulary."""
         table = value_of(self.embeddings["word_embeddings"])
@@ -75,6 +77,7 @@ class Ling3(nnx.Module):
         rows = exact(jax.tree.map(lambda leaf: leaf.at[at].get(mode=IN_BOUNDS), table))
         return lax.psum(jnp.where(inside[:, None], rows, 0.0), AXIS)
 
+    @jax.named_scope("logits")
     def logits(self, x: Float32[Array, "R D"]) -> Float32[Array, "R v"]:
         """Logits of this device's v = V/TP rows of the vocabulary, from ``x`` before the final norm."""
         x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps).astype(jnp.dtype(self.geometry.dtype))
@@ -108,6 +111,7 @@ class Ling3(nnx.Module):
         assert self.moe is not None
         return self.moe(x, index, valid)
 
+    @jax.named_scope("dense_mlp")
     def dense_mlp(self, x: jax.Array, index: Index) -> jax.Array:
         assert self.dense is not None
         x = x.astype(self.geometry.dtype)
@@ -117,12 +121,17 @@ class Ling3(nnx.Module):
         self, layer: Layer, x: Float32[Array, "T D"], state: State, batch: Batch
     ) -> tuple[Float32[Array, "T D"], State]:
         """One pre-norm layer; ``x`` is the same on every device before and after it."""
-        eps, dtype = self.config.rms_norm_eps, jnp.dtype(self.geometry.dtype)
-        weight = take(self.layers["input_layernorm"][...], layer.number, split=False)
-        out, state = self.attention(rms_norm(x, weight, eps, self.geometry.sums).astype(dtype), layer, state, batch)
-        x = self._without_padding(self._add(x, out), batch)
-        weight = take(self.layers["post_attention_layernorm"][...], layer.number, split=False)
-        return self._add(x, self._mlp(rms_norm(x, weight, eps, self.geometry.sums), layer, batch.valid)), state
+        out, state = self.attention(self._normed(x, "input_layernorm", layer, self.geometry.dtype), layer, state, batch)
+        with jax.named_scope(layer.attention), jax.named_scope("reduce"):
+            x = self._without_padding(self._add(x, out), batch)
+        out = self._mlp(self._normed(x, "post_attention_layernorm", layer), layer, batch.valid)
+        with jax.named_scope("dense_mlp" if layer.mlp == "dense" else "experts"), jax.named_scope("reduce"):
+            return self._add(x, out), state
+
+    @jax.named_scope("norm")
+    def _normed(self, x: Float32[Array, "T D"], name: str, layer: Layer, dtype: str = "float32") -> Float[Array, "T D"]:
+        weight = take(self.layers[name][...], layer.number, split=False)
+        return rms_norm(x, weight, self.config.rms_norm_eps, self.geometry.sums).astype(jnp.dtype(dtype))
 
     def _add(self, x: Float32[Array, "T D"], out: Float32[Array, "T D"]) -> Float32[Array, "T D"]:
         """``x`` and the sum of all devices' ``out``.
@@ -149,7 +158,8 @@ class Ling3(nnx.Module):
         if groups:
             carry = lax.fori_loop(0, groups, self._group(batch), carry)
         for index in range(groups * size, config.num_hidden_layers):
-            carry = self.run_layer(static_layer(config, index), *carry, batch)
+            with jax.named_scope(ONE_LAYER.format(index)):
+                carry = self.run_layer(static_layer(config, index), *carry, batch)
         return carry
 
     def chunks(self, fields: dict[str, Int32[Array, "..."]]) -> Chunks:
@@ -172,11 +182,13 @@ class Ling3(nnx.Module):
 
         def group(g: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
             def kda(j: jax.Array, carry: tuple[jax.Array, State]) -> tuple[jax.Array, State]:
-                return self.run_layer(layer(g * size + j, "kda", g * (size - 1) + j), *carry, batch)
+                with jax.named_scope(LOOPS["kda"]):
+                    return self.run_layer(layer(g * size + j, "kda", g * (size - 1) + j), *carry, batch)
 
             if size > 1:
                 carry = lax.fori_loop(0, size - 1, kda, carry)
-            return self.run_layer(layer(g * size + size - 1, "mla", g), *carry, batch)
+            with jax.named_scope(LOOPS["mla"]):
+                return self.run_layer(layer(g * size + size - 1, "mla", g), *carry, batch)
 
         return group
 

@@ -23,6 +23,7 @@ from ling3export.model.mla.paged import local_pages
 Tree = dict[str, Any]
 
 
+@jax.named_scope("state")
 def copy(model: Any, state: Tree, fields: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Copies slot ``source[n]`` over slot ``target[n]``, one pair after the other; 0 to 0 is padding."""
     source, target = fields["source"], fields["target"]
@@ -34,6 +35,7 @@ def copy(model: Any, state: Tree, fields: Tree, batch: Tree) -> tuple[Tree, Tree
         return lax.fori_loop(0, _used(target), step, state), {}
 
 
+@jax.named_scope("state")
 def offload(model: Any, state: Tree, fields: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """The state of ``slot`` and the latents of ``page[P]``; zeros in the place of a page 0."""
     slot, out = fields["slot"][0], {}
@@ -46,6 +48,7 @@ def offload(model: Any, state: Tree, fields: Tree, batch: Tree) -> tuple[Tree, T
     return state, out
 
 
+@jax.named_scope("state")
 def onload(model: Any, state: Tree, fields: Tree, batch: Tree) -> tuple[Tree, Tree]:
     """Writes what ``offload`` gave into ``slot`` and ``page[P]``; nothing is written for a page 0."""
     slot, after = fields["slot"][0], {}

@@ -53,6 +53,7 @@ def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None, parts: int = 
     return jnp.matmul(x * x, ones, precision=sums)
 
 
+@jax.named_scope("norm")
 def rms_norm(
     x: Float[Array, "*rows X"], weight: Float[Array, "X"], eps: float, sums: str | None = None
 ) -> Float32[Array, "*rows X"]:

@@ -38,6 +38,7 @@ def group_score(biased: Float32[Array, "T G each"]) -> Float32[Array, "T G"]:
     return jnp.sum(lax.top_k(biased, min(2, biased.shape[-1]))[0], axis=-1)
 
 
+@jax.named_scope("router")
 def route(
     scores: Float32[Array, "T E"], bias: Float32[Array, "E"], config: Config
 ) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:
@@ -64,6 +65,7 @@ def rank(values: Float32[Array, "*rows N"]) -> Int32[Array, "*rows N"]:
     return jnp.sum(before, axis=-1, dtype=jnp.int32)
 
 
+@jax.named_scope("router")
 def route_by_rank(
     scores: Float32[Array, "T E"], bias: Float32[Array, "E"], config: Config
 ) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:
@@ -83,6 +85,7 @@ def route_by_rank(
     return chosen, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
 
 
+@jax.named_scope("router")
 def route_weights(
     scores: Float32[Array, "E T"],
     bias: Float32[Array, "E"],
@@ -242,6 +245,7 @@ class MixtureOfExperts(nnx.Module):
         self.shared_gate_up_proj = weights["shared_gate_up_proj"]
         self.shared_down_proj = weights["shared_down_proj"]
 
+    @jax.named_scope("experts")
     def __call__(self, x: Float32[Array, "T D"], layer: Index, valid: Bool[Array, "T"]) -> Float32[Array, "T D"]:
         """This device's partial sum, from ``x`` normed: its own experts and its part of the shared one.
 
@@ -270,6 +274,7 @@ class MixtureOfExperts(nnx.Module):
         x = x.astype(dtype)
         return self._routed(x, layer, chosen, weights, valid) + self.shared(x, layer)
 
+    @jax.named_scope("router")
     def scores(self, x: Float32[Array, "T D"], layer: Index) -> tuple[Float32[Array, "T E"], Float32[Array, "E"]]:
         """The sigmoid of the router's logits, and the bias, from ``x`` normed and unrounded."""
         gate, bias = self._router(layer)
@@ -279,6 +284,7 @@ class MixtureOfExperts(nnx.Module):
     def _router(self, layer: Index) -> tuple[Float32[Array, "E D"], Float32[Array, "E"]]:
         return take(self.gate[...], layer, split=False), take(self.expert_bias[...], layer, split=False)
 
+    @jax.named_scope("router")
     def local_weights(self, x: Float32[Array, "T D"], layer: Index) -> Float32[Array, "W T"]:
         """The router of :meth:`all_local`: weights of this device's experts, zero where not chosen."""
         gate, bias = self._router(layer)
@@ -297,11 +303,13 @@ class MixtureOfExperts(nnx.Module):
     def routed_limit(self, layer: Index) -> Float32[Array, ""] | None:
         return self.limit(self.config.expert_swiglu_limit_list, layer)
 
+    @jax.named_scope("shared_expert")
     def shared(self, x: Float[Array, "T D"], layer: Index) -> Float32[Array, "T D"]:
         """This device's partial sum of the shared expert, which is neither scaled nor gated."""
         limit = self.limit(self.config.share_expert_swiglu_limit_list, layer)
         return gated_mlp(x, self.shared_gate_up_proj, self.shared_down_proj, layer, self.geometry, limit)
 
+    @jax.named_scope("experts")
     def all_local(self, x: Float[Array, "T D"], layer: Index, share: Float32[Array, "W T"]) -> Float32[Array, "T D"]:
         """Every expert of this device for every row, weighted; best where reading weights takes longer."""
         stacks = self.experts_gate_up_proj, self.experts_down_proj
@@ -319,6 +327,7 @@ class MixtureOfExperts(nnx.Module):
             return einsum("etf,edf->td", hidden, down)
         return jnp.sum(einsum("etf,edf->etd", hidden, down) * down_scale.reshape(local, 1, dim), axis=0)
 
+    @jax.named_scope("experts")
     def some_local(self, x: Float[Array, "T D"], layer: Index, share: Float32[Array, "W T"]) -> Float32[Array, "T D"]:
         """:meth:`all_local` that reads only the experts that some row chose, one after the other."""
         stacks = self.experts_gate_up_proj, self.experts_down_proj
@@ -344,6 +353,7 @@ class MixtureOfExperts(nnx.Module):
         with jax.named_scope("some"):
             return lax.while_loop(is_left, one, (list(words), jnp.zeros(x.shape, jnp.float32)))[1]
 
+    @jax.named_scope("experts")
     def chosen_local(
         self, x: Float[Array, "T D"], layer: Index, chosen: Int32[Array, "T A"], share: Float32[Array, "T A"]
     ) -> Float32[Array, "T D"]:
@@ -364,6 +374,7 @@ class MixtureOfExperts(nnx.Module):
         narrow = of_chosen(down)  # [T, A, D, F]
         return jnp.sum(jnp.sum(narrow * hidden.astype(jnp.float32)[:, :, None], axis=-1), axis=1)
 
+    @jax.named_scope("experts")
     def _routed(
         self,
         x: Float[Array, "T D"],

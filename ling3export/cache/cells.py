@@ -15,7 +15,7 @@ from msgspec import structs
 from ling3export.artifacts.files import refuse_links, remove, try_writing, write_new, writing
 from ling3export.artifacts.program_records import Origin, Program
 from ling3export.artifacts.records import Record, from_json, sha256_of, to_json
-from ling3export.artifacts.schema import Mesh, Requirements
+from ling3export.artifacts.schema import GRAPH, Mesh, Requirements
 from ling3export.cache.keys import cell_fields
 from ling3export.cache.store import KINDS, LARGEST_ENTRY, Cache, CacheEntry, CacheUse, Report
 from ling3export.foundation.errors import ArtifactError
@@ -23,8 +23,13 @@ from ling3export.foundation.reading import read_bytes
 from ling3export.model.config import Config
 from ling3export.plan.plan import Plan, PlannedCell
 
-SUFFIXES = ("stablehlo", "exec")
+SUFFIXES = ("stablehlo", "exec", GRAPH)
 COMPILED, PROGRAM, CELL = "compiler", "program cache", "cache"  # where a program came from
+
+
+def graph_key(program: str) -> str:
+    """The key of an optimized program's text, from the key of the program."""
+    return sha256_of({"graph": program})
 
 
 class Built(Record, frozen=True):
@@ -49,10 +54,10 @@ class Cells:
         if entry is None:
             return None
         built, program = _built(entry)
-        executable = self._cache.read("programs", program)
-        if executable is None:
+        executable, text = (self._cache.read("programs", key) for key in (program, graph_key(program)))
+        if executable is None or text is None:
             return None
-        for suffix, data in zip(SUFFIXES, (entry.data, executable.data), strict=True):
+        for suffix, data in zip(SUFFIXES, (entry.data, executable.data, text.data), strict=True):
             write_new(folder / f"{cell.name}.{suffix}", data)
         return _from(built, Origin(CELL, program, 0, 0, key))
 
@@ -69,7 +74,8 @@ class Cells:
     def forget(self, programs: Iterable[Program]) -> None:
         """Removes programs whose receipts failed: the next build makes them again."""
         for origin in (program.origin for program in programs if self.use.writes and program.origin is not None):
-            for kind, key in (("cells", origin.key), ("programs", origin.program)):
+            keys = ("cells", origin.key), ("programs", origin.program), ("programs", graph_key(origin.program))
+            for kind, key in keys:
                 if key is not None:
                     remove(self._cache.path(kind, key))
 

@@ -15,6 +15,7 @@ import click
 from ling3export.cache.store import POLICIES, CacheUse
 from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.catalog import catalog, keygen, sign
+from ling3export.cli.graph import graph
 from ling3export.cli.options import IGNORE, JSON, ROUNDING, WIDE, build_options
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
@@ -67,7 +68,7 @@ def _unwinding() -> Iterator[None]:
     cls=Group,
     sections={
         "Build": ("plan", "build", "attach", "cache", "synth"),
-        "Look": ("inspect", "verify"),
+        "Look": ("inspect", "verify", "graph"),
         "Share": ("catalog", "keygen", "sign"),
     },
 )
@@ -249,6 +250,7 @@ def plan(
 
 
 main.add_command(cache)
+main.add_command(graph)
 main.add_command(catalog)
 main.add_command(keygen)
 main.add_command(sign)

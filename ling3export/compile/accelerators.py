@@ -24,6 +24,7 @@ from ling3export.cost.roofline import TOKENS, expert_times, loop_trips, roofline
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.phases import GIVERS
 from ling3export.foundation.tables import readable
+from ling3export.graph.hlo import packed
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.targets import TargetSpec
@@ -94,14 +95,14 @@ def lower_for(config: Config, geometry: Geometry, phase: str, padding: int, targ
 
 def compile_for(
     direct: Direct, config: Config, geometry: Geometry, phase: str, padding: int, target: TargetSpec
-) -> tuple[bytes, Compiled]:
-    """Compiles a lowered cell: the serialized executable, and its record.
+) -> tuple[bytes, Compiled, bytes]:
+    """Compiles a lowered cell: the serialized executable, its record, and its packed text.
 
     Raises:
         PlanError: It needs more memory than a device has; the message has the compiler's sum.
     """
     raw, record, text = compiled_for(direct, f"{phase}@{padding}", target)
-    return raw, priced(record, text, config, geometry, phase, padding, target)
+    return raw, priced(record, text, config, geometry, phase, padding, target), packed(text)
 
 
 def compiled_for(direct: Direct, cell: str, target: TargetSpec) -> tuple[bytes, Compiled, str]:

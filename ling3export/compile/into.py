@@ -46,7 +46,7 @@ from ling3export.verify.verify import check_digests
 SIZING = ("memory_fraction", "state_memory")  # what sized the pools, so that a target that is added is sized alike
 SCORE = "--score-paddings"
 TARGET_FOLDER = re.compile(r"(cpu|cuda|tpu)[\w.-]*-tp\d+(\.\d+)?")  # a target's name, or what `_free_name` makes of it
-PROGRAM_FILE = re.compile(r"[a-z_]+@\d+\.(stablehlo|exec)|kernels\.so|state\.exec")
+PROGRAM_FILE = re.compile(r"[a-z_]+@\d+\.(stablehlo|exec|hlo\.xz)|kernels\.so|state\.exec")
 
 
 def add_targets(

@@ -32,6 +32,7 @@ from ling3export.artifacts.program_records import (
 )
 from ling3export.artifacts.records import Record
 from ling3export.foundation.errors import PlanError
+from ling3export.graph.hlo import packed
 from ling3export.machine import pjrt, portable, untouched
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
@@ -146,19 +147,20 @@ def device_mesh(tp: int) -> Mesh:
     return mesh_of(devices[:tp])
 
 
-def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled]:
-    """Compiles the portable tier for ``mesh``: the serialized executable, and its record."""
-    raw, record, _ = compiled_by(lambda: portable.compile_portable(lowered.blob, lowered, mesh))
-    return raw, record
+def compile_cell(lowered: Lowered, mesh: Mesh) -> tuple[bytes, Compiled, bytes]:
+    """Compiles the portable tier for ``mesh``: the serialized executable, its record, and its packed text."""
+    raw, record, compiled = compiled_by(lambda: portable.compile_portable(lowered.blob, lowered, mesh))
+    return raw, record, packed(compiled.as_text() or "")
 
 
 def compile_with_kernels(
     config: Config, geometry: Geometry, phase: str, padding: int, mesh: Mesh
-) -> tuple[bytes, Compiled]:
+) -> tuple[bytes, Compiled, bytes]:
     """:func:`compile_cell` from a lowering that calls the geometry's native kernels, which must be registered."""
     _, function, arguments = prepared(config, geometry, phase, padding, mesh)
-    raw, record, _ = compiled_by(lambda: function.lower(*arguments).compile())
-    return raw, structs.replace(record, lowering=Lowering(direct=True, forward_compatible=False))
+    raw, record, compiled = compiled_by(lambda: function.lower(*arguments).compile())
+    record = structs.replace(record, lowering=Lowering(direct=True, forward_compatible=False))
+    return raw, record, packed(compiled.as_text() or "")
 
 
 def compile_state(rows: Sequence[StateArray], mesh: Mesh) -> bytes:

@@ -31,7 +31,12 @@ def target_record(
     geometry, target, config = plan.geometry, plan.target, config_of(manifest)
     named = {}
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
-        files = {suffix: file_record(folder, f"{programs}/{cell.name}.{suffix}") for suffix in SUFFIXES}
+        paths = {suffix: f"{programs}/{cell.name}.{suffix}" for suffix in SUFFIXES}
+        files = {
+            "graph" if suffix == schema.GRAPH else suffix: file_record(folder, path)
+            for suffix, path in paths.items()
+            if suffix != schema.GRAPH or (folder / path).exists()
+        }
         status = "compiled" if target.runs_here else "compiled, not executed"
         named[cell.name] = Cell(**structs.asdict(built[cell.name].program) | files | {"status": status})
     arrays = tuple(

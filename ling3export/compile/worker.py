@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from ling3export.artifacts.files import write_new
 from ling3export.artifacts.program_records import Origin
 from ling3export.artifacts.records import from_json, sha256_of, to_json
-from ling3export.artifacts.schema import KERNELS
+from ling3export.artifacts.schema import GRAPH, KERNELS
 from ling3export.cache.cells import COMPILED, PROGRAM, Built
 from ling3export.cache.keys import Sources, program_fields
 from ling3export.cache.store import Cache, CacheUse
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from ling3export.compile.lower import Compiled, Lowered
 
-    Compile = Callable[[], tuple[bytes, Compiled]]
+    Compile = Callable[[], tuple[bytes, Compiled, bytes]]
 
 MODULE = "ling3export.compile.worker"
 STATE_PROGRAM = {"state_program": True}
@@ -94,19 +94,22 @@ def prepare(target: TargetSpec) -> list[object]:
 
 def compiled_program(
     cache: Cache, fields: dict[str, Any], sources: Sources, compile_it: "Compile"
-) -> tuple[bytes, "Compiled", str]:
-    """The serialized executable, its record, and whether it was COMPILED now or is from the cache.
+) -> tuple[bytes, "Compiled", bytes, str]:
+    """The serialized executable, its record, its packed text, and whether it was COMPILED now or is from the cache.
 
     The digest of ``fields`` is its key in the cache. Nothing is kept if a source has changed.
     """
     from ling3export.compile.lower import Compiled
 
-    if entry := cache.read("programs", sha256_of(fields), lambda entry: from_json(Compiled, entry.record)):
-        return entry.data, from_json(Compiled, entry.record), PROGRAM
-    data, compiled = compile_it()
+    graph = {"graph": sha256_of(fields)}
+    entry = cache.read("programs", sha256_of(fields), lambda entry: from_json(Compiled, entry.record))
+    if entry and (text := cache.read("programs", sha256_of(graph))):
+        return entry.data, from_json(Compiled, entry.record), text.data, PROGRAM
+    data, compiled, packed = compile_it()
     if not sources.changed():
+        cache.write("programs", graph, {}, packed)
         cache.write("programs", fields, to_json(compiled), data)
-    return data, compiled, COMPILED
+    return data, compiled, packed, COMPILED
 
 
 def run_cell(job: CompileJob, cell: PlannedCell) -> dict[str, Any]:
@@ -122,8 +125,10 @@ def run_cell(job: CompileJob, cell: PlannedCell) -> dict[str, Any]:
     lowered = lower_cell(job.config, job.geometry, cell.phase, cell.padding, job.target.platform)
     write_new(job.folder / f"{cell.name}.stablehlo", lowered.blob)
     fields, compile_it = _compiler(lowered, job, cell)
-    data, compiled, source = compiled_program(Cache(job.cache, messages.append), fields, job.sources, compile_it)
+    cache = Cache(job.cache, messages.append)
+    data, compiled, text, source = compiled_program(cache, fields, job.sources, compile_it)
     write_new(job.folder / f"{cell.name}.exec", data)
+    write_new(job.folder / f"{cell.name}.{GRAPH}", text)
     origin = Origin(source, sha256_of(fields), events.traces, events.count)
     built = Built(lowered.program(compiled, origin), compiled.executable.requires, compiled.executable.mesh)
     return {"built": to_json(built), "messages": messages}

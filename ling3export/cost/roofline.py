@@ -71,6 +71,12 @@ def _probability(count: int, of: int, share: float) -> float:
     return math.exp(ways + count * math.log(share) + (of - count) * math.log1p(-share))
 
 
+def expected_collectives(config: Config, geometry: Geometry, phase: str) -> int:
+    """The collectives of one call: one for the embeddings, two a layer, and two more a decoded layer of striped MLA."""
+    striped = 2 * len(config.layers("mla")) if geometry.striped and phase == "decode" else 0
+    return 1 + 2 * config.num_hidden_layers + striped
+
+
 def _bound(moved: dict[str, int], flops: float, collectives: int, chip: Chip) -> RooflineBound:
     seconds = max(sum(moved.values()) / chip.bandwidth, flops / chip.flops)
     return RooflineBound(moved, round(flops), seconds, collectives, collectives * COLLECTIVE_SECONDS)

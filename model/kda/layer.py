@@ -50,6 +50,7 @@ class KimiDeltaAttention(nnx.Module):
         self.conv1d, self.A_log, self.dt_bias = weights["conv1d"], weights["A_log"], weights["dt_bias"]
         self.o_norm, self.o_proj = weights["o_norm"], weights["o_proj"]
 
+    @jax.named_scope("projections")
     def _project(
         self, x: Float[Array, "T D"], layer: Index
     ) -> tuple[Float[Array, "T H X"], Float32[Array, "T H K"], Float32[Array, "T H K"], Float32[Array, "T H"]]:
@@ -61,6 +62,7 @@ class KimiDeltaAttention(nnx.Module):
         beta = jax.nn.sigmoid(column_parallel(x, self.b_proj, layer, self.geometry).reshape(rows, -1))
         return raw.astype(x.dtype), g, gate, beta
 
+    @jax.named_scope("convolution")
     def _taps(self, layer: Index, rows: int = 1) -> Float32[Array, "W _ H X"]:
         """The filters of q, k and v of each head, tap after tap, the same for each of ``rows``.
 
@@ -89,6 +91,7 @@ class KimiDeltaAttention(nnx.Module):
             q, k = l2_norm(q), l2_norm(k)
         return Inputs(q * self.config.head_dim**-0.5, k, v, g, beta)
 
+    @jax.named_scope("output")
     def _output(
         self, o: Float32[Array, "T H V"], gate: Float32[Array, "T H V"], layer: Index, dtype: jnp.dtype
     ) -> Float32[Array, "T D"]:
@@ -97,6 +100,7 @@ class KimiDeltaAttention(nnx.Module):
         y = rms_norm(o, weight, self.config.rms_norm_eps, self.geometry.sums) * jax.nn.sigmoid(gate)
         return row_parallel(y.reshape(o.shape[0], -1).astype(dtype), self.o_proj, layer, self.geometry)
 
+    @jax.named_scope("kda")
     def decode(
         self, x: Float[Array, "B D"], layer: Index, state: State, rows: DecodeRows
     ) -> tuple[Float32[Array, "B D"], State]:
@@ -145,6 +149,7 @@ class KimiDeltaAttention(nnx.Module):
         out = row_parallel(out.reshape(x.shape[0], -1), self.o_proj, layer, self.geometry)
         return out, state | {"kda_recurrent": pool, "kda_conv": windows}
 
+    @jax.named_scope("kda")
     def prefill(
         self, x: Float[Array, "T D"], layer: Index, state: State, chunks: Chunks
     ) -> tuple[Float32[Array, "T D"], State]:
@@ -247,6 +252,7 @@ class KimiDeltaAttention(nnx.Module):
         o = jnp.moveaxis(out, 1, 3).reshape(-1, heads, key)[: count * CHUNK]
         return o, state | {"kda_recurrent": pool}
 
+    @jax.named_scope("convolution")
     def _convolve(self, raw: jax.Array, layer: Index, state: State, chunks: Chunks) -> tuple[jax.Array, State]:
         """Convolves ``raw [N, C, H, 3K]``; a chunk's history is the chunk before it, the pool, or zero."""
         width, count = self.config.short_conv_kernel_size - 1, raw.shape[0]

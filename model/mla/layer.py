@@ -64,6 +64,7 @@ class GatedMLA(nnx.Module):
         self.q_proj, self.q_a_proj = weights.get("q_proj"), weights.get("q_a_proj")
         self.q_a_layernorm, self.q_b_proj = weights.get("q_a_layernorm"), weights.get("q_b_proj")
 
+    @jax.named_scope("q_proj")
     def _query(self, x: Float[Array, "T D"], layer: Index) -> Float32[Array, "T H Q"]:
         """Each head's query, nope and rope, by the flat projection or through the low rank."""
         if self.q_proj is not None:
@@ -92,21 +93,25 @@ class GatedMLA(nnx.Module):
             gate=gate,
         )
 
+    @jax.named_scope("absorb")
     def _absorb(self, p: Projected, layer: Index, row: int) -> Float[Array, "T H row"]:
         """The query in latent space, as wide as a row of the pool: [q_nope w_uk | q_rope | 0]."""
         query = per_head(p.q_nope, self.w_uk, layer, 0, self.geometry).astype(p.latent.dtype)
         filled = jnp.zeros((*query.shape[:2], row - query.shape[-1] - p.q_rope.shape[-1]), query.dtype)
         return jnp.concatenate([query, p.q_rope, filled], axis=-1)
 
+    @jax.named_scope("release")
     def _release(self, latent: Float32[Array, "T H R"], layer: Index, dtype: jnp.dtype) -> Float32[Array, "T H V"]:
         """Attended latents to head outputs."""
         return per_head(latent.astype(dtype), self.w_uv, layer, 1, self.geometry)
 
+    @jax.named_scope("output")
     def _output(self, heads: Float32[Array, "T H V"], p: Projected, layer: Index) -> Float32[Array, "T D"]:
         """Gates each head, then the output projection: this device's partial sum."""
         gated = (heads * p.gate[..., None]).reshape(heads.shape[0], -1).astype(p.latent.dtype)
         return row_parallel(gated, self.dense, layer, self.geometry)
 
+    @jax.named_scope("mla")
     def decode(
         self, x: Float[Array, "B D"], layer: Index, state: State, rows: DecodeRows
     ) -> tuple[Float32[Array, "B D"], State]:
@@ -129,6 +134,7 @@ class GatedMLA(nnx.Module):
             latent = attend_list(query, pool, layer, rows.pages, rank).normalized
         return self._output(self._release(latent, layer, x.dtype), p, layer), state | {"mla_latent": pool}
 
+    @jax.named_scope("attention")
     def _one_by_one(
         self, query: Float[Array, "B H row"], pool: Pool, layer: Index, rows: DecodeRows
     ) -> Float32[Array, "B H R"]:
@@ -145,6 +151,7 @@ class GatedMLA(nnx.Module):
         with jax.named_scope("sequences"):
             return lax.fori_loop(0, rows.used, sequence, jnp.zeros((*query.shape[:2], rank), jnp.float32))
 
+    @jax.named_scope("mla")
     def prefill(
         self, x: Float[Array, "T D"], layer: Index, state: State, chunks: Chunks
     ) -> tuple[Float32[Array, "T D"], State]:
@@ -163,6 +170,7 @@ class GatedMLA(nnx.Module):
             )
         return self._output(part.normalized, p, layer), state | {"mla_latent": pool}
 
+    @jax.named_scope("cache_update")
     def _store(
         self, pool: Pool, layer: Index, p: Projected, tokens: DecodeRows | Chunks, table: Int32[Array, "T M"]
     ) -> Pool:
@@ -175,6 +183,7 @@ class GatedMLA(nnx.Module):
         new = jnp.concatenate([p.latent.astype(pool.dtype), p.k_rope.astype(pool.dtype), filled], axis=-1)
         return pool.at[layer, number, tokens.position % page].set(new, mode=IN_BOUNDS)
 
+    @jax.named_scope("attention")
     def _within(self, p: Projected, layer: Index, chunks: Chunks) -> OnlineSoftmax:
         """Expanded attention of the call's tokens among themselves: ``m [T, H]``, ``l [T, H]``, ``acc [T, H, V]``."""
         k_nope = dot(p.latent, of_heads(self.w_uk, layer), self.geometry).astype(p.latent.dtype)
@@ -214,6 +223,7 @@ class GatedMLA(nnx.Module):
         split = jax.tree.map(lambda y: y.reshape(-1, size, *y.shape[1:]), rows)
         return jax.tree.map(lambda y: y.reshape(count, *y.shape[2:]), lax.map(block, split))
 
+    @jax.named_scope("attention")
     def _before(self, p: Projected, layer: Index, pool: Pool, chunks: Chunks) -> OnlineSoftmax:
         """Attention of the call's tokens over what their sequences had cached before it, shapes as `_within`.
 

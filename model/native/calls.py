@@ -109,6 +109,7 @@ def heads(
     return _call(("rows", "columns")[axis], geometry, shape, x, stacked, jnp.int32(layer))
 
 
+@jax.named_scope("experts")
 def experts(
     x: BFloat16[Array, "T D"],
     gate_up: Matrix,
@@ -128,6 +129,7 @@ def experts(
     return _call(_named("experts", gate_up), geometry, x.shape, x, *parts, jnp.int32(layer), chosen, share, limit)
 
 
+@jax.named_scope("router")
 def route(
     x: Float32[Array, "T D"],
     gate: Float32[Array, "n E D"],

@@ -89,6 +89,7 @@ def ranked(
         return lax.fori_loop(0, count, look, (*empty, *start))[:2]
 
 
+@jax.named_scope("sample")
 def process_logits(
     logits: Float32[Array, "R v"],
     fields: dict[str, jax.Array],

@@ -121,6 +121,7 @@ def draw(
     return drawn[0].astype(jnp.int32), drawn[1]
 
 
+@jax.named_scope("sample")
 def sample(
     logits: Float32[Array, "R v"], fields: dict[str, jax.Array], geometry: Geometry | None = None
 ) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
@@ -148,6 +149,7 @@ def sample(
     return token, logit - log_sum
 
 
+@jax.named_scope("sample")
 def score_next(
     logits: Callable[[jax.Array], jax.Array],
     x: Float32[Array, "T D"],

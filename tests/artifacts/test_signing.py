@@ -264,6 +264,7 @@ UNASKED = {
     "artifacts/signing.py": "the door itself, and what signs",
     "artifacts/staging.py": "whether there is an artifact to add to",
     "ling3export/cli/catalog.py": "compares a digest with an evaluation's",
+    "ling3export/cli/graph.py": "reads programs as text; nothing runs",
     "ling3export/cli/main.py": "inspect shows what a manifest says",
     "ling3export/compile/into.py": "whether an addition that failed had replaced it",
     "ling3export/plan/pricing.py": "plan reads times and sizes",

@@ -48,6 +48,7 @@ GIVEN = {
     "docs/benchmark.md": ["micro.ling3", "gsm8k"],
     "docs/catalog.md": ["micro", "micro.ling3"],
     "docs/engine.md": ["micro.ling3"],
+    "docs/graphs.md": ["micro.ling3"],
     "docs/fleet.md": ["micro.ling3"],
     "docs/serving.md": ["micro.ling3"],
     "docs/evaluation.md": ["gsm8k", "mmlu", "task.py"],

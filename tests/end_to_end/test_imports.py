@@ -46,7 +46,7 @@ SERVER = {"prometheus_client", "pydantic", "starlette", "uvicorn", "zmq"}
 # Rooms and modules that read files, configurations and arguments, and load no jax.
 WITHOUT_JAX = tuple(
     (
-        "artifacts checkpoint cli foundation model.config report runners.bench_serving.workloads runners.cli "
+        "artifacts checkpoint cli foundation model.config report.inspect runners.bench_serving.workloads runners.cli "
         "runners.evals runners.hosts.channel runners.hosts.hosts machine.environment machine.targets "
         "runners.serve.schema runners.transfer verify.reference"
     ).split()

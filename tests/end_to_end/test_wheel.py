@@ -59,7 +59,7 @@ def test_wheel_metadata(wheel):
 
     metadata = email.message_from_string(text("METADATA"))
     needs = {re.split(r"[<>=]", need)[0] for need in metadata.get_all("Requires-Dist") or [] if "extra ==" not in need}
-    assert needs == {"jax", "flatbuffers", "numpy", "safetensors", "tokenizers", "click", "jinja2"}
+    assert needs == {"jax", "flatbuffers", "numpy", "safetensors", "tokenizers", "click", "jinja2", "msgspec"}
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "Apache License" in text("licenses/LICENSE")
     assert "Tag: py3-none-any" in text("WHEEL")

@@ -26,6 +26,7 @@ UNSIGNED = {
     "runners.bench_serving.compare": "sizes: the servers that it starts ask for trust",
     "runners.bench_serving.measure": "counts tokens by the tokenizer's files",
     "cli.catalog": "the digest that an evaluation names",
+    "cli.graph": "programs are read as text, and do not run",
     "cli.main": "inspect prints it",
     "compile.into": "compares it with the one that it read with trust",
     "plan.pricing": "times that were measured",

@@ -24,6 +24,7 @@ BUILD = (
     ("cache", "verify"),
     ("plan",),
     ("cost", "checkpoint"),
+    ("graph",),
     ("model",),
 )
 BELOW = (("machine",), ("artifacts",), ("foundation",))

@@ -117,7 +117,7 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
         patch.setattr(lower, "build_step", build_step)
         for name, (phase, padding) in CELLS.items():
             lowered = lower.lower_cell(Config.from_dict(tiny_fields(vocab_size=VOCAB)), GEOMETRY, phase, padding, "cpu")
-            raw, compiled = lower.compile_cell(lowered, mesh)
+            raw, compiled, _ = lower.compile_cell(lowered, mesh)
             needs = compiled.executable
             (programs / f"{name}.stablehlo").write_bytes(lowered.blob)
             (programs / f"{name}.exec").write_bytes(raw)

@@ -151,7 +151,9 @@ PROGRAM = {"n": 1}
 
 def kept(use: CacheUse, folder: Path) -> Built:
     """A cell of a folder and its program, kept as a build does."""
-    Cache(use, pytest.fail).write("programs", PROGRAM, {}, (folder / f"{CELL.name}.exec").read_bytes())
+    cache = Cache(use, pytest.fail)
+    cache.write("programs", PROGRAM, {}, (folder / f"{CELL.name}.exec").read_bytes())
+    cache.write("programs", {"graph": sha256_of(PROGRAM)}, {}, b"text")
     return Cells(use, pytest.fail).keep(CONFIG, plan(), CELL, folder, built())
 
 
@@ -345,7 +347,7 @@ def test_what_receipts_refuse_does_not_stay_in_the_cache(tmp_path, monkeypatch):
     monkeypatch.setattr(build, "target_record", lambda *arguments: None)
     monkeypatch.setattr(build, "measure_apart", refusing)
     manifest: Any = Written({}, Vectors({}), {}, ())
-    assert len(list((tmp_path / "cache").glob("*/*"))) == 2
+    assert len(list((tmp_path / "cache").glob("*/*"))) == 3
     with pytest.raises(ArtifactError, match="expected a cell that runs"):
         build.complete(tmp_path, manifest, [outcome], Mock(), cells)
     assert list((tmp_path / "cache").glob("*/*")) == []

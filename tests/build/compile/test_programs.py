@@ -94,7 +94,7 @@ def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():
     assert re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module) == [f"{TP}x16x4x128"]
     assert largest_constant(module) < CONSTANT_BYTES
     assert [row.name for row in lowered.outputs if row.group == "out"] == ["best", "best_logprob", "logits", "logprob"]
-    _, record = compile_cell(lowered, device_mesh(TP))
+    _, record, _ = compile_cell(lowered, device_mesh(TP))
     assert record.memory.temporaries < slots * vocabulary // TP * 4 / 2
 
 
@@ -146,7 +146,7 @@ def test_state_is_donated_and_never_copied(phase: str, padding: int):
     dtype = "bfloat16" if jax.__version_info__ >= (0, 11) else "float32"
     model, large = config(), geometry("loops", slots=2000, pages=20000, dtype=dtype)
     lowered = lower_cell(model, large, phase, padding, "cpu")
-    _, record = compile_cell(lowered, device_mesh(TP))
+    _, record, _ = compile_cell(lowered, device_mesh(TP))
     donated = [
         leaf.name for leaf, row in zip(lowered.inputs, record.executable.call.inputs, strict=True) if row.donated
     ]

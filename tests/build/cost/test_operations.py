@@ -6,7 +6,7 @@ import pytest
 
 from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import estimate
-from ling3export.foundation.hlo import KINDS, kind, large_bytes, parse, traffic
+from ling3export.graph.hlo import KINDS, kind, large_bytes, parse, traffic
 
 CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)
 
@@ -14,12 +14,18 @@ CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)
 MODULE = """\
 HloModule jit_body, is_scheduled=true
 
+%add (x.1: f32[], x.2: f32[]) -> f32[] {
+  %x.1 = f32[] parameter(0)
+  %x.2 = f32[] parameter(1)
+  ROOT %x.3 = f32[] add(%x.1, %x.2)
+}
+
 %sliced (p.1: bf16[18,8,16], p.2: f32[16]) -> f32[16] {
   %p.1 = bf16[18,8,16]{2,1,0} parameter(0)
   %p.2 = f32[16]{0} parameter(1)
   %b.1 = bf16[18,8,16]{2,1,0} bitcast(%p.1)
   %s.1 = bf16[1,8,16]{2,1,0} slice(%b.1), slice={[3:4], [0:8], [0:16]}
-  ROOT %d.1 = f32[16]{0} convolution(%s.1, %p.2), dim_labels=bf_io->bf
+  ROOT %d.1 = f32[16]{0} dot(%s.1, %p.2), lhs_contracting_dims={2}, rhs_contracting_dims={0}
 }
 
 %kept (p.3: bf16[18,8,16]) -> bf16[144,16] {
@@ -36,7 +42,7 @@ HloModule jit_body, is_scheduled=true
   %p.5 = bf16[18,8,16]{2,1,0} parameter(0)
   %p.6 = f32[16]{0} parameter(1)
   %f.1 = bf16[144,16]{1,0} fusion(%p.5), kind=kLoop, calls=%kept
-  ROOT %d.2 = f32[144]{0} convolution(%f.1, %p.6), dim_labels=bf_io->bf
+  ROOT %d.2 = f32[144]{0} dot(%f.1, %p.6), lhs_contracting_dims={1}, rhs_contracting_dims={0}
 }
 
 %nested (p.7: bf16[18,8,16]) -> f32[8] {

@@ -124,7 +124,7 @@ def test_an_autotuned_program_is_compiled_on_the_device_that_is_here(monkeypatch
     config = Config.from_dict(config_fields("micro", {}))
     geometry = make_plan(config, Options(max_running=2, context=512, pages=4), "cuda:h200").geometry
     direct = accelerators.lower_for(config, geometry, "sample", 2, target)
-    raw, record = accelerators.compile_for(direct, config, geometry, "sample", 2, target)
+    raw, record, _ = accelerators.compile_for(direct, config, geometry, "sample", 2, target)
     assert list(direct.mesh.devices.flat) == [device]
     mesh = record.executable.mesh
     assert (mesh.devices, mesh.hosts, len(raw) > 0, record.collectives) == ((0,), (0,), True, {})

@@ -2,11 +2,13 @@
 kind of work an instruction is, and which bytes it moves through the large memory.
 """
 
+import lzma
 import math
 import re
 from dataclasses import dataclass, field
 from functools import cached_property
 
+LARGEST = 2**28  # bytes of a program's text: the largest of Ling3-Tiny has 10 million
 WIDTHS = {
     "pred": 1,
     "s8": 1,
@@ -54,6 +56,27 @@ SILENT = {"bitcast", "constant", "fusion", "get-tuple-element", "parameter", "tu
 SLICING = {"dynamic-slice", "gather", "slice"}  # read no more of their first operand than they return
 UPDATING = {"dynamic-update-slice": 1, "scatter": 2}  # write the operand of this number into their first one
 TYPE = re.compile(r"(?:[a-z]+[0-9]+|pred)\[[0-9,]*\](?:\{[^}]*\})?")
+
+
+def packed(text: str) -> bytes:
+    """Optimized HLO as an artifact keeps it."""
+    return lzma.compress(text.encode(), preset=1)
+
+
+def unpacked(data: bytes) -> str:
+    """The reverse of :func:`packed`.
+
+    Raises:
+        ValueError: The data is damaged, or its text has more than ``LARGEST`` bytes.
+    """
+    reader = lzma.LZMADecompressor(memlimit=2**28)
+    try:
+        text = reader.decompress(data, LARGEST)
+    except (lzma.LZMAError, EOFError) as error:
+        raise ValueError(f"not compressed text: {error}") from error
+    if not reader.eof:
+        raise ValueError(f"incomplete, or more than {LARGEST} bytes")
+    return text.decode()
 
 
 @dataclass(frozen=True)
@@ -130,6 +153,7 @@ class Module:
 
     computations: dict[str, Computation]
     entry: Computation
+    aliased: frozenset[int] = frozenset()  # numbers of the parameters whose buffers the results reuse
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:
@@ -167,7 +191,9 @@ def parse(text: str) -> Module:
             current.instructions[match[2]] = _instruction(match[2], match[3], match[1] is not None)
     if entry is None:
         raise ValueError("HLO text: expected an ENTRY computation, found none")
-    return Module(computations, entry)
+    aliases = re.search(r"input_output_alias=\{(.*?\)) \}", text.partition("\n")[0])
+    numbers = re.findall(r": \((\d+), \{", aliases[1]) if aliases else []
+    return Module(computations, entry, frozenset(map(int, numbers)))
 
 
 @dataclass(frozen=True)
@@ -244,8 +270,22 @@ def large_bytes(shape: str) -> int:
     return sum(shape_bytes(array) for array in TYPE.findall(shape) if FAST not in array)
 
 
-def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes that an instruction reads from and writes to the large memory.
+@dataclass(frozen=True)
+class Access:
+    """Bytes of one run of an instruction in the large memory."""
+
+    read: tuple[int, ...]  # of each operand
+    written: int
+    updated: int | None = None  # the operand in whose buffer the instruction writes
+
+    @property
+    def bytes(self) -> int:
+        """Read and written together."""
+        return sum(self.read) + self.written
+
+
+def access(module: Module, computation: Computation, instruction: Instruction) -> Access:
+    """What an instruction reads from and writes to the large memory.
 
     A slice or a gather reads only the bytes that it takes; an update in place writes only the bytes that it changes.
 
@@ -255,19 +295,26 @@ def traffic(module: Module, computation: Computation, instruction: Instruction) 
         instruction: Any instruction but a loop, branch, call, collective or custom call.
     """
     operands = [computation.instructions[name] for name in instruction.operands]
-    if instruction.opcode.endswith("-start"):  # a move beside other work, from one memory to another
+    rest = (0,) * (len(operands) - 1)
+    if instruction.opcode.endswith("-start"):  # a move from one memory to another, at the same time as other work
         moved = instruction.bytes - sum(operand.bytes for operand in operands)
         moved = moved if "slice" in instruction.opcode else operands[0].bytes
-        return moved * (1 if FAST in instruction.shape else 2)
+        return Access((moved, *rest), 0 if FAST in instruction.shape else moved)
     if instruction.opcode == "fusion":
         return _fused(module, instruction, operands)
     if instruction.opcode in UPDATING:
         index = UPDATING[instruction.opcode]
-        return sum(large_bytes(one.shape) for one in operands[1:]) + _written(instruction, operands[index])
+        read = (0, *(large_bytes(operand.shape) for operand in operands[1:]))
+        return Access(read, _written(instruction, operands[index]), 0)
     written = large_bytes(instruction.shape)
     if instruction.opcode in SLICING:
-        return written + (0 if FAST in operands[0].shape else instruction.bytes)
-    return written + sum(large_bytes(operand.shape) for operand in operands)
+        return Access((0 if FAST in operands[0].shape else instruction.bytes, *rest), written)
+    return Access(tuple(large_bytes(operand.shape) for operand in operands), written)
+
+
+def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
+    """Bytes of :func:`access`."""
+    return access(module, computation, instruction).bytes
 
 
 def _called(module: Module, fusion: Instruction) -> Computation:
@@ -282,14 +329,22 @@ def _result(inner: Computation) -> Instruction:
     return root
 
 
-def _fused(module: Module, fusion: Instruction, operands: list[Instruction]) -> int:
+def _fused(module: Module, fusion: Instruction, operands: list[Instruction]) -> Access:
     inner = _called(module, fusion)
     names = {number: name for name, number in inner.parameters.items()}
-    read = sum(min(_used(module, inner, names[i]), large_bytes(operand.shape)) for i, operand in enumerate(operands))
+    read = tuple(min(_used(module, inner, names[i]), large_bytes(operand.shape)) for i, operand in enumerate(operands))
     root = _result(inner)
     if root.opcode in UPDATING:
-        return read + _written(fusion, inner.instructions[root.operands[UPDATING[root.opcode]]])
-    return read + large_bytes(fusion.shape)
+        written = _written(fusion, inner.instructions[root.operands[UPDATING[root.opcode]]])
+        return Access(read, written, _parameter(inner, root.operands[0]))
+    return Access(read, large_bytes(fusion.shape))
+
+
+def _parameter(inner: Computation, name: str) -> int | None:
+    """The number of the parameter that a value is, seen through bitcasts; None if it is another value."""
+    while inner.instructions[name].opcode == "bitcast":
+        name = inner.instructions[name].operands[0]
+    return inner.parameters.get(name)
 
 
 def _written(instruction: Instruction, update: Instruction) -> int:

@@ -1,0 +1,151 @@
+"""``ling3export graph``: look into an artifact's programs, compare them, check them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ling3export.cli.options import JSON
+from ling3export.runners.cli.command import NOT_DETERMINISTIC as DIFFERENT
+from ling3export.runners.cli.command import Group
+from ling3export.runners.cli.options import PATH
+from ling3export.runners.cli.references import ARTIFACT
+
+if TYPE_CHECKING:
+    from ling3export.graph.record import Graph
+
+TARGET = click.option("--target", metavar="TARGET", help="The target, if the artifact has several.")
+PORTABLE = click.option("--portable", is_flag=True, help="Read the portable programs, not the compiled ones.")
+LARGEST_BUDGETS = 2**20  # bytes
+OUTPUT = click.option("--output", type=PATH, help="Write to this file.  [default: standard output]")
+
+
+@click.group(cls=Group, sections={"Look": ("summary", "diff"), "Check": ("audit",)})
+def graph() -> None:
+    """Look into ARTIFACT's programs, compare two, check them. No device and no weights are needed.
+
+    A CELL is one program: a phase and its padding, such as decode@16. `ling3export inspect ARTIFACT` lists them.
+    """
+
+
+def read(artifact: Path, cells: tuple[str, ...], target: str | None, portable: bool) -> "list[Graph]":
+    """The graphs of the named cells, or of all cells."""
+    from ling3export.artifacts.manifest import read_manifest
+    from ling3export.report.cells import cell_of, graph_of, target_of
+
+    manifest = read_manifest(artifact)
+    name, record = target_of(manifest, target)
+    chosen = [cell_of(record, cell).name for cell in cells] or list(record.cells)
+    return [graph_of(artifact, manifest, name, cell, from_portable=portable) for cell in chosen]
+
+
+def write(text: str, output: Path | None) -> None:
+    """Writes a result to a file, whole or not at all, or to stdout."""
+    from ling3export.artifacts.files import replace_file
+
+    if output is None:
+        click.echo(text)
+    else:
+        replace_file(output, text.encode() + b"\n")
+
+
+@graph.command()
+@click.argument("artifact", type=ARTIFACT)
+@click.argument("cell", required=False)
+@TARGET
+@click.option(
+    "--by",
+    type=click.Choice(["operation-kind", "layer", "part", "operation"]),
+    default="operation-kind",
+    show_default=True,
+    help="What the rows of a layer kind are.",
+)
+@PORTABLE
+@JSON
+@click.option("--folded", is_flag=True, help="Print collapsed stacks for a flame graph.")
+def summary(
+    artifact: Path, cell: str | None, target: str | None, by: str, portable: bool, as_json: bool, folded: bool
+) -> None:
+    """Show where the FLOPs, bytes and seconds of CELL go, by layer kind; of all cells without CELL."""
+    from ling3export.graph import summary as tables
+
+    graphs = read(artifact, () if cell is None else (cell,), target, portable)
+    key = tables.BY[by]
+    if as_json:
+        click.echo(json.dumps(tables.document(graphs, key), indent=1))
+        return
+    shown: Callable[[Any], list[str]] = tables.folded if folded else lambda one: [*tables.table(one, key), ""]
+    click.echo("\n".join(line for one in graphs for line in shown(one)).rstrip())
+
+
+@graph.command()
+@click.argument("before", type=ARTIFACT)
+@click.argument("after", type=ARTIFACT)
+@click.argument("cell")
+@click.argument("cell_after", required=False)
+@TARGET
+@click.option("--target-after", metavar="TARGET", help="The target of AFTER.  [default: that of --target]")
+@PORTABLE
+@JSON
+@click.option("--markdown", is_flag=True, help="Print Markdown, for a pull request.")
+@OUTPUT
+def diff(
+    before: Path,
+    after: Path,
+    cell: str,
+    cell_after: str | None,
+    target: str | None,
+    target_after: str | None,
+    portable: bool,
+    as_json: bool,
+    markdown: bool,
+    output: Path | None,
+) -> None:
+    """Compare CELL of two artifacts: what changed, and what the changes cost. Exits with 3 if they differ.
+
+    CELL_AFTER names another cell of AFTER: `diff A A decode@16 decode@64` shows what does not scale.
+    """
+    from ling3export.graph import diff as tables
+
+    (one,) = read(before, (cell,), target, portable)
+    (other,) = read(after, (cell_after or cell,), target_after or target, portable)
+    difference = tables.compare(one, other)
+    text = json.dumps(tables.document(difference), indent=1) if as_json else None
+    write(text or "\n".join(tables.table(difference, markdown=markdown)), output)
+    if not difference.equal:
+        raise SystemExit(DIFFERENT)
+
+
+@graph.command()
+@click.argument("artifact", type=ARTIFACT)
+@click.argument("cell", required=False)
+@TARGET
+@click.option("--budgets", "budgets_file", type=PATH, help="Limits of the rules and of each cell, a TOML file.")
+@JSON
+def audit(artifact: Path, cell: str | None, target: str | None, budgets_file: Path | None, as_json: bool) -> None:
+    """Check CELL, or every cell, by rules and budgets. Exits with 3 if a rule is broken or a limit exceeded.
+
+    Rules: fp32 copies of weights, large copies, layout changes of weights, host callbacks, custom calls that are not
+    listed, large constants, state that is not donated, collectives beyond the plan's formula, dynamic shapes, FLOPs
+    beyond what the tokens need.
+    """
+    from ling3export.artifacts.manifest import read_manifest
+    from ling3export.foundation.reading import read_bytes
+    from ling3export.graph import audit as rules
+    from ling3export.report.cells import expected_of, target_of
+
+    limits = rules.Budgets()
+    if budgets_file is not None:
+        data = read_bytes(budgets_file.parent, budgets_file.name, LARGEST_BUDGETS, links=True)
+        limits = rules.budgets(data.decode(errors="replace"), str(budgets_file))
+    manifest = read_manifest(artifact)
+    name, _ = target_of(manifest, target)
+    findings = {
+        one.cell: rules.audit(one, expected_of(manifest, name, one.cell), limits)
+        for one in read(artifact, () if cell is None else (cell,), target, False)
+    }
+    click.echo(json.dumps(rules.document(findings), indent=1) if as_json else "\n".join(rules.table(findings)))
+    if any(findings.values()):
+        raise SystemExit(DIFFERENT)

@@ -1,0 +1,256 @@
+"""Rules that a compiled program must keep, and budgets for what it may cost.
+
+A rule yields findings: the operation, its layer kind, the bytes, and a remedy. A budgets file (TOML) sets the limits of
+the rules and limits for the sums of each cell::
+
+    [rules]
+    large-copy = 1_000_000        # bytes; false switches a rule off
+
+    [cells."decode@16"]
+    seconds = 0.00105             # the program may not take longer, by the account of `graph summary`
+    collectives = 61
+"""
+
+import re
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ling3export.foundation.errors import PlanError, listed
+from ling3export.foundation.tables import footnotes, selected
+from ling3export.graph.hlo import COLLECTIVES, ELEMENTWISE, LAYOUT
+from ling3export.graph.record import Graph, Operation, summed
+
+# Custom calls that programs of this project have: native kernels, Pallas, sorts, and names that cost nothing.
+LISTED = re.compile(
+    r"ling3_\w+(\.[\w-]+)?|tpu_custom_call|ConcatBitcast|AllocateBuffer|Sharding|SPMD\w+|TopK|\w*topk"
+    r"|__cub\$\w+|__cublas\$\w+|__cudnn\$\w+|__triton\S*|annotate_device_placement"
+)
+CALLBACKS = re.compile(r".*(callback|xla_python|xla_ffi_partitioned_python).*", re.IGNORECASE)
+HOST = {"infeed", "outfeed", "send", "recv"}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What is wrong in a program: the rule, the operation or input, bytes, and what to do."""
+
+    rule: str
+    subject: str
+    layer_kind: str | None
+    amount: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the plan says of a cell's program.
+
+    Attributes:
+        state: Names of the state arrays that the call gives back.
+        collectives: How many collectives the model's formula has; None if nothing tells.
+        flops: FLOPs that the tokens of a call need; None if nothing tells.
+    """
+
+    state: tuple[str, ...] = ()
+    collectives: int | None = None
+    flops: float | None = None
+
+
+@dataclass(frozen=True)
+class Budgets:
+    """Limits of the rules by name (False for a rule that is off), and limits of sums by cell."""
+
+    rules: Mapping[str, float | bool] = field(default_factory=dict)
+    cells: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def limit(self, rule: str) -> float | None:
+        """The limit of a rule; None if the rule is off."""
+        value = self.rules.get(rule, DEFAULTS[rule])
+        return None if value is False else DEFAULTS[rule] if value is True else float(value)
+
+
+# The limits of the rules: bytes, or for ``extra-flops`` a factor.
+DEFAULTS: dict[str, float] = {
+    "fp32-weights": 1e6,
+    "large-copy": 1e6,
+    "weight-layout": 1e6,
+    "host-callback": 0,
+    "custom-call": 0,
+    "large-constant": 1e6,
+    "state-donation": 0,
+    "collectives": 0,
+    "dynamic-shape": 0,
+    "extra-flops": 32,
+}
+SUMS = ("seconds", "flops", "bytes_weights", "bytes_state", "bytes_other", "collective_bytes")
+LIMITS = (*SUMS, "collectives", "peak_bytes", "unscoped_share")
+
+
+def budgets(text: str, where: str) -> Budgets:
+    """Reads a budgets file.
+
+    Raises:
+        PlanError: It is no TOML, names an unknown rule or sum, or a limit is no number.
+    """
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise PlanError(f"{where}: not TOML: {error}") from None
+    rules, cells = document.pop("rules", {}), document.pop("cells", {})
+    if document:
+        raise PlanError(f"{where}: unknown table {listed(sorted(document))}", "use [rules] and [cells.CELL]")
+    if (
+        not isinstance(rules, dict)
+        or not isinstance(cells, dict)
+        or not all(isinstance(v, dict) for v in cells.values())
+    ):
+        raise PlanError(f"{where}: rules and cells must be tables", 'write [rules] and [cells."decode@16"]')
+    for table, known in ((rules, tuple(DEFAULTS)), *((limits, LIMITS) for limits in cells.values())):
+        for name, value in table.items():
+            if name not in known:
+                raise PlanError(f"{where}: unknown name {name}", f"known are {listed(sorted(known), 20)}")
+            if not isinstance(value, int | float) or (isinstance(value, bool) and known is LIMITS):
+                raise PlanError(f"{where}: {name} is {value!r}, but must be a number")
+    return Budgets(rules, cells)
+
+
+def audit(graph: Graph, expected: Expected, limits: Budgets) -> list[Finding]:
+    """Every rule and budget that a program breaks."""
+    findings: list[Finding] = []
+    for rule, check in RULES.items():
+        if (limit := limits.limit(rule)) is not None:
+            findings += check(graph, expected, limit)
+    return [*findings, *over_budget(graph, limits.cells.get(graph.cell, {}))]
+
+
+def over_budget(graph: Graph, limits: Mapping[str, float]) -> Iterator[Finding]:
+    """Sums of a cell that exceed its limits."""
+    amounts = quantities(graph)
+    for name, limit in limits.items():
+        amount = amounts.get(name)
+        if amount is not None and amount > limit:
+            yield Finding(
+                "budget", f"{graph.cell} {name}", None, f"{amount:.6g} > {limit:.6g}", "find the cause: graph diff"
+            )
+
+
+def quantities(graph: Graph) -> dict[str, float | None]:
+    """The sums that a budget may limit."""
+    total = graph.totals()
+    unscoped = summed(None, "", [one for one in graph.operations if one.layer_kind is None])
+    return {
+        **{name: getattr(total, name) for name in SUMS},
+        "collectives": _runs(graph),
+        "peak_bytes": graph.peak_bytes,
+        "unscoped_share": unscoped.bytes / total.bytes if total.bytes else 0.0,
+    }
+
+
+def _runs(graph: Graph) -> float:
+    return sum(one.times for one in graph.operations if one.kind == COLLECTIVES)
+
+
+def _finding(rule: str, operation: Operation, count: float, remedy: str) -> Finding:
+    name = f"{operation.name} ({operation.scope})" if operation.scope else operation.name
+    return Finding(rule, name, operation.layer_kind, f"{count / 1e6:,.2f} MB", remedy)
+
+
+def _fp32_weights(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    for one in graph.operations:
+        wide = one.shapes and one.shapes[0].startswith("f32[") and one.kind in (ELEMENTWISE, LAYOUT)
+        if wide and one.weights and sum(one.written.values()) > limit:
+            yield _finding("fp32-weights", one, one.result_bytes, f"multiply {one.weights[0]} in the dtype that it has")
+
+
+def _large_copy(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    for one in graph.operations:
+        if one.copied > limit:
+            yield _finding("large-copy", one, one.copied, "donate the buffer, or write in place")
+
+
+def _weight_layout(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    for one in graph.operations:
+        if one.kind == LAYOUT and one.weights and not one.copied and sum(one.written.values()) > limit:
+            yield _finding("weight-layout", one, one.result_bytes, f"store {one.weights[0]} in the layout that is read")
+
+
+def _host_callback(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    for one in graph.operations:
+        if one.opcode.removesuffix("-done") in HOST or (one.target and CALLBACKS.fullmatch(one.target)):
+            yield _finding("host-callback", one, one.result_bytes, "remove the callback from the model")
+
+
+def _custom_call(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    for one in graph.operations:
+        if one.target and not LISTED.fullmatch(one.target) and not CALLBACKS.fullmatch(one.target):
+            yield _finding("custom-call", one, one.result_bytes, f"list {one.target} if it is wanted")
+
+
+def _large_constant(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    for name, count in graph.constants.items():
+        if count > limit:
+            yield Finding("large-constant", name, None, f"{count / 1e6:,.2f} MB", "make it an argument")
+
+
+def _state_donation(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    if graph.form == "optimized":
+        for name in expected.state:
+            if name not in graph.aliased:
+                yield Finding("state-donation", name, "state", "not aliased", "donate the state, and write it in place")
+
+
+def _collectives(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    runs = _runs(graph)
+    if expected.collectives is not None and runs > expected.collectives + limit:
+        amount = f"{runs:.0f} > {expected.collectives}"
+        yield Finding("collectives", graph.cell, None, amount, "see graph summary --by part for where they are")
+
+
+def _dynamic_shape(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    for one in graph.operations:
+        if any("<=" in shape or "?" in shape for shape in one.shapes):
+            yield _finding("dynamic-shape", one, one.result_bytes, "give the operation a fixed shape")
+
+
+def _extra_flops(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
+    flops = graph.totals().flops
+    if expected.flops and flops > limit * expected.flops:
+        amount = f"{flops / 1e9:.3f} GFLOP, {flops / expected.flops:.1f} times what the tokens need"
+        yield Finding("extra-flops", graph.cell, None, amount, "choose a padding nearer to the tokens of a call")
+
+
+Rule = Callable[[Graph, Expected, float], Iterator[Finding]]
+RULES: dict[str, Rule] = {
+    "fp32-weights": _fp32_weights,
+    "large-copy": _large_copy,
+    "weight-layout": _weight_layout,
+    "host-callback": _host_callback,
+    "custom-call": _custom_call,
+    "large-constant": _large_constant,
+    "state-donation": _state_donation,
+    "collectives": _collectives,
+    "dynamic-shape": _dynamic_shape,
+    "extra-flops": _extra_flops,
+}
+
+
+def document(findings: Mapping[str, list[Finding]]) -> dict[str, Any]:
+    """Findings by cell as JSON values."""
+    return {cell: [vars(finding) for finding in group] for cell, group in findings.items()}
+
+
+def table(findings: Mapping[str, list[Finding]]) -> list[str]:
+    """Findings by cell for a person."""
+    lines = []
+    for cell, group in findings.items():
+        if not group:
+            continue
+        rows = [
+            {"rule": one.rule, "layer kind": one.layer_kind or "-", "amount": one.amount, "where": one.subject}
+            for one in group
+        ]
+        remedies = dict.fromkeys(f"{one.rule}: {one.remedy}" for one in group)
+        lines += [cell, *selected(rows, list(rows[0])), *footnotes(remedies), ""]
+    clean = [cell for cell, group in findings.items() if not group]
+    return [*lines, f"clean: {listed(clean, 100)}" if clean else "no cell is clean"]

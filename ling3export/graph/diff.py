@@ -1,0 +1,245 @@
+"""Two programs compared: which operations changed, and what the changes cost, by layer kind.
+
+Operations are matched in three passes, each within what the one before left: by content (scope, opcode, shapes and
+digest), then by scope, opcode and shapes with the padding left out, then by scope and kind of work. Within a pass they
+are matched in order. Names, places in sources and the order of independent operations do not matter.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ling3export.foundation.tables import footnotes, selected
+from ling3export.graph.record import Graph, Operation
+
+QUANTITIES = ("seconds", "flops", "bytes_weights", "bytes_state", "bytes_other", "collective_bytes")
+SHARES = 1e-9  # relative: what differs by less is rounding of sums
+SHOWN = 12
+
+
+@dataclass(frozen=True)
+class Change:
+    """One pair of operations that differ, or an operation that only one program has (the other side is None)."""
+
+    before: Operation | None
+    after: Operation | None
+
+    @property
+    def operation(self) -> Operation:
+        """The operation after the change, or the one that is gone."""
+        operation = self.after or self.before
+        assert operation is not None
+        return operation
+
+    @property
+    def kind(self) -> str:
+        """``added``, ``removed`` or ``changed``."""
+        return "added" if self.before is None else "removed" if self.after is None else "changed"
+
+    def delta(self, quantity: str) -> float:
+        """How much more of a quantity the program has after the change."""
+        before, after = (0.0 if side is None else _quantity(side, quantity) for side in (self.before, self.after))
+        return after - before
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Everything that differs between two programs."""
+
+    before: Graph
+    after: Graph
+    changes: tuple[Change, ...]
+    matched: int
+
+    @property
+    def equal(self) -> bool:
+        """Whether the programs are the same, apart from names and order."""
+        return not self.changes and self.before.peak_bytes == self.after.peak_bytes
+
+    @property
+    def unmatched_share(self) -> float:
+        """The share of operations of both programs without a partner."""
+        alone = sum(change.kind != "changed" for change in self.changes)
+        return alone / max(1, alone + 2 * self.matched)
+
+    def rows(self) -> list[tuple[tuple[str, str], dict[str, float]]]:
+        """(layer kind, kind of work) and the sums of what changed there, the largest change first."""
+        sums: dict[tuple[str, str], dict[str, float]] = defaultdict(
+            lambda: dict.fromkeys((*QUANTITIES, "changes"), 0.0)
+        )
+        for change in self.changes:
+            row = sums[change.operation.layer_kind or "other", change.operation.kind]
+            row["changes"] += 1
+            for quantity in QUANTITIES:
+                row[quantity] += change.delta(quantity)
+        return sorted(sums.items(), key=lambda item: (-abs(item[1]["seconds"]), -_bytes(item[1]), item[0]))
+
+
+def compare(before: Graph, after: Graph) -> Difference:
+    """Matches the operations of two programs and lists those that differ."""
+    left, right = list(before.operations), list(after.operations)
+    padding = _padding(before.cell), _padding(after.cell)
+    keys: Sequence[Callable[[Operation, int | None], Hashable]] = (
+        lambda one, _: (one.scope, one.opcode, one.shapes, one.digest, round(one.times, 9)),
+        lambda one, size: (one.scope, one.opcode, _abstract(one.shapes, size)),
+        lambda one, _: (one.scope, one.kind),
+    )
+    pairs: list[tuple[Operation, Operation]] = []
+    for key in keys:
+        partners: dict[Hashable, list[Operation]] = defaultdict(list)
+        for one in right:
+            partners[key(one, padding[1])].append(one)
+        rest = []
+        for one in left:
+            group = partners.get(key(one, padding[0]))
+            if group:
+                pairs.append((one, group.pop(0)))
+            else:
+                rest.append(one)
+        taken = {other.name for _, other in pairs}
+        left, right = rest, [one for one in right if one.name not in taken]
+    changes = [Change(one, other) for one, other in pairs if not _same(one, other)]
+    changes += [Change(one, None) for one in left] + [Change(None, one) for one in right]
+    changes.sort(key=lambda change: (-abs(change.delta("seconds")), -abs(change.delta("bytes")), change.operation.name))
+    return Difference(before, after, tuple(changes), len(pairs))
+
+
+def _same(one: Operation, other: Operation) -> bool:
+    return (one.opcode, one.shapes, one.digest) == (other.opcode, other.shapes, other.digest) and all(
+        _close(_quantity(one, quantity), _quantity(other, quantity)) for quantity in (*QUANTITIES, "bytes")
+    )
+
+
+def _close(one: float, other: float) -> bool:
+    return abs(one - other) <= SHARES * max(abs(one), abs(other))
+
+
+def _quantity(operation: Operation, name: str) -> float:
+    if name == "seconds":
+        return 0.0 if operation.overlapped else operation.times * (operation.seconds or 0.0)
+    if name.startswith("bytes_"):
+        place = name.removeprefix("bytes_")
+        return operation.times * (operation.read.get(place, 0.0) + operation.written.get(place, 0.0))
+    return operation.times * float(getattr(operation, name))
+
+
+def _padding(cell: str) -> int | None:
+    size = cell.rpartition("@")[2]
+    return int(size) if size.isdecimal() else None
+
+
+def _abstract(shapes: Iterable[str], padding: int | None) -> tuple[str, ...]:
+    """Shapes with the padding of their cell as ``N``."""
+    if padding is None or padding == 1:
+        return tuple(shapes)
+    return tuple(re.sub(rf"(?<=[\[,]){padding}(?=[,\]])", "N", shape) for shape in shapes)
+
+
+def _bytes(sums: Mapping[str, float]) -> float:
+    return sum(abs(sums[name]) for name in QUANTITIES if name.startswith("bytes_"))
+
+
+def document(difference: Difference) -> dict[str, Any]:
+    """A comparison as JSON values."""
+    before, after = difference.before.totals(), difference.after.totals()
+    return {
+        "equal": difference.equal,
+        "matched": difference.matched,
+        "unmatched_share": difference.unmatched_share,
+        "totals": {name: [getattr(before, name), getattr(after, name)] for name in QUANTITIES},
+        "peak_bytes": [difference.before.peak_bytes, difference.after.peak_bytes],
+        "rows": [{"layer_kind": kind, "operation_kind": work, **sums} for (kind, work), sums in difference.rows()],
+        "changes": [
+            {
+                "kind": change.kind,
+                "layer_kind": change.operation.layer_kind,
+                "scope": change.operation.scope,
+                "before": change.before and change.before.name,
+                "after": change.after and change.after.name,
+                **{name: change.delta(name) for name in QUANTITIES},
+            }
+            for change in difference.changes
+        ],
+    }
+
+
+def table(difference: Difference, *, markdown: bool = False) -> list[str]:
+    """A comparison for a person: totals, changes by layer kind, the dearest operations."""
+    before, after = difference.before, difference.after
+    title = f"{before.target} {before.cell} → {after.target} {after.cell}"
+    if difference.equal:
+        return [f"{title}: equal, {difference.matched} operations"]
+    old, new = before.totals(), after.totals()
+    totals = [
+        {"total": label, "before": _shown(name, one), "after": _shown(name, other), "change": _percent(one, other)}
+        for name, label in LABELS.items()
+        for one, other in [(getattr(old, name) or 0.0, getattr(new, name) or 0.0)]
+        if one or other
+    ]
+    if before.peak_bytes and after.peak_bytes:
+        sizes = before.peak_bytes, after.peak_bytes
+        shown = [f"{size / 1e6:,.2f}" for size in sizes]
+        totals.append(
+            {"total": "peak MB", "before": shown[0], "after": shown[1], "change": _percent(*map(float, sizes))}
+        )
+    kinds = [
+        {"layer kind": kind, "operations": work, "changes": f"{sums['changes']:.0f}"}
+        | {label: _signed(name, sums[name]) for name, label in LABELS.items()}
+        for (kind, work), sums in difference.rows()
+    ]
+    largest = [
+        {
+            "change": change.kind,
+            "operation": change.operation.name,
+            "scope": _short(change.operation.scope),
+            "µs": _signed("seconds", change.delta("seconds")),
+            "MB": f"{change.delta('bytes') / 1e6:+,.3f}",
+        }
+        for change in difference.changes[:SHOWN]
+    ]
+    shape = _markdown if markdown else lambda rows: selected(rows, list(rows[0])) if rows else []
+    note = f"{100 * difference.unmatched_share:.1f} % of the operations have no partner in the other program"
+    lines = [f"### {title}" if markdown else title, ""]
+    for rows in (totals, kinds, largest):
+        lines += [*shape(rows), ""]
+    return [*lines, *([note] if markdown else footnotes([note]))]
+
+
+LABELS = {
+    "seconds": "µs",
+    "flops": "GFLOP",
+    "bytes_weights": "weights MB",
+    "bytes_state": "state MB",
+    "bytes_other": "other MB",
+    "collective_bytes": "moved MB",
+}
+
+
+def _scaled(name: str, value: float) -> float:
+    return value * {"seconds": 1e6, "flops": 1e-9}.get(name, 1e-6)
+
+
+def _shown(name: str, value: float) -> str:
+    return f"{_scaled(name, value):,.2f}"
+
+
+def _signed(name: str, value: float) -> str:
+    return f"{_scaled(name, value):+,.2f}" if value else "-"
+
+
+def _percent(before: float, after: float) -> str:
+    return f"{100 * (after / before - 1):+.1f} %" if before else "new"
+
+
+def _short(scope: str) -> str:
+    """The last steps of a scope."""
+    return "/".join(scope.split("/")[-3:])
+
+
+def _markdown(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    if not rows:
+        return []
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return [f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines]

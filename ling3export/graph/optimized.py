@@ -1,0 +1,444 @@
+"""Optimized HLO as a :class:`Graph`: every instruction with its runs, its layers and its costs.
+
+The reader walks the module as it runs: into loops, branches and calls, and into the body of a loop once, with the
+number of its trips. A fusion counts as one operation.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ling3export.graph.flops import flops
+from ling3export.graph.hlo import (
+    ARRAY,
+    CALLED,
+    COLLECTIVES,
+    FAST,
+    Access,
+    Computation,
+    Frame,
+    Instruction,
+    Module,
+    access,
+    kind,
+    parse,
+    trip_count,
+)
+from ling3export.graph.record import UNKNOWN, Graph, Loop, Operation
+
+CUSTOM_CALLS = "custom calls"
+PREFETCHES = "prefetches"  # from one memory of a device to another, at the same time as other work
+BETWEEN_DEVICES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+# These instructions do no work of their own; the instructions that make or use their values do it.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+        "copy-done", "async-done", "slice-done", "call-update", "call-done", "opt-barrier", "domain",
+        *(f"{opcode}-done" for opcode in BETWEEN_DEVICES)}  # fmt: skip
+MOVED = ("copy-start", "async-start", "slice-start")  # run at the same time as other work
+BRANCHES = ("branch_computations", "true_computation", "false_computation")
+LARGE_CONSTANT = 1024  # bytes
+ALLOCATION = "AllocateBuffer"  # a custom call in name only: the compiler's own scratch memory
+# The result of these is their first operand's buffer.
+SAME_BUFFER = {"bitcast", "opt-barrier", "reshape", "copy-done", "dynamic-update-slice", "scatter", "while"}
+ALIASES = re.compile(r"\{(\d*)\}: ?\((\d+), ?\{(\d*)\}")
+
+# What follows one of these in an instruction's text says nothing of what it computes.
+NOTES = (", metadata={", ", backend_config=", ", frontend_attributes={", ", control-predecessors={", ", origin=")
+CHANNEL = re.compile(r"(channel_id|async_execution_thread)=[^,\s]+")
+Origin = str | tuple | None  # the input that a buffer is, or those of a tuple's elements
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a reader knows of a program apart from its text.
+
+    Attributes:
+        inputs: Names of the entry's parameters in their order; ``params.`` and ``state.`` name weights and state.
+        kinds: Scopes that are layer kinds.
+        layers: By scope of a loop over layers, the numbers of the layers that its body runs.
+        dense: Layers with a dense MLP, for the conditional that chooses between it and experts.
+        trips: By scope, the trips of a loop with a bound that the batch decides; of a conditional, 0 if its dearest
+            branch is not taken.
+        clock: Cycles a second, for the compiler's estimates; None if it makes none.
+        bandwidth: Bytes a second of the device's memory; None if nothing is estimated.
+    """
+
+    inputs: Sequence[str] = ()
+    kinds: frozenset[str] = frozenset()
+    layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    dense: frozenset[int] = frozenset()
+    trips: Mapping[str, float] = field(default_factory=dict)
+    clock: float | None = None
+    bandwidth: float | None = None
+
+    def counted(self, known: int | None, scope: str) -> tuple[float, str]:
+        """The trips of a loop and their source: of the program, of the workload, or once."""
+        if known is not None:
+            return float(known), "the program"
+        if scope in self.trips:
+            return self.trips[scope], f"the workload's `{scope}`"
+        return 1.0, UNKNOWN
+
+
+def read(text: str, cell: str, target: str, context: Context, peak_bytes: int | None = None) -> Graph:
+    """The graph of ``Compiled.as_text()``.
+
+    Raises:
+        ValueError: The text has no entry computation, or a form that this reader does not know.
+    """
+    module = parse(text)
+    walk = _Walk(module, context)
+    walk.run()
+    inputs = {name: name for name in context.inputs}
+    return Graph(
+        cell=cell,
+        target=target,
+        form="optimized",
+        operations=tuple(_attributed(walk.operations, walk.users, context)),
+        inputs=inputs,
+        peak_bytes=peak_bytes,
+        loops=tuple(walk.loops),
+        constants=_constants(module),
+        aliased=frozenset(name for number, name in enumerate(context.inputs) if number in module.aliased),
+    )
+
+
+def _constants(module: Module) -> dict[str, int]:
+    instructions = (one for computation in module.computations.values() for one in computation.instructions.values())
+    return {one.name: one.bytes for one in instructions if one.opcode == "constant" and one.bytes >= LARGE_CONSTANT}
+
+
+class _Walk:
+    def __init__(self, module: Module, context: Context) -> None:
+        self._module, self._context = module, context
+        self.operations: list[Operation] = []
+        self.users: dict[str, list[str]] = {}  # names of operations by the name of one that they read
+        self._contents: dict[str, str] = {}  # digests of called computations
+        self._makers: dict[str, tuple[str, ...]] = {}  # the operations that an instruction's value comes from
+        self.loops: list[Loop] = []
+
+    def run(self) -> None:
+        frame = Frame(self._module.entry)
+        names = {number: name for name, number in self._module.entry.parameters.items()}
+        inputs = self._context.inputs
+        origins: dict[str, Origin] = {
+            name: inputs[number] if number < len(inputs) else f"input {number}" for number, name in names.items()
+        }
+        self._computation(frame, 1.0, origins, "")
+
+    def _computation(self, frame: Frame, times: float, origins: dict[str, Origin], prefix: str) -> Origin:
+        """Adds the operations of one computation; gives the origin of its result."""
+        for instruction in frame.computation.instructions.values():
+            name = instruction.name
+            if instruction.opcode == "parameter":
+                origin = origins.get(name)
+                self._makers[prefix + name] = (origin,) if isinstance(origin, str) else ()
+                continue
+            free = instruction.opcode in FREE
+            self._makers[prefix + name] = self._sources(instruction, prefix) if free else (prefix + name,)
+            origins[name] = self._origin(frame.computation, instruction, origins)
+            if instruction.opcode not in FREE:
+                result = self._one(frame, instruction, times, origins, prefix)
+                origins[name] = result if result is not None else origins[name]
+        return origins[frame.computation.root.name]
+
+    def _digest(self, instruction: Instruction, operands: Sequence[Origin]) -> str:
+        """What an instruction computes, without names: see :attr:`Operation.digest`."""
+        called = [self._inside(name) for names in instruction.called.values() for name in names]
+        inputs = [origin for origin in operands if isinstance(origin, str)]
+        content = instruction.opcode, instruction.shape, plain(instruction.attributes), called, inputs
+        return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+
+    def _inside(self, name: str) -> str:
+        """What a called computation computes: its result as an expression of its parameters, in any order of lines."""
+        if name not in self._contents:
+            computation, values = self._module.computations[name], dict[str, str]()
+            for one in computation.instructions.values():
+                literal = one.literal if one.opcode in ("constant", "parameter", "iota") else ""
+                called = [self._inside(inner) for names in one.called.values() for inner in names]
+                operands = [values.get(operand, "") for operand in one.operands]
+                content = one.opcode, one.shape, literal, plain(one.attributes), called, operands
+                values[one.name] = hashlib.sha256(repr(content).encode()).hexdigest()[:16]
+            self._contents[name] = values[computation.root.name]
+        return self._contents[name]
+
+    def _sources(self, instruction: Instruction, prefix: str) -> tuple[str, ...]:
+        """The operations and inputs that an instruction's operands come from."""
+        makers = (maker for name in instruction.operands for maker in self._makers.get(prefix + name, ()))
+        return tuple(dict.fromkeys(makers))
+
+    def _origin(self, computation: Computation, instruction: Instruction, origins: Mapping[str, Origin]) -> Origin:
+        operands = [origins.get(name) for name in instruction.operands]
+        if instruction.opcode == "tuple":
+            return tuple(operands)
+        if instruction.opcode == "get-tuple-element":
+            (whole,) = operands
+            return whole[instruction.index] if isinstance(whole, tuple) and instruction.index < len(whole) else None
+        if instruction.opcode in SAME_BUFFER:
+            return operands[0]
+        if instruction.opcode == "fusion":
+            return _of_fusion(self._module, instruction, operands)
+        if instruction.opcode == "custom-call" and "output_to_operand_aliasing" in instruction.attributes:
+            return _of_aliases(instruction, operands)
+        return None
+
+    def _one(
+        self, frame: Frame, instruction: Instruction, times: float, origins: dict[str, Origin], prefix: str
+    ) -> Origin:
+        opcode = instruction.opcode
+        if opcode == "while":
+            return self._loop(frame, instruction, times, origins[instruction.operands[0]], prefix)
+        if opcode == "conditional":
+            return self._branches(frame, instruction, times, origins, prefix)
+        if opcode in ("call", "call-start"):  # the latter on a sparse core, at the same time as the rest
+            called = self._called(frame, instruction, "to_apply")
+            inner = _bound(called.computation, [origins.get(name) for name in instruction.operands])
+            return self._computation(called, times, inner, f"{prefix}{instruction.name}/")
+        if (operation := self._operation(frame.computation, instruction, times, origins, prefix)) is not None:
+            self.operations.append(operation)
+            for operand in operation.operands:
+                self.users.setdefault(operand, []).append(operation.name)
+        return None
+
+    def _called(self, frame: Frame, instruction: Instruction, role: str) -> Frame:
+        return Frame(self._module.computations[instruction.called[role][0]], frame, instruction)
+
+    def _loop(self, frame: Frame, loop: Instruction, times: float, carried: Origin, prefix: str) -> Origin:
+        known, scope = trip_count(self._module, frame, loop), enclosing(loop.label)
+        trips, source = self._context.counted(known, scope)
+        self.loops.append(Loop(loop.label or loop.name, trips, source, times))
+        inside = f"{prefix}{loop.name}/"
+        for role, runs in (("condition", trips + 1), ("body", trips)):
+            called = self._called(frame, loop, role)
+            self._computation(called, times * runs, _bound(called.computation, [carried]), inside)
+        return carried
+
+    def _branches(
+        self, frame: Frame, conditional: Instruction, times: float, origins: dict[str, Origin], prefix: str
+    ) -> Origin:
+        """Every branch that runs: by its share where the context knows one, else the dearest alone."""
+        names = [name for role in BRANCHES for name in conditional.called.get(role, [])]
+        runs = []
+        for number, name in enumerate(names):
+            called = Frame(self._module.computations[name], frame, conditional)
+            part = _Walk(self._module, self._context)
+            part._makers, part._contents = self._makers, self._contents
+            operand = origins.get(conditional.operands[min(number + 1, len(conditional.operands) - 1)])
+            inner = _bound(called.computation, [operand])
+            origin = part._computation(called, times, inner, f"{prefix}{conditional.name}/{number}/")
+            runs.append((part, origin))
+        shares = branch_shares([part.operations for part, _ in runs], self._context, enclosing(conditional.label))
+        for (part, _), (share, layers) in zip(runs, shares, strict=True):
+            if share:
+                self.operations += [taken(one, share, layers) for one in part.operations]
+                self.loops += part.loops
+                for operand, users in part.users.items():
+                    self.users.setdefault(operand, []).extend(users)
+        largest = max(range(len(runs)), key=lambda number: shares[number][0])
+        return runs[largest][1]
+
+    def _operation(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        times: float,
+        origins: Mapping[str, Origin],
+        prefix: str,
+    ) -> Operation | None:
+        module, opcode, bandwidth = self._module, instruction.opcode, self._context.bandwidth
+        operation = Operation(
+            name=f"{prefix}{instruction.name}",
+            opcode=opcode,
+            kind=CUSTOM_CALLS,
+            shapes=tuple(match[0] for match in ARRAY.finditer(instruction.shape)),
+            operands=self._sources(instruction, prefix),
+            scope=scope_of(module, instruction),
+            times=times,
+            result_bytes=instruction.bytes,
+            digest=self._digest(instruction, [origins.get(name) for name in instruction.operands]),
+        )
+        if opcode.removesuffix("-start") in BETWEEN_DEVICES:
+            return replace(operation, kind=COLLECTIVES, collective_bytes=instruction.bytes)
+        if opcode == "custom-call":
+            target = instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
+            weights = _weights(instruction, origins)
+            return None if target == ALLOCATION else replace(operation, target=target, weights=weights)
+        operands = [computation.instructions[name] for name in instruction.operands]
+        moved = access(module, computation, instruction)
+        read, written = _places(moved, instruction, origins)
+        operation = replace(
+            operation,
+            kind=PREFETCHES if opcode in MOVED else kind(module, instruction),
+            flops=flops(module, computation, instruction),
+            weights=_weights(instruction, origins),
+            overlapped=opcode in MOVED,
+            copied=_copied(instruction, operands),
+            read=read,
+            written=written,
+        )
+        if bandwidth is None:
+            return operation
+        if (clock := self._context.clock) and instruction.cycles is not None and opcode not in MOVED:
+            return replace(operation, seconds=instruction.cycles / clock, source="compiler")
+        return replace(operation, seconds=_bytes(instruction, operands) / bandwidth, source="roofline")
+
+
+def _bound(computation: Computation, operands: Sequence[Origin]) -> dict[str, Origin]:
+    return {
+        name: operands[number] if number < len(operands) else None for name, number in computation.parameters.items()
+    }
+
+
+def _of_fusion(module: Module, fusion: Instruction, operands: Sequence[Origin]) -> Origin:
+    """The buffers that a fusion updates in place; None for each result that is new."""
+    inner = module.computations[fusion.called["calls"][0]]
+
+    def origin(name: str) -> Origin:
+        instruction = inner.instructions[name]
+        while instruction.opcode == "bitcast" or instruction.opcode in ("dynamic-update-slice", "scatter"):
+            instruction = inner.instructions[instruction.operands[0]]
+        return operands[int(instruction.literal)] if instruction.opcode == "parameter" else None
+
+    root = inner.root
+    return tuple(origin(name) for name in root.operands) if root.opcode == "tuple" else origin(root.name)
+
+
+def _of_aliases(call: Instruction, operands: Sequence[Origin]) -> Origin:
+    """The buffers that a custom call updates in place, by its result's element."""
+    aliases = {result: operands[int(number)] for result, number, _ in ALIASES.findall(call.attributes)}
+    if "" in aliases:
+        return aliases[""]
+    return tuple(aliases.get(str(number)) for number in range(len(ARRAY.findall(call.shape))))
+
+
+def plain(attributes: str) -> str:
+    """Attributes without names, places in sources, channels and what the compiler only noted."""
+    for note in NOTES:
+        attributes = attributes.partition(note)[0]
+    return CHANNEL.sub("", CALLED.sub("", attributes) if "=%" in attributes or "={%" in attributes else attributes)
+
+
+def _copied(instruction: Instruction, operands: Sequence[Instruction]) -> int:
+    """A copy that begins or ends in the fast memory is a prefetch or a writing back, and no copy."""
+    if instruction.opcode not in ("copy", "copy-start"):
+        return 0
+    return operands[0].bytes if all(FAST not in one.shape for one in (instruction, *operands)) else 0
+
+
+def _weights(instruction: Instruction, origins: Mapping[str, Origin]) -> tuple[str, ...]:
+    names = (origins.get(name) for name in instruction.operands)
+    return tuple(name.removeprefix("params.") for name in names if isinstance(name, str) and name.startswith("params."))
+
+
+def place_of(origin: Origin) -> str:
+    group = origin.split(".")[0] if isinstance(origin, str) else ""
+    return {"params": "weights", "state": "state"}.get(group, "other")
+
+
+def _places(
+    moved: Access, instruction: Instruction, origins: Mapping[str, Origin]
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Bytes read and bytes written, by place."""
+    read: dict[str, float] = {}
+    for name, count in zip(instruction.operands, moved.read, strict=True):
+        if count:
+            place = place_of(origins.get(name))
+            read[place] = read.get(place, 0.0) + count
+    updated = None if moved.updated is None else origins.get(instruction.operands[moved.updated])
+    return read, {place_of(updated): float(moved.written)} if moved.written else {}
+
+
+def branch_shares(
+    parts: Sequence[Sequence[Operation]], context: Context, scope: str
+) -> list[tuple[float, tuple[int, ...]]]:
+    """How much of a conditional's runs each branch takes, and the layers that take it.
+
+    A loop over layers of both kinds of MLP takes the branch of each as often as it has such layers. Any other
+    conditional takes its dearest branch, or the cheapest one where the context says that the condition does not hold.
+    """
+    steps = [{step for one in part for step in one.scope.split("/")} for part in parts]
+    layers = next((context.layers[step] for group in steps for step in sorted(group) if step in context.layers), ())
+    if len(parts) == 2 and layers and sum("dense_mlp" in group for group in steps) == 1:
+        own = [tuple(n for n in layers if (n in context.dense) == ("dense_mlp" in group)) for group in steps]
+        return [(len(numbers) / len(layers), numbers) for numbers in own]
+    choose = min if context.trips.get(scope) == 0 else max
+    costs = [sum(_cost(one) for one in part) for part in parts]
+    chosen = choose(range(len(parts)), key=lambda number: costs[number])
+    return [(float(number == chosen), ()) for number in range(len(parts))]
+
+
+def _cost(operation: Operation) -> float:
+    seconds = operation.bytes * 1e-12 if operation.seconds is None else operation.seconds
+    return 0.0 if operation.overlapped else operation.times * seconds
+
+
+def taken(operation: Operation, share: float, layers: tuple[int, ...]) -> Operation:
+    """An operation of a branch that is not always taken."""
+    return replace(operation, times=operation.times * share, layers=layers or operation.layers)
+
+
+def enclosing(label: str) -> str:
+    """The named scope that the model put right around a loop or a conditional: ``…/pages/while``."""
+    steps = label.split("/")
+    return steps[-2] if len(steps) > 1 else ""
+
+
+def scope_of(module: Module, instruction: Instruction) -> str:
+    """The scopes around an instruction; of a fusion without any, those of the product or the last operation in it."""
+    if instruction.label or instruction.opcode != "fusion":
+        return instruction.label
+    inner = module.computations[instruction.called["calls"][0]].instructions.values()
+    labelled = [one for one in inner if one.label or one.opcode == "fusion"]
+    products = [one for one in labelled if one.opcode in ("dot", "convolution")]
+    return next((label for one in [*products, *reversed(labelled)] if (label := scope_of(module, one))), "")
+
+
+def _bytes(instruction: Instruction, operands: Sequence[Instruction]) -> int:
+    """Bytes that an instruction reads and writes; an update in place does not move what it leaves as it is."""
+    opcode, name, sizes = instruction.opcode, instruction.name, [operand.bytes for operand in operands]
+    if opcode in ("dynamic-update-slice", "scatter") or "scatter" in name:
+        return 2 * sum(sizes[1:])
+    if opcode in ("dynamic-slice", "slice", "gather") or "gather" in name:
+        return 2 * instruction.bytes
+    if opcode in MOVED:  # (operand, result, context)
+        return max(0, instruction.bytes - sum(sizes)) if "slice" in opcode else sum(sizes)
+    return instruction.bytes + sum(sizes)
+
+
+def _attributed(
+    operations: Sequence[Operation], users: Mapping[str, Sequence[str]], context: Context
+) -> Iterator[Operation]:
+    """Operations with their layer kind and layers; one without a scope gets those of what uses it, or else makes it."""
+    by_name = {one.name: one for one in operations}
+    known = {one.name: classified(one.scope, context) for one in operations}
+
+    def nearest(name: str, depth: int, down: bool) -> tuple[str | None, tuple[int, ...]]:
+        ahead = users.get(name, ()) if down else by_name[name].operands if name in by_name else ()
+        for other in ahead:
+            if known.get(other, (None, ()))[0] is not None:
+                return known[other]
+        if depth:
+            for other in ahead:
+                if (result := nearest(other, depth - 1, down))[0] is not None:
+                    return result
+        return None, ()
+
+    for one in operations:
+        layer_kind, layers = known[one.name]
+        layers = one.layers or layers
+        if layer_kind is None:
+            layer_kind, layers = nearest(one.name, 2, True)
+        if layer_kind is None:
+            layer_kind, layers = nearest(one.name, 2, False)
+        yield replace(one, layer_kind=layer_kind, layers=layers)
+
+
+def classified(scope: str, context: Context) -> tuple[str | None, tuple[int, ...]]:
+    """The innermost layer kind and the layers that a scope names; a norm inside another kind belongs to that kind."""
+    steps = scope.split("/")
+    named = [step for step in steps if step in context.kinds]
+    layer_kind = next((step for step in reversed(named) if step != "norm"), named[-1] if named else None)
+    for step in steps:
+        if match := re.fullmatch(r"layer_(\d+)", step):
+            return layer_kind, (int(match[1]),)
+    return layer_kind, next((context.layers[step] for step in reversed(steps) if step in context.layers), ())

@@ -1,0 +1,299 @@
+"""A portable program (StableHLO) as a :class:`Graph`: what the model computes, before any compiler fused or moved it.
+
+Every operation reads its operands and writes its results; a slice or a gather reads only what it takes. Bytes of
+weights and FLOPs are exact; bytes of other values are what an unfused program would move.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ling3export.graph.hlo import COLLECTIVES, ELEMENTWISE, INDEXED, LAYOUT, PRODUCTS, REDUCTIONS, SORTS, WIDTHS
+from ling3export.graph.optimized import (
+    CUSTOM_CALLS,
+    Context,
+    Origin,
+    branch_shares,
+    classified,
+    enclosing,
+    place_of,
+    taken,
+)
+from ling3export.graph.record import Graph, Loop, Operation
+from ling3export.machine import portable
+
+KINDS = {
+    PRODUCTS: {"dot_general", "convolution"},
+    SORTS: {"sort", "composite"},
+    INDEXED: {"gather", "scatter", "dynamic_slice", "dynamic_update_slice"},
+    REDUCTIONS: {"reduce", "reduce_window"},
+    LAYOUT: {"broadcast_in_dim", "concatenate", "iota", "pad", "reshape", "reverse", "slice", "transpose"},
+    COLLECTIVES: {"all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter"},
+    CUSTOM_CALLS: {"custom_call"},
+}
+OPCODES = {opcode: kind for kind, opcodes in KINDS.items() for opcode in opcodes}
+FREE = {"constant", "return", "reshape", "optimization_barrier", "partition_id", "get_tuple_element", "tuple"}
+SLICING = {"dynamic_slice", "gather", "slice"}
+UPDATING = {"dynamic_update_slice": 1, "scatter": 2}
+SAME_BUFFER = {
+    "reshape",
+    "optimization_barrier",
+    "dynamic_update_slice",
+    "scatter",
+}  # the first operand's, perhaps changed
+TAKEN = {
+    "dynamic_slice",
+    "slice",
+    "gather",
+    "convert",
+    "transpose",
+    "broadcast_in_dim",
+}  # new values made of the first operand
+TYPE = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
+
+
+def read(blob: bytes, cell: str, target: str, context: Context) -> Graph:
+    """The graph of a portable program.
+
+    Raises:
+        Ling3Error: The bytes are no portable program.
+    """
+    walk = _Walk(context)
+    with portable.module(blob) as module:
+        walk.functions = {
+            str(one.name).strip('"'): one for one in module.body.operations if one.operation.name == "func.func"
+        }
+        block = walk.functions["main"].regions[0].blocks[0]
+        names = [*context.inputs, *(f"input {number}" for number in range(len(context.inputs), len(block.arguments)))]
+        walk.block(block, 1.0, "", "", dict(zip(block.arguments, names, strict=False)), {})
+    return Graph(
+        cell=cell,
+        target=target,
+        form="portable",
+        operations=tuple(walk.operations),
+        inputs={name: name for name in context.inputs},
+        loops=tuple(walk.loops),
+    )
+
+
+class _Walk:
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self.functions: dict[str, Any] = {}
+        self.operations: list[Operation] = []
+        self.loops: list[Loop] = []
+
+    def block(
+        self, block: Any, times: float, scope: str, prefix: str, origins: dict[Any, Origin], values: dict[Any, int]
+    ) -> list[Any]:
+        """Adds the operations of a block; gives the operands of its terminator."""
+        for number, op in enumerate(block.operations):
+            opcode = op.operation.name.partition(".")[2]
+            if opcode == "return":
+                return list(op.operands)
+            self._one(op, opcode, times, scope, f"{prefix}{opcode}.{number}", origins, values)
+        return []
+
+    def _one(
+        self,
+        op: Any,
+        opcode: str,
+        times: float,
+        scope: str,
+        name: str,
+        origins: dict[Any, Origin],
+        values: dict[Any, int],
+    ) -> None:
+        results, operands = list(op.operation.results), list(op.operation.operands)
+        own = joined(scope, op.location)
+        if opcode == "constant":
+            if (value := _scalar(op)) is not None:
+                values[results[0]] = value
+            return
+        if opcode in ("call", "composite"):
+            attribute = "callee" if opcode == "call" else "decomposition"
+            function = self.functions[str(op.operation.attributes[attribute]).lstrip("@")]
+            block = function.regions[0].blocks[0]
+            returned = self._inside(block, operands, times, own, f"{name}/", origins, values)
+        elif opcode == "while":
+            returned = self._loop(op, operands, times, scope, name, origins, values)
+        elif opcode in ("case", "if"):
+            returned = self._branches(op, times, scope, name, origins, values)
+        else:
+            if opcode not in FREE:
+                self.operations.append(self._operation(op, opcode, operands, times, own, name, origins))
+            if opcode in SAME_BUFFER:
+                origins[results[0]] = origins.get(operands[0])
+            elif opcode in TAKEN and isinstance(origin := origins.get(operands[0]), str):
+                origins[results[0]] = f"~{origin.removeprefix('~')}"
+            if opcode in ("reshape", "convert") and operands[0] in values:
+                values[results[0]] = values[operands[0]]
+            return
+        for result, value in zip(results, returned, strict=False):
+            origins[result] = origins.get(value)
+            if value in values and opcode != "while":
+                values[result] = values[value]
+
+    def _inside(
+        self,
+        block: Any,
+        operands: Sequence[Any],
+        times: float,
+        scope: str,
+        prefix: str,
+        origins: dict[Any, Origin],
+        values: dict[Any, int],
+        constant: bool = True,
+    ) -> list[Any]:
+        for argument, operand in zip(block.arguments, operands, strict=False):
+            origins[argument] = origins.get(operand)
+            values.pop(argument, None)
+            if constant and operand in values:
+                values[argument] = values[operand]
+        return self.block(block, times, scope, prefix, origins, values)
+
+    def _loop(
+        self,
+        op: Any,
+        operands: Sequence[Any],
+        times: float,
+        scope: str,
+        name: str,
+        origins: dict[Any, Origin],
+        values: dict[Any, int],
+    ) -> list[Any]:
+        condition, body = (region.blocks[0] for region in op.operation.regions)
+        own = joined(scope, op.location)
+        trips, source = self._context.counted(_trips(condition, operands, values), enclosing(own))
+        self.loops.append(Loop(own, trips, source, times))
+        self._inside(condition, operands, times * (trips + 1), scope, f"{name}/cond/", origins, values, False)
+        self._inside(body, operands, times * trips, scope, f"{name}/", origins, values, False)
+        return list(operands)
+
+    def _branches(
+        self, op: Any, times: float, scope: str, name: str, origins: dict[Any, Origin], values: dict[Any, int]
+    ) -> list[Any]:
+        parts, returned = [], []
+        for number, region in enumerate(op.operation.regions):
+            kept, self.operations = self.operations, []
+            returned.append(self.block(region.blocks[0], times, scope, f"{name}/{number}/", origins, values))
+            parts.append(self.operations)
+            self.operations = kept
+        shares = branch_shares(parts, self._context, enclosing(joined(scope, op.location)))
+        for part, (share, layers) in zip(parts, shares, strict=True):
+            self.operations += [taken(one, share, layers) for one in part if share]
+        return returned[max(range(len(parts)), key=lambda number: shares[number][0])]
+
+    def _operation(
+        self,
+        op: Any,
+        opcode: str,
+        operands: Sequence[Any],
+        times: float,
+        scope: str,
+        name: str,
+        origins: dict[Any, Origin],
+    ) -> Operation:
+        results = list(op.operation.results)
+        sizes, made = [_bytes(value.type) for value in operands], sum(_bytes(value.type) for value in results)
+        whole = made
+        if opcode in SLICING:
+            sizes = [made, *([0] * (len(sizes) - 1))]
+        if opcode in UPDATING:
+            made, sizes = sizes[UPDATING[opcode]], [0, *sizes[1:]]
+        read: dict[str, float] = {}
+        for value, size in zip(operands, sizes, strict=True):
+            # A weight counts where it is taken from its own buffer, not where a slice of it is used.
+            place = place_of(origins.get(value))
+            read[place] = read.get(place, 0.0) + size
+        written = place_of(origins.get(operands[0])) if opcode in UPDATING else "other"
+        collective = OPCODES.get(opcode) == COLLECTIVES
+        layer_kind, layers = classified(scope, self._context)
+        weights = [origin.removeprefix("~") for value in operands if isinstance(origin := origins.get(value), str)]
+        return Operation(
+            name=name,
+            opcode=opcode,
+            kind=OPCODES.get(opcode, ELEMENTWISE),
+            shapes=tuple(_shape(value.type) for value in results),
+            scope=scope,
+            layer_kind=layer_kind,
+            layers=layers,
+            times=times,
+            flops=_flops(op, operands, results) if opcode == "dot_general" else 0.0,
+            read={} if collective else read,
+            written={} if collective else {written: float(made)},
+            weights=tuple(weight.removeprefix("params.") for weight in weights if weight.startswith("params.")),
+            collective_bytes=whole if collective else 0.0,
+            result_bytes=whole,
+            target=str(op.operation.attributes["call_target_name"]).strip('"') if opcode == "custom_call" else None,
+        )
+
+
+def joined(scope: str, location: Any) -> str:
+    """The scopes of an operation's location behind those of the call that it stands in."""
+    match = re.match(r'loc\("([^"]*)"', str(location))
+    return "/".join(filter(None, (scope, match[1] if match else "")))
+
+
+def _scalar(op: Any) -> int | None:
+    match = re.search(r"dense<(-?\d+)>", str(op.operation.attributes["value"]))
+    return int(match[1]) if match else None
+
+
+def _trips(condition: Any, operands: Sequence[Any], values: Mapping[Any, int]) -> int | None:
+    """Trips of a loop that counts up by one from a constant to a constant; None for any other loop."""
+    *_, last = condition.operations
+    compare = last.operands[0].owner
+    if compare.name != "stablehlo.compare" or "LT" not in str(compare.attributes["comparison_direction"]):
+        return None
+    arguments = list(condition.arguments)
+
+    def value(operand: Any) -> int | None:
+        if operand in arguments:
+            return values.get(operands[arguments.index(operand)])
+        return values.get(operand)
+
+    first, end = (value(operand) for operand in compare.operands)
+    return None if first is None or end is None else max(0, end - first)
+
+
+def _sizes(type_: Any) -> tuple[tuple[int, ...], str]:
+    match = TYPE.fullmatch(str(type_))
+    if match is None:
+        return (), "i32"
+    return tuple(int(size) for size in match[1].split("x") if size), match[2]
+
+
+WIDE = {
+    "i1": 1,
+    "i4": 0.5,
+    "ui4": 0.5,
+    "i8": 1,
+    "ui8": 1,
+    "i16": 2,
+    "ui16": 2,
+    "i32": 4,
+    "ui32": 4,
+    "i64": 8,
+    "ui64": 8,
+}
+
+
+def _bytes(type_: Any) -> float:
+    shape, dtype = _sizes(type_)
+    return math.prod(shape) * WIDE.get(dtype, WIDTHS.get(dtype, 4))
+
+
+def _shape(type_: Any) -> str:
+    shape, dtype = _sizes(type_)
+    return f"{dtype}[{','.join(map(str, shape))}]"
+
+
+def _flops(op: Any, operands: Sequence[Any], results: Sequence[Any]) -> float:
+    axes = re.search(
+        r"lhs_contracting_dimensions = \[([\d, ]*)\]", str(op.operation.attributes["dot_dimension_numbers"])
+    )
+    left, _ = _sizes(operands[0].type)
+    summed = math.prod(left[int(axis)] for axis in axes[1].split(",") if axis.strip()) if axes else 1
+    return 2.0 * math.prod(_sizes(results[0].type)[0]) * summed

@@ -1,0 +1,211 @@
+"""One program as a list of operations: scope, layer kind, layers, trips, FLOPs, bytes and seconds of each.
+
+``optimized.py`` reads it from optimized HLO, ``portable.py`` from StableHLO. Every count of costs in the project is a
+sum over these operations.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+SOURCES = ("compiler", "roofline", "measured")  # of an operation's seconds
+UNKNOWN = "unknown: counted once"  # the source of a loop's trips that nothing tells
+# Where an operation's bytes lie: a weight, an array of the state, or anything else (activations, batch, outputs).
+PLACES = ("weights", "state", "other")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operation:
+    """One operation of a program. Costs are those of one run; :attr:`times` says how often it runs in a call.
+
+    Attributes:
+        name: Unique in its program.
+        opcode: As the program's text writes it: ``fusion``, ``dot_general``.
+        kind: The kind of work, one of ``hlo.KINDS``, ``collectives`` or ``custom calls``.
+        shapes: Types of its results: ``bf16[16,2048]``.
+        operands: Names of the operations or inputs that it reads.
+        scope: Named scopes of the model around it, with slashes between them; empty if it has none.
+        layer_kind: The innermost scope that names a kind of layer (a norm counts to the kind around it); None outside.
+        layers: Numbers of the layers that run it; empty outside of the layers.
+        times: Runs in one call, all loops around it counted.
+        flops: Floating-point operations of one run.
+        read: Bytes that one run reads from the device's memory, by place (``PLACES``).
+        written: Bytes that one run writes, by place.
+        weights: Names of the weights that it reads directly.
+        collective_bytes: Bytes of the results of a collective; 0 for any other operation.
+        result_bytes: Bytes of its results, in whatever memory.
+        seconds: Of one run; None if nothing tells.
+        source: Where ``seconds`` come from, one of ``SOURCES``.
+        copied: Bytes of a copy from one place of the device's memory to another; 0 for anything else.
+        overlapped: Whether it runs at the same time as other operations: its seconds do not add to a call's.
+        target: The target of a custom call.
+        digest: Of what it computes: opcode, types, attributes, the names of inputs that it reads, and everything inside
+            a fusion; names of operations do not count.
+    """
+
+    name: str
+    opcode: str
+    kind: str
+    shapes: tuple[str, ...] = ()
+    operands: tuple[str, ...] = ()
+    scope: str = ""
+    layer_kind: str | None = None
+    layers: tuple[int, ...] = ()
+    times: float = 1.0
+    flops: float = 0.0
+    read: Mapping[str, float] = field(default_factory=dict)
+    written: Mapping[str, float] = field(default_factory=dict)
+    weights: tuple[str, ...] = ()
+    collective_bytes: float = 0.0
+    result_bytes: float = 0.0
+    seconds: float | None = None
+    source: str | None = None
+    copied: int = 0
+    overlapped: bool = False
+    target: str | None = None
+    digest: str = ""
+
+    @property
+    def bytes(self) -> float:
+        """Bytes read and written in one run."""
+        return sum(self.read.values()) + sum(self.written.values())
+
+    @property
+    def part(self) -> str:
+        """The scope below the layer kind: ``q_proj``; empty if there is none."""
+        steps = self.scope.split("/")
+        return "/".join(steps[steps.index(self.layer_kind) + 1 :]) if self.layer_kind in steps else ""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A loop of a program: its label, the trips of one run, where their number comes from, and its runs in a call."""
+
+    label: str
+    trips: float
+    source: str
+    times: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """Sums over operations, each as often as it runs.
+
+    Attributes:
+        layer_kind: Of all of them; None for operations outside of every kind.
+        operation_kind: Of all of them, or what :meth:`Graph.rows` grouped by.
+        count: Operations in the program's text.
+        runs: Operations that one call runs.
+        seconds: None if no operation has any.
+    """
+
+    layer_kind: str | None
+    operation_kind: str
+    count: int
+    runs: float
+    flops: float
+    bytes_weights: float
+    bytes_state: float
+    bytes_other: float
+    collective_bytes: float
+    seconds: float | None
+
+    @property
+    def bytes(self) -> float:
+        """All bytes read and written."""
+        return self.bytes_weights + self.bytes_state + self.bytes_other
+
+
+@dataclass(frozen=True, kw_only=True)
+class Graph:
+    """A program of one cell.
+
+    Attributes:
+        cell: ``decode@16``.
+        target: Its target's name in the manifest.
+        form: ``optimized`` or ``portable``.
+        operations: In the order in which the text has them; operations of a loop's body stand where the loop stands.
+        inputs: Names of the program's inputs by what they are: a weight's, a state array's or a batch field's name.
+        loops: Every loop, in the order of the text; a loop inside a loop comes after it.
+        peak_bytes: The compiler's peak on one device; None if it is not recorded.
+        constants: Bytes of the large constants in the program, by name.
+        aliased: Inputs whose buffers the outputs reuse.
+    """
+
+    cell: str
+    target: str
+    form: str
+    operations: tuple[Operation, ...]
+    inputs: Mapping[str, str] = field(default_factory=dict)
+    loops: tuple[Loop, ...] = ()
+    constants: Mapping[str, int] = field(default_factory=dict)
+    aliased: frozenset[str] = frozenset()
+    peak_bytes: int | None = None
+
+    @property
+    def unknown_loops(self) -> list[str]:
+        """Labels of loops that count once because nothing tells their trips."""
+        return [loop.label for loop in self.loops if loop.source == UNKNOWN]
+
+    def rows(self, by: str = "operation_kind") -> list[Row]:
+        """Sums by layer kind and ``operation_kind``, ``layer``, ``part`` or ``operation``; the largest first.
+
+        An operation that several layers run counts in equal parts for each of them with ``layer``.
+        """
+        groups: dict[tuple[str | None, str], list[Operation]] = {}
+        for operation, key in keyed(self.operations, by):
+            groups.setdefault((operation.layer_kind, key), []).append(operation)
+        rows = [summed(kind, key, group) for (kind, key), group in groups.items()]
+        return sorted(
+            rows, key=lambda row: (-(row.seconds or 0.0), -row.bytes, row.layer_kind or "", row.operation_kind)
+        )
+
+    def totals(self) -> Row:
+        """Sums over the whole program."""
+        return summed(None, "all", self.operations)
+
+    @property
+    def seconds_source(self) -> str | None:
+        """Where most of the seconds come from."""
+        seconds: dict[str, float] = {}
+        for operation in self.operations:
+            if operation.source is not None and operation.seconds is not None:
+                seconds[operation.source] = seconds.get(operation.source, 0.0) + operation.times * operation.seconds
+        return max(seconds, key=lambda source: seconds[source]) if seconds else None
+
+
+def keyed(operations: Iterable[Operation], by: str) -> Iterable[tuple[Operation, str]]:
+    """Each operation with the key of its group."""
+    keys: dict[str, Callable[[Operation], str]] = {
+        "operation_kind": lambda operation: operation.kind,
+        "operation": lambda operation: operation.name,
+        "part": lambda operation: operation.part or operation.kind,
+    }
+    for operation in operations:
+        if by == "layer" and operation.layers:
+            share = operation.times / len(operation.layers)
+            for layer in operation.layers:
+                yield replace(operation, times=share), f"{layer:02d}"
+        else:
+            yield operation, "-" if by == "layer" else keys[by](operation)
+
+
+def summed(layer_kind: str | None, key: str, operations: Iterable[Operation]) -> Row:
+    """The sums of some operations."""
+    group = list(operations)
+    places = {
+        place: sum(op.times * (op.read.get(place, 0.0) + op.written.get(place, 0.0)) for op in group)
+        for place in PLACES
+    }
+    timed = [op.times * op.seconds for op in group if op.seconds is not None and not op.overlapped]
+    return Row(
+        layer_kind=layer_kind,
+        operation_kind=key,
+        count=len({op.name for op in group}),
+        runs=sum(op.times for op in group),
+        flops=sum(op.times * op.flops for op in group),
+        bytes_weights=places["weights"],
+        bytes_state=places["state"],
+        bytes_other=places["other"],
+        collective_bytes=sum(op.times * op.collective_bytes for op in group),
+        seconds=sum(timed) if timed else None,
+    )

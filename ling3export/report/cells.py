@@ -1,0 +1,121 @@
+"""The graphs of an artifact's cells, from the files that its manifest names. No device is needed."""
+
+import hashlib
+from pathlib import Path
+
+from ling3export.artifacts.files import open_regular
+from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Target
+from ling3export.cost.chips import CHIPS, Chip
+from ling3export.cost.roofline import TOKENS, expected_collectives, loop_trips
+from ling3export.foundation.errors import ArtifactError, listed
+from ling3export.foundation.phases import PHASES
+from ling3export.graph import optimized, portable
+from ling3export.graph.audit import Expected
+from ling3export.graph.hlo import unpacked
+from ling3export.graph.optimized import Context
+from ling3export.graph.record import Graph
+from ling3export.model.config import Config
+from ling3export.model.geometry import Geometry
+from ling3export.model.scopes import LAYER_KINDS, looped_layers
+from ling3export.plan.recorded import config_of, plan_of
+
+
+def context_of(
+    config: Config, geometry: Geometry, phase: str, padding: int, inputs: tuple[str, ...], chip: Chip | None
+) -> Context:
+    """What the readers know of a cell's program apart from its text; decoding sequences have cached ``TOKENS``."""
+    return Context(
+        inputs=inputs,
+        kinds=frozenset(LAYER_KINDS),
+        layers=looped_layers(config, geometry),
+        dense=frozenset(config.layers("dense")),
+        trips=loop_trips(config, geometry, phase, padding, TOKENS),
+        clock=None if chip is None else chip.clock,
+        bandwidth=None if chip is None else chip.bandwidth,
+    )
+
+
+def target_of(manifest: Manifest, name: str | None) -> tuple[str, Target]:
+    """The target of that name, or the only one.
+
+    Raises:
+        ArtifactError: There is no such target, or there are several and none is named.
+    """
+    names = list(manifest.targets)
+    if name is None and len(names) > 1:
+        raise ArtifactError(f"the artifact has the targets {listed(names)}", f"choose one: --target {names[0]}")
+    if name is not None and name not in manifest.targets:
+        raise ArtifactError(f"the artifact has no target {name}; it has {listed(names)}")
+    chosen = names[0] if name is None else name
+    return chosen, manifest.targets[chosen]
+
+
+def cell_of(target: Target, name: str) -> Cell:
+    """The cell of that name.
+
+    Raises:
+        ArtifactError: The target has no such cell.
+    """
+    if name not in target.cells:
+        raise ArtifactError(f"the target has no cell {name}; it has {listed(sorted(target.cells), 20)}")
+    return target.cells[name]
+
+
+def graph_of(folder: Path, manifest: Manifest, target: str, name: str, *, from_portable: bool = False) -> Graph:
+    """The graph of one cell: of its optimized program where the artifact keeps one, else of its portable program.
+
+    Args:
+        folder: The artifact.
+        manifest: Its manifest.
+        target: The name of one of its targets.
+        name: The name of one of the target's cells.
+        from_portable: Read the portable program even if the optimized one is kept.
+
+    Raises:
+        ArtifactError: A file is missing or damaged, or has a form that this version does not know.
+    """
+    record = manifest.targets[target]
+    cell = record.cells[name]
+    config, plan = config_of(manifest), plan_of(manifest, target)
+    chip = CHIPS.get((record.platform, record.kind)) if record.kind else None
+    where = f"{folder.name}: {target} {name}"
+    leaves = tuple(f"{leaf.group}.{leaf.name}" for leaf in cell.inputs)
+    if cell.call is not None and not from_portable and cell.graph is not None:
+        leaves = tuple(leaf for leaf, passed in zip(leaves, cell.call.inputs, strict=True) if passed.kept)
+    context = context_of(config, plan.geometry, cell.phase, cell.padding, leaves, chip)
+    try:
+        if from_portable or cell.graph is None:
+            return portable.read(checked(folder, cell.stablehlo, where), name, target, context)
+        text = unpacked(checked(folder, cell.graph, where))
+        return optimized.read(text, name, target, context, cell.memory.peak)
+    except (ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
+        raise ArtifactError(
+            f"{where}: the program has a form that this version does not read ({error})",
+            "report it with the version of jax that built the artifact",
+        ) from error
+
+
+def checked(folder: Path, record: FileRecord, where: str) -> bytes:
+    """The bytes of a file that have the digest of the manifest.
+
+    Raises:
+        ArtifactError: The file is missing, or has other bytes.
+    """
+    with open_regular(folder, record.path, where) as file:
+        data = file.read(record.bytes + 1)
+    if hashlib.sha256(data).hexdigest() != record.sha256:
+        raise ArtifactError(
+            f"{where}: {record.path} is not the file that the manifest names", "copy the artifact again"
+        )
+    return data
+
+
+def expected_of(manifest: Manifest, target: str, name: str) -> Expected:
+    """What the plan says of a cell's program: its state, its collectives and its FLOPs."""
+    record, config = manifest.targets[target], config_of(manifest)
+    cell, geometry = record.cells[name], plan_of(manifest, target).geometry
+    state = tuple(f"state.{leaf.name}" for leaf in cell.outputs if leaf.group == "state")
+    layered = PHASES[cell.phase].family == "logits"
+    collectives = expected_collectives(config, geometry, cell.phase) if layered else None
+    flops = cell.floor.flops if cell.floor is not None and layered else None
+    return Expected(state=state, collectives=collectives, flops=flops)

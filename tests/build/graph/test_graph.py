@@ -1,0 +1,249 @@
+"""The account of operations: FLOPs by formula, bytes of weights, times; comparisons and rules on planted changes."""
+
+import dataclasses
+import json
+import math
+from collections import defaultdict
+
+import pytest
+from click.testing import CliRunner
+
+from ling3export.artifacts.manifest import read_manifest
+from ling3export.checkpoint.synth import config_fields
+from ling3export.cli.main import main
+from ling3export.compile.lower import lower_cell
+from ling3export.cost.roofline import expected_collectives
+from ling3export.foundation.errors import PlanError
+from ling3export.graph import audit, diff, hlo, optimized, portable, summary
+from ling3export.graph.record import Graph, Operation
+from ling3export.model.config import Config
+from ling3export.model.scopes import LAYER_KINDS
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+from ling3export.report.cells import context_of, graph_of
+
+NAME = "micro-tp2"
+
+
+def lowered(padding: int, phase: str) -> tuple[Graph, Config, int]:
+    """The portable program of a cell of the full config at TP 16, its config, and TP."""
+    config = Config.from_dict(config_fields("full", {}))
+    geometry = make_plan(config, Options(), "cpu@16").geometry
+    cell = lower_cell(config, geometry, phase, padding, "cpu")
+    leaves = tuple(f"{leaf.group}.{leaf.name}" for leaf in cell.inputs)
+    context = context_of(config, geometry, phase, padding, leaves, None)
+    return portable.read(cell.blob, f"{phase}@{padding}", "cpu-tp16", context), config, geometry.tp
+
+
+def by_kind(graph: Graph, quantity: str) -> dict[str | None, float]:
+    sums: dict[str | None, float] = defaultdict(float)
+    for row in graph.rows():
+        sums[row.layer_kind] += getattr(row, quantity)
+    return sums
+
+
+@pytest.mark.parametrize("padding", [16, 512])
+def test_flops_by_layer_kind_are_those_of_the_shapes(padding):
+    """Two FLOPs a weight and token for each kind that is a product of tokens and weights alone."""
+    phase = "decode" if padding == 16 else "prefill"
+    graph, config, tp = lowered(padding, phase)
+    flops, dim = by_kind(graph, "flops"), config.hidden_size
+    moe, dense = len(config.layers("moe")), len(config.layers("dense"))
+    assert flops["router"] == 2 * padding * dim * config.num_experts * moe
+    shared = 3 * dim * config.moe_intermediate_size * config.num_shared_experts
+    assert flops["shared_expert"] == pytest.approx(2 * padding * shared * moe / tp, rel=0.01)
+    assert flops["dense_mlp"] == pytest.approx(2 * padding * 3 * dim * config.intermediate_size * dense / tp, rel=0.01)
+    rows = padding if phase == "decode" else padding // 16
+    assert flops["logits"] == pytest.approx(2 * rows * dim * config.vocab_size / tp, rel=0.01)
+    assert set(flops) <= {*LAYER_KINDS, None}
+    assert by_kind(graph, "bytes")[None] <= 0.02 * sum(by_kind(graph, "bytes").values())
+    assert by_kind(graph, "flops")[None] == 0
+
+
+def test_collectives_are_those_of_the_formula():
+    graph, config, _ = lowered(16, "decode")
+    geometry = make_plan(config, Options(), "cpu@16").geometry
+    runs = sum(one.times for one in graph.operations if one.kind == hlo.COLLECTIVES)
+    assert runs == expected_collectives(config, geometry, "decode")
+
+
+def test_weights_are_read_once_in_decode():
+    """Every weight outside of the experts; of the embeddings a row a token."""
+    graph, config, tp = lowered(16, "decode")
+    read = by_kind(graph, "bytes_weights")
+    assert read["dense_mlp"] == 2 * 3 * config.hidden_size * config.intermediate_size / tp
+    assert read["logits"] == pytest.approx(2 * config.hidden_size * config.vocab_size / tp, rel=0.001)
+    assert read["embed"] == 2 * 16 * config.hidden_size
+
+
+def test_an_artifact_keeps_the_optimized_program_and_names_its_weights(artifact):
+    folder = artifact(NAME)
+    manifest = read_manifest(folder)
+    (target,) = manifest.targets
+    cell = next(name for name in manifest.targets[target].cells if name.startswith("decode@"))
+    graph = graph_of(folder, manifest, target, cell)
+    assert graph.form == "optimized" and graph.peak_bytes == manifest.targets[target].cells[cell].memory.peak
+    read = {weight for one in graph.operations for weight in one.weights}
+    assert {"embeddings.lm_head", "kda.qkvfg_proj", "moe.experts_down_proj"} <= read
+    kinds = {one.layer_kind for one in graph.operations}
+    assert {"kda", "mla", "experts", "router", "shared_expert", "logits", "embed"} <= kinds
+    total = graph.totals()
+    unscoped = sum(row.bytes for row in graph.rows() if row.layer_kind is None)
+    assert unscoped <= 0.04 * total.bytes
+    said = CliRunner().invoke(main, ["graph", "summary", str(folder), cell, "--json"])
+    document = json.loads(said.stdout)
+    assert document["schema"] == summary.SCHEMA
+    assert document["cells"][cell]["totals"]["flops"] == total.flops
+    same = CliRunner().invoke(main, ["graph", "diff", str(folder), str(folder), cell])
+    assert (same.exit_code, "equal" in same.stdout) == (0, True)
+
+
+TEXT = """HloModule jit_body, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias) }, num_partitions=1
+
+%fused (p.1: f32[16,64], p.2: bf16[64,64]) -> f32[16,64] {
+  %p.1 = f32[16,64]{1,0} parameter(0)
+  %p.2 = bf16[64,64]{1,0} parameter(1)
+  %mask = pred[16,64]{1,0} compare(%p.1, %p.1), direction=LE
+  ROOT %d.1 = f32[16,64]{1,0} dot(%p.1, %p.2), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (w: bf16[64,64], s: f32[9,64], x: f32[16,64]) -> (f32[9,64], f32[16,64]) {
+  %w = bf16[64,64]{1,0} parameter(0)
+  %s = f32[9,64]{1,0} parameter(1)
+  %x = f32[16,64]{1,0} parameter(2)
+  %y = f32[16,64]{1,0} fusion(%x, %w), kind=kLoop, calls=%fused, metadata={op_name="jit(f)/layer_0/kda/q_proj/dot"}
+  %z = f32[16,64]{1,0} add(%y, %x), metadata={op_name="jit(f)/layer_0/norm/add"}
+  ROOT %out = (f32[9,64]{1,0}, f32[16,64]{1,0}) tuple(%s, %z)
+}
+"""
+CONTEXT = optimized.Context(
+    inputs=("params.kda.q", "state.kda_conv", "batch.packed"), kinds=frozenset(LAYER_KINDS), bandwidth=1e9
+)
+
+
+def graph(text: str, cell: str = "decode@16") -> Graph:
+    return optimized.read(text, cell, "toy", CONTEXT)
+
+
+def test_operations_of_a_text_have_the_costs_that_add_up_by_hand():
+    fusion, add = graph(TEXT).operations
+    assert (fusion.layer_kind, fusion.part, fusion.layers, fusion.kind) == ("kda", "q_proj/dot", (0,), hlo.PRODUCTS)
+    assert (fusion.flops, fusion.weights) == (2 * 16 * 64 * 64, ("kda.q",))
+    assert fusion.read == {"other": 4 * 16 * 64, "weights": 2 * 64 * 64}
+    assert (add.layer_kind, add.operands, add.seconds) == ("norm", ("y", "batch.packed"), 3 * 4096 / 1e9)
+    assert graph(TEXT).aliased == {"state.kda_conv"}
+
+
+FIRST, SECOND = "  %w = bf16[64,64]{1,0} parameter(0)\n", "  %s = f32[9,64]{1,0} parameter(1)\n"
+ROOT = "  ROOT %d.1"
+
+
+def added(line: str, scope: str) -> str:
+    """The text with one more operation in its entry."""
+    return TEXT.replace("  %z =", f'  {line}, metadata={{op_name="jit(f)/layer_0/{scope}"}}\n  %z =')
+
+
+SAME = {
+    "renamed": TEXT.replace("%y", "%q.7").replace("%fused", "%other"),
+    "moved source lines": TEXT.replace('/dot"}', '/dot" source_line=7}'),
+    "noted by the compiler": TEXT.replace('/add"}', '/add"}, backend_config={"a":"b"}'),
+    "other order": TEXT.replace(FIRST + SECOND, SECOND + FIRST),
+    "rebuilt": TEXT,
+}
+SELECT = "  %k.1 = f32[16,64]{1,0} select(%mask, %p.1, %p.1)\n"
+PLANTED = {
+    "changed mask": (TEXT.replace("dot(%p.1", "dot(%k.1").replace(ROOT, SELECT + ROOT), "kda"),
+    "upcast": (added("%u = f32[64,64]{1,0} convert(%w)", "kda/convert"), "kda"),
+    "collective": (added("%r = f32[16,64]{1,0} all-reduce(%y), to_apply=%fused", "mla/psum"), "mla"),
+    "copy": (added("%c = f32[9,64]{1,0} copy(%s)", "experts/copy"), "experts"),
+    "other weights": (TEXT.replace("fusion(%x, %w)", "fusion(%x, %s)"), "kda"),
+    "wider": (TEXT.replace("%z = f32[16,64]{1,0} add(%y, %x)", "%z = f64[16,64]{1,0} add(%y, %x)"), "norm"),
+}
+
+
+@pytest.mark.parametrize("change", SAME)
+def test_changes_that_mean_nothing_are_no_difference(change):
+    assert (SAME[change] == TEXT) is (change == "rebuilt")
+    assert diff.compare(graph(TEXT), graph(SAME[change])).equal
+
+
+@pytest.mark.parametrize("change", PLANTED)
+def test_a_planted_change_is_found_in_its_layer_kind_and_nowhere_else(change):
+    text, layer_kind = PLANTED[change]
+    difference = diff.compare(graph(TEXT), graph(text))
+    assert not difference.equal
+    assert {one.operation.layer_kind for one in difference.changes} == {layer_kind}
+    assert any(layer_kind in line for line in diff.table(difference, markdown=True))
+
+
+def test_operations_of_two_paddings_are_partners():
+    difference = diff.compare(graph(TEXT), graph(TEXT.replace("16,64", "64,64"), "decode@64"))
+    assert difference.unmatched_share == 0 and difference.matched == 2
+
+
+MB = 2**20
+BASE = Operation(name="one", opcode="fusion", kind=hlo.PRODUCTS, layer_kind="kda", flops=100.0)
+FAULTS = {
+    "fp32-weights": {"kind": hlo.ELEMENTWISE, "shapes": ("f32[1024,1024]",), "weights": ("kda.q",)}
+    | {"written": {"other": 4.0 * MB}, "result_bytes": 4 * MB},
+    "large-copy": {"opcode": "copy", "kind": hlo.LAYOUT, "copied": 2 * MB},
+    "weight-layout": {"kind": hlo.LAYOUT, "weights": ("kda.q",), "written": {"other": 2.0 * MB}},
+    "host-callback": {"opcode": "custom-call", "target": "xla_ffi_python_cpu_callback"},
+    "custom-call": {"opcode": "custom-call", "target": "somebody_elses"},
+    "collectives": {"kind": hlo.COLLECTIVES, "times": 5.0},
+    "dynamic-shape": {"shapes": ("f32[<=16]",)},
+    "extra-flops": {"flops": 1e6},
+}  # fmt: skip
+EXPECTED = audit.Expected(state=("state.kda_conv",), collectives=4, flops=100.0)
+
+
+def whole(operation: Operation, **fields: object) -> Graph:
+    changes = {"aliased": frozenset({"state.kda_conv"}), **fields}
+    graph = Graph(cell="decode@16", target="toy", form="optimized", operations=(operation,))
+    return dataclasses.replace(graph, **changes)
+
+
+@pytest.mark.parametrize("rule", FAULTS)
+def test_a_rule_finds_its_fault_and_can_be_switched_off(rule):
+    faulty = whole(dataclasses.replace(BASE, **FAULTS[rule]))
+    assert [one.rule for one in audit.audit(faulty, EXPECTED, audit.Budgets())] == [rule]
+    assert audit.audit(faulty, EXPECTED, audit.Budgets({rule: False})) == []
+    assert audit.audit(whole(BASE), EXPECTED, audit.Budgets()) == []
+
+
+def test_constants_donation_and_budgets_have_findings_too():
+    constant = whole(BASE, constants={"table": 3 * MB})
+    kept = whole(BASE, aliased=frozenset())
+    limits = audit.budgets('[cells."decode@16"]\nflops = 99\ncollectives = 0\n', "b.toml")
+    found = [audit.audit(one, EXPECTED, rules) for one, rules in
+             ((constant, audit.Budgets()), (kept, audit.Budgets()), (whole(BASE), limits))]  # fmt: skip
+    assert [[one.rule for one in group] for group in found] == [["large-constant"], ["state-donation"], ["budget"]]
+
+
+@pytest.mark.parametrize(
+    "text", ["x", "[rules]\nnothing = 1", '[cells."a"]\nflops = "x"', "[other]\na = 1", "rules = 1", "cells = {a = 1}"]
+)
+def test_a_wrong_budgets_file_is_refused(text):
+    with pytest.raises(PlanError, match=r"^b\.toml: "):
+        audit.budgets(text, "b.toml")
+
+
+@pytest.mark.parametrize("data", [b"", b"x", hlo.packed("HloModule a")[:-3], hlo.packed("y" * 10)[:10] + b"\0" * 20])
+def test_a_damaged_text_is_a_value_error(data):
+    with pytest.raises(ValueError, match=r"text|incomplete"):
+        hlo.unpacked(data)
+    assert hlo.unpacked(hlo.packed(TEXT)) == TEXT
+
+
+def test_a_batched_product_as_a_convolution_counts_only_its_own_products():
+    """XLA:TPU writes a product with a batch of 8 as a convolution over a dilated dimension of 8."""
+    line = (
+        "  %c = f32[8,16,32]{2,1,0} convolution(%a, %b), window={size=8 stride=7 pad=0_0 lhs_dilate=8}, "
+        "dim_labels=0bf_0io->0bf"
+    )
+    text = (
+        "HloModule m\n\nENTRY %main (a: f32[8,16,64], b: f32[8,64,32]) -> f32[8,16,32] {\n"
+        "  %a = f32[8,16,64]{2,1,0} parameter(0)\n  %b = f32[8,64,32]{2,1,0} parameter(1)\n" + line + "\n}\n"
+    )
+    (one,) = graph(text.replace("  %c", "  ROOT %c")).operations
+    assert one.flops == 2 * math.prod((8, 16, 32, 64))
