@@ -106,7 +106,7 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: 
 @click.option("--layers", default="12,24", show_default=True)
 @click.option("--weights", default="bf16,int4,int8", show_default=True, help="The first at all depths come first.")
 @click.option("--paddings", default="16,512", show_default=True, help="Of prefill.")
-@click.option("--input-len", "prompt", default=8192, show_default=True, help="Tokens that the server is given.")
+@click.option("--input-len", "prompt", default=6144, show_default=True, help="Tokens that the server is given.")
 @click.option("--output-len", "answer", default=1024, show_default=True, help="Tokens that it answers.")
 @click.option("--minutes", default=25.0, show_default=True, help="After these nothing is begun; the next call goes on.")
 @click.option("--transformers", type=PATH, help="A Python that has it.  [default: that of `make parity`, where it is]")

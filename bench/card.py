@@ -57,7 +57,7 @@ class Card:
     layers: tuple[int, ...] = (12, 24)
     weights: tuple[str, ...] = ("bf16", "int4", "int8")
     paddings: str = "16,512"
-    prompt: int = 8192
+    prompt: int = 6144
     answer: int = 1024
     minutes: float = 25.0
     transformers: Path = PARITY

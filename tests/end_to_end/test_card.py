@@ -7,6 +7,7 @@ import pytest
 
 from bench import card
 from bench.card import Card
+from ling3export.checkpoint.synth import config_fields
 
 
 @pytest.fixture
@@ -38,6 +39,9 @@ def test_the_first_form_comes_first_and_what_is_done_is_not_done_again(asked, tm
     built = [words[3].rpartition("/")[2] for words in asked if words[1] == "build"]
     forms = ["12-bf16", "24-bf16", "24-int4", "24-int8", "12-int4", "12-int8"]
     assert built == [f"{name}.ling3" for name in forms]
+    # The default prompt and answer were longer than the model's context: every build was refused on the first card.
+    contexts = {int(words[words.index("--context") + 1]) for words in asked if words[1] == "build"}
+    assert max(contexts) <= config_fields("full", {})["max_position_embeddings"]
     said = capsys.readouterr()
     assert "left: 12 bf16 verify, 12 bf16 serve 1, 12 bf16 serve 16, 24 bf16 verify" in said.err
     assert "24 int8 build" in said.err and "24 int8 generate" not in said.err
