@@ -102,6 +102,7 @@ class Memory(Record, frozen=True):
     temporaries: int
     alias: int
     code: int
+    compiler_peak: int | None = None
 
     @property
     def passing(self) -> int:

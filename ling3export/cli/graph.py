@@ -22,7 +22,7 @@ LARGEST_BUDGETS = 2**20  # bytes
 OUTPUT = click.option("--output", type=PATH, help="Write to this file.  [default: standard output]")
 
 
-@click.group(cls=Group, sections={"Look": ("summary", "diff"), "Check": ("audit",)})
+@click.group(cls=Group, sections={"Look": ("summary", "diff", "memory"), "Check": ("audit",)})
 def graph() -> None:
     """Look into ARTIFACT's programs, compare two, check them. No device and no weights are needed.
 
@@ -149,3 +149,20 @@ def audit(artifact: Path, cell: str | None, target: str | None, budgets_file: Pa
     click.echo(json.dumps(rules.document(findings), indent=1) if as_json else "\n".join(rules.table(findings)))
     if any(findings.values()):
         raise SystemExit(DIFFERENT)
+
+
+@graph.command()
+@click.argument("artifact", type=ARTIFACT)
+@click.argument("cell")
+@TARGET
+@JSON
+def memory(artifact: Path, cell: str, target: str | None, as_json: bool) -> None:
+    """Show which tensors are alive at the memory peak of CELL, by name; --json adds memory over program order."""
+    from ling3export.artifacts.manifest import read_manifest
+    from ling3export.graph import memory as tables
+    from ling3export.report.cells import cell_of, memory_of, target_of
+
+    manifest = read_manifest(artifact)
+    name, record = target_of(manifest, target)
+    alive = memory_of(artifact, manifest, name, cell_of(record, cell).name)
+    click.echo(json.dumps(tables.document(alive), indent=1) if as_json else "\n".join(tables.table(alive)))

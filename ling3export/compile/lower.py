@@ -196,10 +196,12 @@ def compiled_by(make: Callable[[], Any], seconds: float = 0.0) -> tuple[bytes, C
         raw, executable = pjrt.serialized(compiled)
     analysis, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
     sizes = ("argument_size", "output_size", "temp_size", "alias_size", "generated_code_size")
+    counted = [getattr(memory, f"{size}_in_bytes") for size in sizes]
+    peak = getattr(memory, "peak_memory_in_bytes", 0)  # older versions of jaxlib have none
     record = Compiled(
         executable=executable,
         compile_seconds=round(seconds + time.perf_counter() - started, 3),
-        memory=Memory(*(getattr(memory, f"{size}_in_bytes") for size in sizes)),
+        memory=Memory(*counted, compiler_peak=peak or None),  # type: ignore[misc]
         flops=analysis.get("flops"),
         bytes_accessed=analysis.get("bytes accessed"),
     )

@@ -433,11 +433,15 @@ def _attributed(
         yield replace(one, layer_kind=layer_kind, layers=layers)
 
 
+def classified_kind(scope: str, kinds: frozenset[str]) -> str | None:
+    """The innermost layer kind that a scope names; a norm inside another kind belongs to that kind."""
+    named = [step for step in scope.split("/") if step in kinds]
+    return next((step for step in reversed(named) if step != "norm"), named[-1] if named else None)
+
+
 def classified(scope: str, context: Context) -> tuple[str | None, tuple[int, ...]]:
-    """The innermost layer kind and the layers that a scope names; a norm inside another kind belongs to that kind."""
-    steps = scope.split("/")
-    named = [step for step in steps if step in context.kinds]
-    layer_kind = next((step for step in reversed(named) if step != "norm"), named[-1] if named else None)
+    """The layer kind and the layers that a scope names."""
+    steps, layer_kind = scope.split("/"), classified_kind(scope, context.kinds)
     for step in steps:
         if match := re.fullmatch(r"layer_(\d+)", step):
             return layer_kind, (int(match[1]),)

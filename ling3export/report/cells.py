@@ -1,6 +1,8 @@
 """The graphs of an artifact's cells, from the files that its manifest names. No device is needed."""
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from ling3export.artifacts.files import open_regular
@@ -12,6 +14,7 @@ from ling3export.foundation.phases import PHASES
 from ling3export.graph import optimized, portable
 from ling3export.graph.audit import Expected
 from ling3export.graph.hlo import unpacked
+from ling3export.graph.memory import Timeline, timeline
 from ling3export.graph.optimized import Context
 from ling3export.graph.record import Graph
 from ling3export.model.config import Config
@@ -62,7 +65,7 @@ def cell_of(target: Target, name: str) -> Cell:
 
 
 def graph_of(folder: Path, manifest: Manifest, target: str, name: str, *, from_portable: bool = False) -> Graph:
-    """The graph of one cell: of its optimized program where the artifact keeps one, else of its portable program.
+    """The graph of one cell: of its optimized program if the artifact keeps one, else of its portable program.
 
     Args:
         folder: The artifact.
@@ -75,19 +78,49 @@ def graph_of(folder: Path, manifest: Manifest, target: str, name: str, *, from_p
         ArtifactError: A file is missing or damaged, or has a form that this version does not know.
     """
     record = manifest.targets[target]
-    cell = record.cells[name]
+    cell, where = record.cells[name], f"{folder.name}: {target} {name}"
     config, plan = config_of(manifest), plan_of(manifest, target)
     chip = CHIPS.get((record.platform, record.kind)) if record.kind else None
-    where = f"{folder.name}: {target} {name}"
-    leaves = tuple(f"{leaf.group}.{leaf.name}" for leaf in cell.inputs)
-    if cell.call is not None and not from_portable and cell.graph is not None:
-        leaves = tuple(leaf for leaf, passed in zip(leaves, cell.call.inputs, strict=True) if passed.kept)
-    context = context_of(config, plan.geometry, cell.phase, cell.padding, leaves, chip)
+    compiled = not from_portable and cell.graph is not None
+    context = context_of(config, plan.geometry, cell.phase, cell.padding, leaves(cell, compiled=compiled), chip)
+    with known_form(where):
+        if compiled:
+            return optimized.read(text_of(folder, cell, where), name, target, context, cell.memory.compiler_peak)
+        return portable.read(checked(folder, cell.stablehlo, where), name, target, context)
+
+
+def memory_of(folder: Path, manifest: Manifest, target: str, name: str) -> Timeline:
+    """The memory of one cell's optimized program. Arguments and errors as of :func:`graph_of`."""
+    cell, where = manifest.targets[target].cells[name], f"{folder.name}: {target} {name}"
+    with known_form(where):
+        inputs = leaves(cell, compiled=True)
+        return timeline(text_of(folder, cell, where), inputs, frozenset(LAYER_KINDS), cell.memory.compiler_peak)
+
+
+def leaves(cell: Cell, *, compiled: bool) -> tuple[str, ...]:
+    """Names of a program's inputs; of a compiled one, those that it keeps."""
+    names = tuple(f"{leaf.group}.{leaf.name}" for leaf in cell.inputs)
+    if not compiled or cell.call is None:
+        return names
+    return tuple(name for name, passed in zip(names, cell.call.inputs, strict=True) if passed.kept)
+
+
+def text_of(folder: Path, cell: Cell, where: str) -> str:
+    """The optimized HLO of a cell.
+
+    Raises:
+        ArtifactError: The artifact does not keep it, or the file is damaged.
+    """
+    if cell.graph is None:
+        raise ArtifactError(f"{where}: the artifact keeps no optimized program", "build it again")
+    return unpacked(checked(folder, cell.graph, where))
+
+
+@contextmanager
+def known_form(where: str) -> Iterator[None]:
+    """Errors of readers as one that names the program."""
     try:
-        if from_portable or cell.graph is None:
-            return portable.read(checked(folder, cell.stablehlo, where), name, target, context)
-        text = unpacked(checked(folder, cell.graph, where))
-        return optimized.read(text, name, target, context, cell.memory.peak)
+        yield
     except (ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
         raise ArtifactError(
             f"{where}: the program has a form that this version does not read ({error})",

@@ -14,13 +14,13 @@ from ling3export.cli.main import main
 from ling3export.compile.lower import lower_cell
 from ling3export.cost.roofline import expected_collectives
 from ling3export.foundation.errors import PlanError
-from ling3export.graph import audit, diff, hlo, optimized, portable, summary
+from ling3export.graph import audit, diff, hlo, memory, optimized, portable, summary
 from ling3export.graph.record import Graph, Operation
 from ling3export.model.config import Config
 from ling3export.model.scopes import LAYER_KINDS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.report.cells import context_of, graph_of
+from ling3export.report.cells import context_of, graph_of, memory_of
 
 NAME = "micro-tp2"
 
@@ -82,7 +82,13 @@ def test_an_artifact_keeps_the_optimized_program_and_names_its_weights(artifact)
     (target,) = manifest.targets
     cell = next(name for name in manifest.targets[target].cells if name.startswith("decode@"))
     graph = graph_of(folder, manifest, target, cell)
-    assert graph.form == "optimized" and graph.peak_bytes == manifest.targets[target].cells[cell].memory.peak
+    sizes = manifest.targets[target].cells[cell].memory
+    assert graph.form == "optimized" and graph.peak_bytes == sizes.compiler_peak
+    alive = memory_of(folder, manifest, target, cell)
+    assert sum(one.bytes for one in alive.inputs) == sizes.arguments
+    assert {"weights", "state"} <= {one.what for one in alive.inputs}
+    said = CliRunner().invoke(main, ["graph", "memory", str(folder), cell, "--json"])
+    assert json.loads(said.stdout)["peak_bytes"] == alive.peak
     read = {weight for one in graph.operations for weight in one.weights}
     assert {"embeddings.lm_head", "kda.qkvfg_proj", "moe.experts_down_proj"} <= read
     kinds = {one.layer_kind for one in graph.operations}
@@ -247,3 +253,12 @@ def test_a_batched_product_as_a_convolution_counts_only_its_own_products():
     )
     (one,) = graph(text.replace("  %c", "  ROOT %c")).operations
     assert one.flops == 2 * math.prod((8, 16, 32, 64))
+
+
+def test_a_buffer_lives_until_its_last_reader_and_views_make_none():
+    """x and w live throughout; y (4 KiB) until z takes its place; tiles of 8 by 128 are padded."""
+    alive = memory.timeline(TEXT, CONTEXT.inputs, frozenset(LAYER_KINDS), None)
+    assert [one.bytes for one in alive.inputs] == [8192, 4096, 9 * 64 * 4]
+    assert [(one.name, one.bytes, one.layer_kind) for one in alive.at_peak] == [("y", 4096, "kda")]
+    assert dict(alive.points) == {"w": 0, "s": 0, "x": 0, "y": 4096, "z": 4096, "out": 4096}
+    assert memory.padded_bytes("bf16[3,5,100]{2,1,0:T(8,128)(2,1)}") == 2 * 3 * 8 * 128
