@@ -1,9 +1,7 @@
 """Mixture of experts: sigmoid router with groups, work for the chosen experts only, one shared expert.
 
-Rows (a token and one of its experts) are sorted by expert into tiles of R rows; a loop runs over the tiles that hold
-rows, and slices the weights of that tile's expert. So the time follows the experts that were chosen, and an expert that
-was not chosen is not read. ``lax.ragged_dot`` would be shorter but is dense over all experts on CPU
-(docs/log/kernels-cpu.md). In executables for cpu one native kernel does all of it (``native/``).
+Rows (a token and one of its experts) are sorted by expert into tiles of R rows. A loop runs over the tiles that hold
+rows, so an expert that no row chose is not read. In executables for cpu one native kernel does all of it (``native/``).
 """
 
 import functools
@@ -25,8 +23,7 @@ from ling3export.model.products import einsum, gated_mlp, times
 from ling3export.model.quantized import Matrix, at, exact, flattened, leading, of_layer, value_of, widened
 
 SMALLEST_TILE = 4
-# Up to so many rows, computing all local experts of every row takes no longer than reading their weights. On TPU v6e
-# the border is 560 rows: 2 FLOPs at 918 TFLOP/s against 2 bytes at 1640 GB/s; other TPUs are not far from it.
+# Up to these rows, computing all local experts takes no longer than reading them (v6e: 918 TFLOP/s, 1640 GB/s).
 LOCAL_ROWS = 512
 ONE_REDUCTION = 128  # experts; one reduction of more, for more than 16 rows, takes XLA:TPU minutes to compile
 SPARED = 16  # experts that a chip need not read, from which on a loop over the others is worth its operations
@@ -95,8 +92,7 @@ def route_weights(
 ) -> Float32[Array, "W T"]:
     """:func:`route` as weights of the experts that are ``wanted``, zero where not chosen; ties go to the lower id, too.
 
-    A few fused operations, where sorting needs dozens. Tokens are the last axis, so that comparisons go across
-    registers. ``by_products`` compares groups by products, which take XLA:TPU less time than a reduction.
+    Tokens are the last axis, so that comparisons go across registers. ``by_products`` compares groups by products.
     """
     count, groups = scores.shape[0], config.n_group
     if count > ONE_REDUCTION and scores.shape[1] > 16:

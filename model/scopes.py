@@ -22,6 +22,18 @@ LAYER_KINDS = (
     "sample",
     "state",
 )
+# The layer kinds of weights, by the beginning of their names, for operations that only move them; the first match.
+WEIGHTS = {
+    "embeddings.word_embeddings": "embed",
+    "embeddings": "logits",
+    "kda": "kda",
+    "mla": "mla",
+    "moe.gate": "router",
+    "moe.shared": "shared_expert",
+    "moe": "experts",
+    "dense": "dense_mlp",
+    "layers": "norm",
+}
 # Around a layer that is traced by itself, and around the body of a loop over layers.
 ONE_LAYER = "layer_{}"
 LOOPS = {"kda": "layers_kda", "mla": "layers_mla"}

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping
 
 from ling3export.artifacts.program_records import Collective, Estimate, LoopRecord
 from ling3export.cost.chips import Chip
-from ling3export.graph.optimized import Context, read
+from ling3export.graph.context import Context
+from ling3export.graph.optimized import read
 from ling3export.graph.record import Graph, Operation
 
 LARGE = 10**6  # bytes of a copy worth counting

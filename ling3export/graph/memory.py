@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ling3export.foundation.tables import aligned, footnotes
+from ling3export.graph.context import classified_kind, scope_of
 from ling3export.graph.hlo import TYPE, WIDTHS, Computation, Instruction, Module, parse
-from ling3export.graph.optimized import FREE, classified_kind, scope_of
+from ling3export.graph.optimized import FREE
 
 # Results of these are no new buffers.
 VIEWS = {"while", "conditional", "call", *FREE}

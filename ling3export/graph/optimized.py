@@ -6,9 +6,10 @@ number of its trips. A fusion counts as one operation.
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from ling3export.graph.context import Context, attributed, enclosing, scope_of
 from ling3export.graph.flops import flops
 from ling3export.graph.hlo import (
     ARRAY,
@@ -25,7 +26,7 @@ from ling3export.graph.hlo import (
     parse,
     trip_count,
 )
-from ling3export.graph.record import UNKNOWN, Graph, Loop, Operation
+from ling3export.graph.record import Graph, Loop, Operation
 
 CUSTOM_CALLS = "custom calls"
 PREFETCHES = "prefetches"  # from one memory of a device to another, at the same time as other work
@@ -48,38 +49,6 @@ CHANNEL = re.compile(r"(channel_id|async_execution_thread)=[^,\s]+")
 Origin = str | tuple | None  # the input that a buffer is, or those of a tuple's elements
 
 
-@dataclass(frozen=True)
-class Context:
-    """What a reader knows of a program apart from its text.
-
-    Attributes:
-        inputs: Names of the entry's parameters in their order; ``params.`` and ``state.`` name weights and state.
-        kinds: Scopes that are layer kinds.
-        layers: By scope of a loop over layers, the numbers of the layers that its body runs.
-        dense: Layers with a dense MLP, for the conditional that chooses between it and experts.
-        trips: By scope, the trips of a loop with a bound that the batch decides; of a conditional, 0 if its dearest
-            branch is not taken.
-        clock: Cycles a second, for the compiler's estimates; None if it makes none.
-        bandwidth: Bytes a second of the device's memory; None if nothing is estimated.
-    """
-
-    inputs: Sequence[str] = ()
-    kinds: frozenset[str] = frozenset()
-    layers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    dense: frozenset[int] = frozenset()
-    trips: Mapping[str, float] = field(default_factory=dict)
-    clock: float | None = None
-    bandwidth: float | None = None
-
-    def counted(self, known: int | None, scope: str) -> tuple[float, str]:
-        """The trips of a loop and their source: of the program, of the workload, or once."""
-        if known is not None:
-            return float(known), "the program"
-        if scope in self.trips:
-            return self.trips[scope], f"the workload's `{scope}`"
-        return 1.0, UNKNOWN
-
-
 def read(text: str, cell: str, target: str, context: Context, peak_bytes: int | None = None) -> Graph:
     """The graph of ``Compiled.as_text()``.
 
@@ -94,7 +63,7 @@ def read(text: str, cell: str, target: str, context: Context, peak_bytes: int | 
         cell=cell,
         target=target,
         form="optimized",
-        operations=tuple(_attributed(walk.operations, walk.users, context)),
+        operations=tuple(attributed(walk.operations, walk.users, context)),
         inputs=inputs,
         peak_bytes=peak_bytes,
         loops=tuple(walk.loops),
@@ -377,22 +346,6 @@ def taken(operation: Operation, share: float, layers: tuple[int, ...]) -> Operat
     return replace(operation, times=operation.times * share, layers=layers or operation.layers)
 
 
-def enclosing(label: str) -> str:
-    """The named scope that the model put right around a loop or a conditional: ``…/pages/while``."""
-    steps = label.split("/")
-    return steps[-2] if len(steps) > 1 else ""
-
-
-def scope_of(module: Module, instruction: Instruction) -> str:
-    """The scopes around an instruction; of a fusion without any, those of the product or the last operation in it."""
-    if instruction.label or instruction.opcode != "fusion":
-        return instruction.label
-    inner = module.computations[instruction.called["calls"][0]].instructions.values()
-    labelled = [one for one in inner if one.label or one.opcode == "fusion"]
-    products = [one for one in labelled if one.opcode in ("dot", "convolution")]
-    return next((label for one in [*products, *reversed(labelled)] if (label := scope_of(module, one))), "")
-
-
 def _bytes(instruction: Instruction, operands: Sequence[Instruction]) -> int:
     """Bytes that an instruction reads and writes; an update in place does not move what it leaves as it is."""
     opcode, name, sizes = instruction.opcode, instruction.name, [operand.bytes for operand in operands]
@@ -403,46 +356,3 @@ def _bytes(instruction: Instruction, operands: Sequence[Instruction]) -> int:
     if opcode in MOVED:  # (operand, result, context)
         return max(0, instruction.bytes - sum(sizes)) if "slice" in opcode else sum(sizes)
     return instruction.bytes + sum(sizes)
-
-
-def _attributed(
-    operations: Sequence[Operation], users: Mapping[str, Sequence[str]], context: Context
-) -> Iterator[Operation]:
-    """Operations with their layer kind and layers; one without a scope gets those of what uses it, or else makes it."""
-    by_name = {one.name: one for one in operations}
-    known = {one.name: classified(one.scope, context) for one in operations}
-
-    def nearest(name: str, depth: int, down: bool) -> tuple[str | None, tuple[int, ...]]:
-        ahead = users.get(name, ()) if down else by_name[name].operands if name in by_name else ()
-        for other in ahead:
-            if known.get(other, (None, ()))[0] is not None:
-                return known[other]
-        if depth:
-            for other in ahead:
-                if (result := nearest(other, depth - 1, down))[0] is not None:
-                    return result
-        return None, ()
-
-    for one in operations:
-        layer_kind, layers = known[one.name]
-        layers = one.layers or layers
-        if layer_kind is None:
-            layer_kind, layers = nearest(one.name, 2, True)
-        if layer_kind is None:
-            layer_kind, layers = nearest(one.name, 2, False)
-        yield replace(one, layer_kind=layer_kind, layers=layers)
-
-
-def classified_kind(scope: str, kinds: frozenset[str]) -> str | None:
-    """The innermost layer kind that a scope names; a norm inside another kind belongs to that kind."""
-    named = [step for step in scope.split("/") if step in kinds]
-    return next((step for step in reversed(named) if step != "norm"), named[-1] if named else None)
-
-
-def classified(scope: str, context: Context) -> tuple[str | None, tuple[int, ...]]:
-    """The layer kind and the layers that a scope names."""
-    steps, layer_kind = scope.split("/"), classified_kind(scope, context.kinds)
-    for step in steps:
-        if match := re.fullmatch(r"layer_(\d+)", step):
-            return layer_kind, (int(match[1]),)
-    return layer_kind, next((context.layers[step] for step in reversed(steps) if step in context.layers), ())

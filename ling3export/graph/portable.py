@@ -9,17 +9,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ling3export.graph.context import Context, classified, enclosing
 from ling3export.graph.hlo import COLLECTIVES, ELEMENTWISE, INDEXED, LAYOUT, PRODUCTS, REDUCTIONS, SORTS, WIDTHS
-from ling3export.graph.optimized import (
-    CUSTOM_CALLS,
-    Context,
-    Origin,
-    branch_shares,
-    classified,
-    enclosing,
-    place_of,
-    taken,
-)
+from ling3export.graph.optimized import CUSTOM_CALLS, Origin, branch_shares, place_of, taken
 from ling3export.graph.record import Graph, Loop, Operation
 from ling3export.machine import portable
 

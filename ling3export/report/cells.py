@@ -13,13 +13,13 @@ from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.foundation.phases import PHASES
 from ling3export.graph import optimized, portable
 from ling3export.graph.audit import Expected
+from ling3export.graph.context import Context
 from ling3export.graph.hlo import unpacked
 from ling3export.graph.memory import Timeline, timeline
-from ling3export.graph.optimized import Context
 from ling3export.graph.record import Graph
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
-from ling3export.model.scopes import LAYER_KINDS, looped_layers
+from ling3export.model.scopes import LAYER_KINDS, WEIGHTS, looped_layers
 from ling3export.plan.recorded import config_of, plan_of
 
 
@@ -30,6 +30,7 @@ def context_of(
     return Context(
         inputs=inputs,
         kinds=frozenset(LAYER_KINDS),
+        weights=WEIGHTS,
         layers=looped_layers(config, geometry),
         dense=frozenset(config.layers("dense")),
         trips=loop_trips(config, geometry, phase, padding, TOKENS),

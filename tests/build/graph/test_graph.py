@@ -15,6 +15,7 @@ from ling3export.compile.lower import lower_cell
 from ling3export.cost.roofline import expected_collectives
 from ling3export.foundation.errors import PlanError
 from ling3export.graph import audit, diff, hlo, memory, optimized, portable, summary
+from ling3export.graph.context import Context
 from ling3export.graph.record import Graph, Operation
 from ling3export.model.config import Config
 from ling3export.model.scopes import LAYER_KINDS
@@ -122,7 +123,7 @@ ENTRY %main (w: bf16[64,64], s: f32[9,64], x: f32[16,64]) -> (f32[9,64], f32[16,
   ROOT %out = (f32[9,64]{1,0}, f32[16,64]{1,0}) tuple(%s, %z)
 }
 """
-CONTEXT = optimized.Context(
+CONTEXT = Context(
     inputs=("params.kda.q", "state.kda_conv", "batch.packed"), kinds=frozenset(LAYER_KINDS), bandwidth=1e9
 )
 
