@@ -162,8 +162,9 @@ def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> 
         if other is not None:
             write_new(folder / file, read_checked(artifact, other))
     for cell in target.cells.values():
-        for tier, record in zip(SUFFIXES, cell.files, strict=True):
-            write_new(folder / f"{cell.name}.{tier}", read_checked(artifact, record))
+        for suffix, record in zip(SUFFIXES, (cell.stablehlo, cell.exec, cell.graph), strict=True):
+            if record is not None:
+                write_new(folder / f"{cell.name}.{suffix}", read_checked(artifact, record))
     return {key: Built(cell, target.requires, target.mesh) for key, cell in target.cells.items()}
 
 

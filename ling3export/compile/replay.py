@@ -14,7 +14,7 @@ from ling3export.artifacts.manifest import MANIFEST, file_record, named_target
 from ling3export.artifacts.program_records import Program
 from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.artifacts.signing import read_trusted
-from ling3export.cache.cells import SUFFIXES, Cells, opened
+from ling3export.cache.cells import Cells, opened
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.cache.store import CacheUse
 from ling3export.compile.pool import Compilers
@@ -103,7 +103,7 @@ def _recorded(manifest: Manifest, name: str, cell: str) -> tuple[list[str], bool
         program, spent = _build(plan, config_of(manifest), cell, folder)
         old = target.cells[cell]
         portable, executable = (
-            file_record(Path(temporary), f"programs/replayed/{cell}.{suffix}") for suffix in SUFFIXES
+            file_record(Path(temporary), f"programs/replayed/{cell}.{suffix}") for suffix in ("stablehlo", "exec")
         )
         same = portable.sha256 == old.stablehlo.sha256
         lines = [spent, f"  stablehlo    {_compared(portable, old.stablehlo)}"]

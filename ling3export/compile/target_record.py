@@ -12,7 +12,7 @@ from ling3export.artifacts import schema
 from ling3export.artifacts.manifest import file_record
 from ling3export.artifacts.records import sha256_of
 from ling3export.artifacts.schema import Cell, Manifest, Mesh, Requirements
-from ling3export.cache.cells import SUFFIXES, Built
+from ling3export.cache.cells import Built
 from ling3export.cache.keys import fingerprint, toolchain
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
@@ -31,14 +31,12 @@ def target_record(
     geometry, target, config = plan.geometry, plan.target, config_of(manifest)
     named = {}
     for cell in sorted(plan.cells, key=lambda cell: (cell.phase, cell.padding)):
-        paths = {suffix: f"{programs}/{cell.name}.{suffix}" for suffix in SUFFIXES}
-        files = {
-            "graph" if suffix == schema.GRAPH else suffix: file_record(folder, path)
-            for suffix, path in paths.items()
-            if suffix != schema.GRAPH or (folder / path).exists()
-        }
+        base = f"{programs}/{cell.name}"
+        tiers = {suffix: file_record(folder, f"{base}.{suffix}") for suffix in ("stablehlo", "exec")}
+        text = f"{base}.{schema.GRAPH}"
+        graph = file_record(folder, text) if (folder / text).exists() else None
         status = "compiled" if target.runs_here else "compiled, not executed"
-        named[cell.name] = Cell(**structs.asdict(built[cell.name].program) | files | {"status": status})
+        named[cell.name] = Cell(**structs.asdict(built[cell.name].program) | tiers | {"graph": graph, "status": status})
     arrays = tuple(
         schema.StateArrayRecord(row.name, row.shape, row.dtype, tuple(row.spec), row.axes)
         for row in state_arrays(config, geometry)

@@ -140,7 +140,7 @@ def copying(programs: Path, target: Target):
                 built[cell.name] = self.taken[cell.name]
                 done(cell, built[cell.name])
                 continue
-            for tier in ("stablehlo", "exec"):
+            for tier in ("stablehlo", "exec", "hlo.xz"):
                 shutil.copy(programs / f"{cell.name}.{tier}", self.job.folder)
             built[cell.name] = Built(target.cells[cell.name], target.requires, target.mesh)
             done(cell, built[cell.name])

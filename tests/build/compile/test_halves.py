@@ -68,7 +68,7 @@ def test_programs_without_a_checkpoint_are_those_of_a_build_with_one(artifact, p
         origin, other = cell.origin, wanted[name].origin
         assert origin is not None and other is not None
         assert (origin.key, origin.program) == (other.key, other.program)
-    assert check_digests(programs, alone) == (2 * len(cells) + 1, 0)  # and the program that gives the state
+    assert check_digests(programs, alone) == (3 * len(cells) + 1, 0)  # and the program that gives the state
     verified = succeeded(cli.main, "verify", programs).output
     assert "cpu-tp1: not run here: no weights" in verified
     assert "weights     none" in said(cli.main, "inspect", programs)

@@ -64,7 +64,7 @@ def test_a_target_is_added_without_the_checkpoint_and_generates(whole, compiled)
     assert manifest.vectors.receipts["cpu-tp2"].passed
     assert manifest.vectors.receipts["cpu-tp1"] == before.vectors.receipts["cpu-tp1"]
     assert (
-        check_digests(whole, manifest)[0] == check_digests(whole, before)[0] + 2 * len(CELLS) + 1
+        check_digests(whole, manifest)[0] == check_digests(whole, before)[0] + 3 * len(CELLS) + 1
     )  # the program that gives the state
     assert names(whole.parent) == ["x.ling3"]
     lines = []

@@ -59,7 +59,9 @@ def test_a_whole_artifact_passes_and_every_cell_is_listed_the_worst_first(whole)
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     cells = read_manifest(whole).targets["cpu-tp2"].cells
-    files = 2 * len(cells) + 1 + 4 + 1  # tiers, the program that gives the state, tokenizer files, vectors
+    files = (
+        3 * len(cells) + 1 + 4 + 1
+    )  # tiers, optimized texts, the program that gives the state, tokenizer files, vectors
     shards = sum(len(entry.sha256) for entry in read_manifest(whole).weights.index.values())
     assert lines[0] == f"digests: {files} files and {shards} weight shards agree"
     assert lines[1] == "cpu-tp2:"

@@ -65,7 +65,7 @@ def test_every_flipped_byte_is_detected_before_use(copy):
     """200 random positions over all files, and a random bit at each."""
     rng = random.Random(7)
     everything = files(copy)
-    assert {path.suffix for path in everything} == {".jinja", ".json", ".exec", ".stablehlo", ".safetensors"}
+    assert {path.suffix for path in everything} == {".jinja", ".json", ".exec", ".stablehlo", ".xz", ".safetensors"}
     places = [(path, rng.randrange(path.stat().st_size)) for path in everything for _ in range(2)]
     weights = [path.stat().st_size for path in everything]
     while len(places) < FLIPS:
