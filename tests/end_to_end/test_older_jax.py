@@ -36,4 +36,4 @@ def test_an_artifact_built_with_jax_0_10_2_loads_by_its_portable_tier(artifact: 
     assert done.logprobs is not None
     found, expected = [each.logprob for each in done.logprobs], [each["logprob"] for each in said["logprobs"]]
     assert len(found) == 8 and found == pytest.approx(expected, abs=1e-4)
-    assert [line for line in lines if line.startswith("portable programs: StableHLO 1.15.0, read until 2031-04-18 by")]
+    assert [line for line in lines if ": compiled in " in line]
