@@ -58,13 +58,11 @@ def read(text: str, cell: str, target: str, context: Context, peak_bytes: int | 
     module = parse(text)
     walk = _Walk(module, context)
     walk.run()
-    inputs = {name: name for name in context.inputs}
     return Graph(
         cell=cell,
         target=target,
         form="optimized",
         operations=tuple(attributed(walk.operations, walk.users, context)),
-        inputs=inputs,
         peak_bytes=peak_bytes,
         loops=tuple(walk.loops),
         constants=_constants(module),

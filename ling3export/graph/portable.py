@@ -59,14 +59,7 @@ def read(blob: bytes, cell: str, target: str, context: Context) -> Graph:
         block = walk.functions["main"].regions[0].blocks[0]
         names = [*context.inputs, *(f"input {number}" for number in range(len(context.inputs), len(block.arguments)))]
         walk.block(block, 1.0, "", "", dict(zip(block.arguments, names, strict=False)), {})
-    return Graph(
-        cell=cell,
-        target=target,
-        form="portable",
-        operations=tuple(walk.operations),
-        inputs={name: name for name in context.inputs},
-        loops=tuple(walk.loops),
-    )
+    return Graph(cell=cell, target=target, form="portable", operations=tuple(walk.operations), loops=tuple(walk.loops))
 
 
 class _Walk:

@@ -124,7 +124,6 @@ class Graph:
         target: Its target's name in the manifest.
         form: ``optimized`` or ``portable``.
         operations: In the order in which the text has them; operations of a loop's body stand where the loop stands.
-        inputs: Names of the program's inputs by what they are: a weight's, a state array's or a batch field's name.
         loops: Every loop, in the order of the text; a loop inside a loop comes after it.
         peak_bytes: The compiler's peak on one device; None if it is not recorded.
         constants: Bytes of the large constants in the program, by name.
@@ -135,7 +134,6 @@ class Graph:
     target: str
     form: str
     operations: tuple[Operation, ...]
-    inputs: Mapping[str, str] = field(default_factory=dict)
     loops: tuple[Loop, ...] = ()
     constants: Mapping[str, int] = field(default_factory=dict)
     aliased: frozenset[str] = frozenset()

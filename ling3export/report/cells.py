@@ -1,12 +1,11 @@
 """The graphs of an artifact's cells, from the files that its manifest names. No device is needed."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ling3export.artifacts.files import open_regular
-from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Target
+from ling3export.artifacts.manifest import named_target, read_checked
+from ling3export.artifacts.schema import Cell, Manifest, Target
 from ling3export.cost.chips import CHIPS, Chip
 from ling3export.cost.roofline import TOKENS, expected_collectives, loop_trips
 from ling3export.foundation.errors import ArtifactError, listed
@@ -48,9 +47,7 @@ def target_of(manifest: Manifest, name: str | None) -> tuple[str, Target]:
     names = list(manifest.targets)
     if name is None and len(names) > 1:
         raise ArtifactError(f"the artifact has the targets {listed(names)}", f"choose one: --target {names[0]}")
-    if name is not None and name not in manifest.targets:
-        raise ArtifactError(f"the artifact has no target {name}; it has {listed(names)}")
-    chosen = names[0] if name is None else name
+    chosen = names[0] if name is None else named_target(names, name)
     return chosen, manifest.targets[chosen]
 
 
@@ -87,7 +84,7 @@ def graph_of(folder: Path, manifest: Manifest, target: str, name: str, *, from_p
     with known_form(where):
         if compiled:
             return optimized.read(text_of(folder, cell, where), name, target, context, cell.memory.compiler_peak)
-        return portable.read(checked(folder, cell.stablehlo, where), name, target, context)
+        return portable.read(read_checked(folder, cell.stablehlo), name, target, context)
 
 
 def memory_of(folder: Path, manifest: Manifest, target: str, name: str) -> Timeline:
@@ -114,7 +111,7 @@ def text_of(folder: Path, cell: Cell, where: str) -> str:
     """
     if cell.graph is None:
         raise ArtifactError(f"{where}: the artifact keeps no optimized program", "build it again")
-    return unpacked(checked(folder, cell.graph, where))
+    return unpacked(read_checked(folder, cell.graph))
 
 
 @contextmanager
@@ -127,21 +124,6 @@ def known_form(where: str) -> Iterator[None]:
             f"{where}: the program has a form that this version does not read ({error})",
             "report it with the version of jax that built the artifact",
         ) from error
-
-
-def checked(folder: Path, record: FileRecord, where: str) -> bytes:
-    """The bytes of a file that have the digest of the manifest.
-
-    Raises:
-        ArtifactError: The file is missing, or has other bytes.
-    """
-    with open_regular(folder, record.path, where) as file:
-        data = file.read(record.bytes + 1)
-    if hashlib.sha256(data).hexdigest() != record.sha256:
-        raise ArtifactError(
-            f"{where}: {record.path} is not the file that the manifest names", "copy the artifact again"
-        )
-    return data
 
 
 def expected_of(manifest: Manifest, target: str, name: str) -> Expected:
