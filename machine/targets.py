@@ -39,7 +39,7 @@ def choose_target(targets: Mapping[str, Target], wanted: str | None, platforms: 
     Args:
         targets: The manifest's.
         wanted: ``cpu-tp16``, or as a build spells it: ``cpu@16``, ``cpu``.
-        here: ``platforms_here()``.
+        platforms: ``platforms_here()``.
         hosts: How many run together.
 
     Raises:

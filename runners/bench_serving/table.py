@@ -61,7 +61,7 @@ def render(figures: Figures, *, backend: str, rate: float, limit: int | None, ex
     """The table of a run, with a line end before it as SGLang prints it, without one at its end.
 
     Args:
-        found: The figures.
+        figures: The figures.
         backend: What was measured.
         rate: Requests a second that were sent; infinite for all at once.
         limit: Most requests that ran at once.

@@ -132,7 +132,7 @@ def agreement(logits: Mapping[str, Logits], cut: Mapping[tuple[int, int], Logits
     decode step that was cut at the experts and those of the one program.
 
     Args:
-        found: By cell, the logits that it gave.
+        logits: By cell, the logits that it gave.
         cut: Those of steps that were cut, by the paddings of ``attend`` and ``dispatch``.
     """
     distances = {}
