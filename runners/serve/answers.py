@@ -6,9 +6,10 @@ import json
 import logging
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect
 from starlette.responses import StreamingResponse
@@ -32,13 +33,13 @@ from ling3export.runners.serve.schema import ApiError, StreamOptions
 from ling3export.runners.text.answer import REASONING, TEXT, TOOL, AnswerParser
 
 LOG = logging.getLogger(__name__)
-Found = TypeVar("Found")
+Result = TypeVar("Result")
 REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 FAILURES = {LogitsError: "logits_not_finite", GrammarFailed: "grammar_failed", EngineStalled: "engine_stalled"}
 
 
 def stopped(error: RequestFailed, *, log: bool = True) -> ApiError:
-    """What clients are told when a request ended without an answer. Other details go to the log alone."""
+    """The error for clients when a request ended without an answer. Other details go to the log only."""
     if log:
         LOG.error("%s", error)
     code = FAILURES.get(type(error), "request_failed")
@@ -51,47 +52,36 @@ def stopped(error: RequestFailed, *, log: bool = True) -> ApiError:
     return ApiError(503, "engine: expected it running, found it stopped", code="engine_stopped")
 
 
-class Answer(Protocol):
-    """The answer to one call in the JSON of a protocol, whole or as the events of a stream.
+class Answer(ABC):
+    """The answer to one call in the JSON of a protocol, whole or as the events of a stream."""
 
-    Attributes:
-        ending: The text that a stream ends with.
-    """
+    ending = ""  # the text that a stream ends with
 
-    ending: str
-
+    @abstractmethod
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """The whole answer, from the completions of the call's requests."""
-        ...
 
+    @abstractmethod
     def begin(self) -> list[dict[str, Any]]:
         """The events before anything of the answer is known."""
-        ...
 
+    @abstractmethod
     def piece(self, index: int, piece: RequestDelta) -> list[dict[str, Any]]:
         """The events that a piece of the answer to request ``index`` adds to a stream."""
-        ...
 
     def end(self) -> list[dict[str, Any]]:
-        """The events behind the last piece."""
-        ...
+        """The events after the last piece."""
+        return []
 
     def failed(self, error: ApiError) -> dict[str, Any]:
         """The event that ends a stream that cannot go on."""
-        ...
+        return error.body()
 
 
-class ChoicesAnswer:
+class ChoicesAnswer(Answer):
     """The answer to one call as the JSON of OpenAI's API, whole or in the chunks of a stream.
 
-    A whole answer is put together from the chunks that a stream of it would have.
-
-    Args:
-        call: The call.
-        model: The name that the model is served under.
-
-    Attributes:
-        ending: What a stream ends with.
+    A whole answer, which has ``n`` choices for each prompt, consists of the chunks that a stream of it would have.
     """
 
     ending = "data: [DONE]\n\n"
@@ -101,7 +91,7 @@ class ChoicesAnswer:
         self._chat = isinstance(body, ChatBody)
         self._kind, name = ("chat.completion", "chatcmpl") if self._chat else ("text_completion", "cmpl")
         self._head = {"id": f"{name}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
-        choices = range(len(call.prompts) * call.n)
+        choices = range(len(call.prompts) * body.n)
         self._parsers = [AnswerParser(call.format) for _ in choices] if call.format is not None else []
         self._counts = [0 for _ in choices]  # tokens of each choice so far
         self._cached = 0  # tokens of prompts that were not computed, of the choices that have ended
@@ -111,11 +101,6 @@ class ChoicesAnswer:
         self._token_ids = body.return_token_ids or call.tokenizer is None
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer, which has ``n`` choices for each prompt.
-
-        Args:
-            completions: What the call's requests came to, those that score behind the others.
-        """
         generated = len(completions) - self._call.scores
         choices = [self._choice(index, {TEXT: self._echo(index)}, "length") for index in range(len(self._counts))]
         for index, choice in enumerate(choices):
@@ -134,14 +119,13 @@ class ChoicesAnswer:
             scores = iter(completions[generated:])
             prompts = [self._scored(ids, next(scores) if len(ids) > 1 else None) for ids in self._call.prompts]
             for index, choice in enumerate(choices):
-                prompt = prompts[index // self._call.n]
+                prompt = prompts[index // self._call.body.n]
                 choice["logprobs"] = {name: prompt[name] + choice["logprobs"][name] for name in prompt}
-        moved = completions[0].kv_transfer_params if generated else None
-        more = {} if moved is None else {"kv_transfer_params": moved}
+        params = completions[0].kv_transfer_params if generated else None
+        more = {} if params is None else {"kv_transfer_params": params}
         return {**self._head, "object": self._kind, "choices": choices, "usage": self.usage(), **more}
 
     def begin(self) -> list[dict[str, Any]]:
-        """The chunks that begin the choices of a stream."""
         choices = range(len(self._counts))
         if self._chat:
             return [self._chunk([self._choice(index, {"role": "assistant", TEXT: ""})]) for index in choices]
@@ -149,13 +133,14 @@ class ChoicesAnswer:
         return [self._chunk([self._choice(index, {TEXT: self._echo(index)})]) for index in echoes]
 
     def piece(self, index: int, piece: RequestDelta) -> list[dict[str, Any]]:
-        """The chunks that a piece of a choice adds to a stream; none if the piece has nothing to say yet."""
         chunks = []
         self._counts[index] += len(piece.token_ids)
         more: dict[str, Any] = {"token_ids": piece.token_ids} if self._token_ids else {}
         if piece.logprobs:
             more["logprobs"] = self._likely(index, piece.token_ids, piece.logprobs)
-        parts = self._parsed(index, piece)
+        parts = [(TEXT, piece.text)] if piece.text else []
+        if self._parsers:
+            parts = self._parsers[index].push(piece.text, last=piece.completion is not None)
         if not parts and any(more.values()):
             parts = [(TEXT, "")]
         for kind, content in parts:
@@ -176,16 +161,6 @@ class ChoicesAnswer:
         if not self._options.include_usage:
             return []
         return [self._chunk([]) | {"usage": self.usage(), **self._times}]
-
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        """What ends a stream that cannot go on."""
-        return error.body()
-
-    def _parsed(self, index: int, piece: RequestDelta) -> list[tuple[str, Any]]:
-        """The parts of the text that a piece adds: text, thoughts and calls."""
-        if self._parsers:
-            return self._parsers[index].push(piece.text, last=piece.completion is not None)
-        return [(TEXT, piece.text)] if piece.text else []
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else self._kind
@@ -212,7 +187,7 @@ class ChoicesAnswer:
         }
 
     def _echo(self, index: int) -> str:
-        return self._call.echo[index // self._call.n] if self._call.echo is not None else ""
+        return self._call.echo[index // self._call.body.n] if self._call.echo is not None else ""
 
     def _scored(self, ids: Sequence[int], score: Completion | None) -> dict[str, Any]:
         """The log-probabilities of a prompt's tokens, in the form of /v1/completions; the first one has none."""
@@ -269,6 +244,7 @@ class ChoicesAnswer:
 
 
 def _add(choice: dict[str, Any], chunk: dict[str, Any]) -> None:
+    """Adds a chunk's choice to that of a whole answer."""
     message, delta = choice.get("message"), chunk.get("delta", {})
     if message is None:
         choice["text"] += chunk["text"]
@@ -285,22 +261,8 @@ def _add(choice: dict[str, Any], chunk: dict[str, Any]) -> None:
     choice["finish_reason"] = chunk["finish_reason"]
 
 
-async def whole(handles: Sequence[RequestHandle], receive: Receive) -> list[Completion]:
-    """Waits until all requests of a call have ended.
-
-    Args:
-        handles: The requests.
-        receive: Tells when the client leaves.
-
-    Raises:
-        ClientDisconnect: The client left first.
-        RequestFailed: A request ended without an answer.
-    """
-    return await unless_left(asyncio.gather(*(handle.wait() for handle in handles)), receive)
-
-
-async def unless_left(work: Awaitable[Found], receive: Receive) -> Found:
-    """What ``work`` comes to, which is cancelled when the client leaves.
+async def unless_left(work: Awaitable[Result], receive: Receive) -> Result:
+    """The result of ``work``, which is cancelled when the client leaves.
 
     Raises:
         ClientDisconnect: The client left first.
@@ -319,23 +281,15 @@ async def unless_left(work: Awaitable[Found], receive: Receive) -> Found:
 
 
 class Stream(StreamingResponse):
-    """The answer as server-sent events, ended by ``[DONE]``.
-
-    Args:
-        handles: The call's requests, which are cancelled when the client leaves.
-        answer: Makes the chunks.
-        metrics: Counts how the requests end.
-    """
+    """The answer as server-sent events. When the client leaves, the requests are cancelled."""
 
     def __init__(self, handles: Sequence[RequestHandle], answer: Answer, metrics: Metrics) -> None:
-        self._handles = handles
-        self._metrics = metrics
+        self._handles, self._metrics = handles, metrics
         super().__init__(
             events(handles, answer, metrics), media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
         )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Sends the events, then cancels what has not ended."""
         try:
             await super().__call__(scope, receive, send)
         finally:

@@ -21,13 +21,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ling3export.foundation.threads import failures
 from ling3export.runners.engine.handle import QueueFull, RequestFailed
-from ling3export.runners.serve.answers import Answer, ChoicesAnswer, Stream, event, release, stopped, whole
+from ling3export.runners.serve.answers import Answer, ChoicesAnswer, Stream, event, release, stopped, unless_left
 from ling3export.runners.serve.chat import chat
 from ling3export.runners.serve.completions import GenerationCall, completions, may_have_grammar
-from ling3export.runners.serve.messages import MessagesAnswer, count_tokens, messages
+from ling3export.runners.serve.messages import MessagesAnswer, MessagesBody, count_tokens
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.page import PAGE, page_routes
-from ling3export.runners.serve.responses import ResponsesAnswer, responses
+from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ELEMENTS, MESSAGES, ApiError, json_response, parse, refused
 from ling3export.runners.serve.states import STATES, state_routes
 from ling3export.runners.serve.tokenize import detokenize, tokenize, tokenizer_info
@@ -75,8 +75,8 @@ class Policy:
 GENERATING: dict[str, tuple[Callable[..., GenerationCall], Callable[[GenerationCall, str], Answer]]] = {
     "/v1/completions": (completions, ChoicesAnswer),
     "/v1/chat/completions": (chat, ChoicesAnswer),
-    "/v1/responses": (responses, ResponsesAnswer),
-    MESSAGES: (messages, MessagesAnswer),
+    "/v1/responses": (ResponsesBody.call, ResponsesAnswer),
+    MESSAGES: (MessagesBody.call, MessagesAnswer),
 }
 
 
@@ -144,7 +144,7 @@ class _Endpoints:
         if call.body.stream:
             return Stream(handles, answer, self.counters)
         try:
-            completed = await whole(handles, request.receive)
+            completed = await unless_left(asyncio.gather(*(handle.wait() for handle in handles)), request.receive)
         finally:
             release(handles, self.counters)
         for completion in completed:

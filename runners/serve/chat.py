@@ -1,22 +1,18 @@
 """/v1/chat/completions: what a body asks of the engine, and the messages of a conversation."""
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ling3export.runners.serve.completions import GenerationCall, check_choices, generation, refusing
 from ling3export.runners.serve.schema import (
     CHOICES,
     TOOL_CHOICE,
-    ApiError,
     Flag,
     GenerationBody,
     ListedObject,
-    ModelBody,
     TemplateBody,
     TopLogprobs,
     refusal,
@@ -84,13 +80,7 @@ class ChatBody(GenerationBody, TemplateBody):
 
     @property
     def top(self) -> int | None:
-        """How many of the most likely tokens are returned with each token; None without log-probabilities."""
         return self.top_logprobs if self.logprobs else None
-
-    @property
-    def conversation(self) -> list[dict[str, Any]]:
-        """The messages as chat templates take them."""
-        return [spoken(message.model_dump(exclude_none=True), "messages") for message in self.messages]
 
 
 def chat(
@@ -99,10 +89,8 @@ def chat(
     """A call of /v1/chat/completions.
 
     Args:
-        body: The object that was sent.
-        engine: The engine that is to answer.
         model: The name that the model is served under.
-        most: Number of answers that one call may have.
+        most: Maximum number of answers of one call.
         default: Tokens that an answer may have where the body does not say; None for what the context leaves.
 
     Raises:
@@ -118,16 +106,14 @@ def chat(
     check_choices(request, engine, request.n, most)
     offered = tools(request, files.template_text)
     with refusing("messages"):
-        text = files.render_chat(
-            request.conversation, tools=offered.offered, name="messages", **request.template_options
-        )
+        text = files.render_chat(conversation(request.messages), tools=offered.offered, **request.template_options)
     begun = request.continue_final_message
     format = AnswerFormat.of(files.template_text, text, offered.functions, offered.reader, begun=begun)
     within = format is not None and format.within
+    ends = () if request.ignore_eos else files.spelled_ends
     call = generation(
-        request, engine, [text], request.limit, default=default, n=request.n, params=request.kv_transfer_params,
-        tools=offered, within=within, special=False, ends=() if request.ignore_eos else files.spelled_ends,
-    )  # fmt: skip
+        request, engine, [text], request.limit, default=default, tools=offered, within=within, special=False, ends=ends
+    )
     return replace(call, format=format)
 
 
@@ -138,45 +124,19 @@ def check_messages(body: dict[str, Any], name: str, engine: "Engine") -> None:
         raise refusal(name, f"at most {context} messages", str(len(messages)))
 
 
-class TranslatedBody(ModelBody):
-    """The body of a chat in another protocol. ``chat`` checks the fields of ``passed``, which keep their names."""
-
-    model_config = ConfigDict(strict=True, extra="allow")
-    renamed: ClassVar[Mapping[str, str]]  # names of fields here, by those that a chat has for them
-
-    @property
-    def same(self) -> dict[str, Any]:
-        """The fields of ``passed`` that the body has, and the model."""
-        return {"model": self.model, **(self.model_extra or {})}
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """Within the block, errors of a chat's fields have the names of this protocol."""
-        try:
-            yield
-        except ApiError as error:
-            name = error.param or ""
-            if own := self.renamed.get(name):
-                error.param, error.message = own, error.message.replace(f"`{name}`", f"`{own}`")
-                if error.message.startswith(f"{name}:"):
-                    error.message = own + error.message.removeprefix(name)
-            raise
-
-
-def spoken(message: dict[str, Any], name: str) -> dict[str, Any]:
-    """A message as chat templates take it: arguments of calls are objects, which OpenAI's API writes as text.
-
-    Args:
-        message: Its calls are changed.
-        name: What the messages are called.
+def conversation(messages: list[ChatMessage]) -> list[dict[str, Any]]:
+    """Messages as chat templates take them: arguments of calls are objects, which OpenAI's API writes as text.
 
     Raises:
         ApiError: A call has no function with a name, or arguments that are no object.
     """
-    for call in message.get("tool_calls", ()):
+    dumped = [message.model_dump(exclude_none=True) for message in messages]
+    for call in (call for message in dumped for call in message.get("tool_calls", ())):
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise refusal(name, 'calls of functions, {"function": {"name": NAME, "arguments": TEXT}}', "another call")
+            raise refusal(
+                "messages", 'calls of functions, {"function": {"name": NAME, "arguments": TEXT}}', "another call"
+            )
         written = function.get("arguments") or {}
         try:
             arguments = json.loads(written) if isinstance(written, str) else written
@@ -184,6 +144,6 @@ def spoken(message: dict[str, Any], name: str) -> dict[str, Any]:
             arguments = None
         if not isinstance(arguments, dict):
             wanted = f"an earlier call of {shown(function['name'])} with a JSON object as its arguments"
-            raise refusal(name, wanted, shown(written))
+            raise refusal("messages", wanted, shown(written))
         function["arguments"] = arguments
-    return message
+    return dumped

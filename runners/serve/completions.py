@@ -13,7 +13,7 @@ from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.validation import SEEDS, TOP_LOGPROBS
 from ling3export.runners.serve.schema import COUNT, MOST, ApiError, Flag, GenerationBody, Ids, refusal, shown, validated
-from ling3export.runners.serve.structure import GUIDES, NO_TOOLS, Tools, grammar_field
+from ling3export.runners.serve.structure import NO_TOOLS, Tools, grammar_field
 from ling3export.runners.text.answer import THOUGHT, AnswerFormat
 from ling3export.runners.text.grammar import grammar_of
 
@@ -60,7 +60,6 @@ class CompletionsBody(GenerationBody):
 
     @property
     def top(self) -> int | None:
-        """How many of the most likely tokens are returned with each token."""
         return self.logprobs
 
 
@@ -69,22 +68,19 @@ class GenerationCall:
     """A call that generates, checked.
 
     Attributes:
-        body: Its body.
-        requests: ``n`` requests for each prompt, in order, unless nothing is to be generated; then those that score.
+        requests: ``body.n`` for each prompt, in order, unless nothing is to be generated; then those that score.
         prompts: Token ids of each prompt.
-        tokenizer: Says what text tokens stand for; None where the artifact has none.
-        n: Choices of each prompt.
+        tokenizer: None where the artifact has none.
         echo: The text of each prompt, to stand before its choices; None where it is not requested.
-        scores: How many of the requests score a prompt's tokens, where they are requested.
-        format: What of an answer's text is a thought or the call of a tool; None where all of it is content.
-        outer: The body in another protocol, where ``body`` is its translation.
+        scores: Number of requests that score a prompt's tokens.
+        format: The marks of thoughts and calls in an answer's text; None where all of it is content.
+        outer: The body in another protocol, of which ``body`` is the translation.
     """
 
     body: GenerationBody
     requests: list[Request]
     prompts: tuple[tuple[int, ...], ...]
     tokenizer: "Tokenizer | None" = None
-    n: int = 1
     echo: tuple[str, ...] | None = None
     scores: int = 0
     format: AnswerFormat | None = None
@@ -97,11 +93,9 @@ def completions(
     """A call of /v1/completions.
 
     Args:
-        body: The object that was sent.
-        engine: The engine that is to answer.
         model: The name that the model is served under.
-        most: Number of answers that one call may have.
-        default: Tokens that an answer in a conversation may have where the body does not say; here it is MAX_TOKENS.
+        most: Maximum number of answers of one call.
+        default: Unused: answers outside of conversations have MAX_TOKENS tokens where the body does not say.
 
     Raises:
         ApiError: The call can never be served.
@@ -113,9 +107,7 @@ def completions(
     if isinstance(prompts[0], str) and not engine.files.exist:
         raise refusal("prompt", "token ids", "text: this model has no tokenizer", "no_tokenizer")
     check_choices(request, engine, len(prompts) * request.n, most)
-    call = generation(
-        request, engine, prompts, request.limit or MAX_TOKENS, n=request.n, params=request.kv_transfer_params
-    )
+    call = generation(request, engine, prompts, request.limit or MAX_TOKENS)
     return _echoed(call, request, engine) if request.echo else call
 
 
@@ -140,7 +132,7 @@ def _echoed(call: GenerationCall, body: CompletionsBody, engine: "Engine") -> Ge
 
 def may_have_grammar(body: dict[str, Any]) -> bool:
     """Whether a body of any endpoint may say what its answer has to be."""
-    forms = any(body.get(name) for name in ("response_format", "text", "structured_outputs", *GUIDES))
+    forms = any(body.get(name) for name in ("response_format", "text", "structured_outputs"))
     return forms or body.get("tool_choice") not in (None, "auto", "none")
 
 
@@ -178,8 +170,6 @@ def generation(
     limit: int | None,
     *,
     default: int | None = None,
-    n: int = 1,
-    params: dict[str, Any] | None = None,
     tools: Tools = NO_TOOLS,
     within: bool = False,
     special: bool = True,
@@ -188,17 +178,11 @@ def generation(
     """The requests of a call whose body has been checked.
 
     Args:
-        body: The body.
-        engine: The engine that is to answer.
-        prompts: Each a text or token ids.
-        limit: Tokens that an answer may have; None where the body does not say.
-        default: Then so many, and what the context leaves at most.
-        n: Choices of each prompt.
-        params: The body's ``kv_transfer_params``, which are of one state, so of the first request alone.
-        tools: What the body says of tools.
-        within: Whether the answer begins within a thought, behind which what it has to be begins.
+        limit: Maximum number of tokens of an answer; None where the body does not say.
+        default: The maximum then; None for what the context leaves.
+        within: Whether the answer begins within a thought, after which a grammar begins.
         special: Whether texts begin with the special tokens that the tokenizer adds.
-        ends: Stop strings beside the body's.
+        ends: Stop strings in addition to the body's.
 
     Raises:
         ApiError: The call can never be served.
@@ -215,7 +199,7 @@ def generation(
         for grammar in grammars:
             engine.files.grammars(engine.limits.vocab_size).check(grammar_of(grammar, field), field)
     with refusing("logit_bias"):
-        samplings = [_sampling(body, choice) for choice in range(n)]
+        samplings = [_sampling(body, choice) for choice in range(body.n)]
     requests: list[Request] = []
     for number, prompt in enumerate(prompts):
         called = name if len(prompts) == 1 else f"{name} {number}"
@@ -237,13 +221,13 @@ def generation(
             )  # fmt: skip
             engine.check(first)
         same = [first, *map(first.sampled, samplings[1:])]
-        if params is not None and not requests:
+        if body.kv_transfer_params is not None and not requests:  # they are of one state
             with refusing("kv_transfer_params"):
-                same[0] = replace(first, kv_transfer_params=params)
+                same[0] = replace(first, kv_transfer_params=body.kv_transfer_params)
                 engine.check(same[0])
         requests += same
     tokenizer = engine.files.tokenizer("text out") if engine.files.exist else None
-    return GenerationCall(body, requests, tuple(request.prompt_ids for request in requests[::n]), tokenizer, n)
+    return GenerationCall(body, requests, tuple(request.prompt_ids for request in requests[:: body.n]), tokenizer)
 
 
 def _sampling(body: GenerationBody, choice: int) -> Sampling:

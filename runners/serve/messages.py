@@ -3,34 +3,34 @@
 import json
 import secrets
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import Field
 
 from ling3export.runners.engine.handle import RequestDelta
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.serve.answers import ChoicesAnswer
-from ling3export.runners.serve.chat import TranslatedBody, chat, check_messages
+from ling3export.runners.serve.chat import check_messages
 from ling3export.runners.serve.completions import GenerationCall
 from ling3export.runners.serve.schema import CHOICES, COUNT, MESSAGES, ApiError, refusal, shown, validated
 from ling3export.runners.serve.tokenize import tokenize
+from ling3export.runners.serve.translation import Event, TranslatedAnswer, TranslatedBody
 from ling3export.runners.text.answer import REASONING, TEXT, TOOL
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
-Event = dict[str, Any]
-BILLING = (
-    "x-anthropic-billing-header"  # a line of the system text that differs in each request: no prefix would be equal
-)
-IGNORED = frozenset({"metadata", "service_tier", "context_management", "cache_control", "inference_geo"})
+# A line of the system text that differs in each request: no prefix would be equal.
+BILLING = "x-anthropic-billing-header"
 REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 CHOICE_KINDS = {"auto": "auto", "any": "required", "none": "none"}
-# Of a content block, by the kind of a chat's part: its type and the name of its text, and the type of its deltas.
+# By the kind of a chat's part: the type of the content block and the name of its text, and the type of its deltas.
 BLOCKS = {TEXT: ("text", "text_delta"), REASONING: ("thinking", "thinking_delta")}
-ROLES = {"user": ("text", "tool_result"), "assistant": ("text", "thinking", "redacted_thinking", "tool_use")}
-ROLES |= {"system": ("text",)}  # the types of the blocks that its messages may have
+# By the role of a message: the types of blocks that it may have.
+ROLES = {
+    "user": ("text", "tool_result"),
+    "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
+    "system": ("text",),
+}
 Settings = dict[str, Any]
 Objects = list[Settings]
 
@@ -39,6 +39,7 @@ class MessagesBody(TranslatedBody):
     """The body of /v1/messages and of /v1/messages/count_tokens."""
 
     passed = frozenset({"max_tokens", "stream", "temperature", "top_p", "top_k"})
+    labels = frozenset({"metadata", "service_tier", "context_management", "cache_control", "inference_geo"})
     renamed: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences", "response_format": "output_config", "reasoning_effort": "output_config",
         "parallel_tool_calls": "tool_choice",
@@ -51,11 +52,6 @@ class MessagesBody(TranslatedBody):
     stop_sequences: Annotated[list[str], Field(default_factory=list, description="a list of texts")]
     thinking: Annotated[Settings, Field(default_factory=dict, description="an object with a type")]
     output_config: Annotated[Settings, Field(default_factory=dict, description="an object with an effort or a format")]
-
-    @classmethod
-    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
-        if name not in IGNORED:
-            super()._refuse_unless_neutral(name, value)
 
     @property
     def conversation(self) -> dict[str, Any]:
@@ -70,7 +66,8 @@ class MessagesBody(TranslatedBody):
 
     @property
     def chat(self) -> dict[str, Any]:
-        """The body of the same chat."""
+        if "max_tokens" not in self.same:
+            raise refusal("max_tokens", COUNT, "none")
         form = self.output_config.get("format")
         if form is not None and not (isinstance(form, dict) and form.get("type") == "json_schema"):
             raise refusal("output_config", "a format of type json_schema", shown(form))
@@ -91,13 +88,9 @@ class MessagesBody(TranslatedBody):
             blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
             if not isinstance(blocks, list) or not all(isinstance(block, dict) for block in blocks):
                 raise refusal("messages", "content that is a text or a list of blocks", f"{shown(content)}{where}")
-            kinds = {
-                "user": ("text", "tool_result"),
-                "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-            }
             for block in blocks:
-                if block.get("type") not in kinds.get(role, ("text",)):
-                    wanted = f"blocks of type {', '.join(kinds.get(role, ('text',)))} in a message of the {role}"
+                if block.get("type") not in ROLES[role]:
+                    wanted = f"blocks of type {', '.join(ROLES[role])} in a message of the {role}"
                     raise refusal("messages", wanted, f"{shown(block.get('type'))}{where}")
             yield from _assistant(blocks, where) if role == "assistant" else _user(role, blocks, where)
 
@@ -156,11 +149,7 @@ def _of(blocks: Objects, kind: str) -> Objects:
 
 
 def _text(content: Any, name: str, where: str) -> str:
-    """The text of a text or of text blocks.
-
-    Raises:
-        ApiError: A block is none of text.
-    """
+    """The text of a text or of text blocks; others are refused."""
     if isinstance(content, str):
         return content
     texts = []
@@ -171,18 +160,6 @@ def _text(content: Any, name: str, where: str) -> str:
         if not text.startswith(BILLING) or name != "system":
             texts.append(text)
     return ("\n" if name == "system" else "").join(texts)
-
-
-def messages(
-    body: dict[str, Any], engine: "Engine", model: str, most: int = CHOICES, default: int | None = None
-) -> GenerationCall:
-    """A call of /v1/messages; the arguments and errors are those of ``chat``."""
-    check_messages(body, "messages", engine)
-    request = validated(MessagesBody, body, model)
-    if "max_tokens" not in request.same:
-        raise refusal("max_tokens", COUNT, "none")
-    with request.named():
-        return replace(chat(request.chat, engine, model, most, default), outer=request)
 
 
 def count_tokens(body: dict[str, Any], engine: "Engine", model: str) -> dict[str, Any]:
@@ -198,97 +175,65 @@ def count_tokens(body: dict[str, Any], engine: "Engine", model: str) -> dict[str
         return {"input_tokens": tokenize({**fields, "tools": fields["tools"] or None}, engine, model)["count"]}
 
 
-class MessagesAnswer:
-    """The answer to one call of /v1/messages: the chunks of a chat's stream as content blocks.
-
-    A whole answer is put together from the blocks of a stream.
-
-    Args:
-        call: The call.
-        model: The name that the model is served under.
-    """
-
-    ending = ""
+class MessagesAnswer(TranslatedAnswer):
+    """The answer to one call of /v1/messages, whose content is a list of blocks."""
 
     def __init__(self, call: GenerationCall, model: str) -> None:
-        assert isinstance(call.outer, MessagesBody)
-        self._call, self._chat = call, ChoicesAnswer(call, model)
-        self._stops = tuple(call.outer.stop_sequences)
+        super().__init__(call, model)
         self._message = {"id": f"msg_{secrets.token_hex(12)}", "type": "message", "role": "assistant", "model": model}
-        self._blocks: list[dict[str, Any]] = []
-        self._open: str | None = None  # the kind of the last block, while it grows
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        """The whole answer, from the completion of the call's request."""
-        last = next(
-            event for event in self.piece(0, RequestDelta.whole(completions[0])) if event["type"] == "message_delta"
-        )
-        return {**self._message, "content": self._blocks, **last["delta"], "usage": last["usage"]}
+        *_, last = self.piece(0, RequestDelta.whole(completions[0]))
+        return {**self._message, "content": self.blocks, **last["delta"], "usage": last["usage"]}
 
     def begin(self) -> list[Event]:
-        """The event that begins a stream."""
         empty: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": self._usage()}
         return [{"type": "message_start", "message": {**self._message, **empty}}]
 
-    def piece(self, index: int, piece: RequestDelta) -> list[Event]:
-        """The events that a piece of the answer adds to a stream."""
-        events, reason = list[Event](), ""
-        for chunk in self._chat.piece(index, piece):
-            (choice,) = chunk["choices"]
-            for kind, delta in choice["delta"].items():
-                events += self._grown(kind, delta) if delta else ()
-            reason = choice["finish_reason"] or reason
-        if piece.completion is not None:
-            stop = self._stop_sequence(piece.completion) if reason == "stop" else None
-            reason = REASONS.get(reason, "end_turn" if stop is None else "stop_sequence")
-            delta = {"stop_reason": reason, "stop_sequence": stop}
-            events += [*self._closed(), {"type": "message_delta", "delta": delta, "usage": self._usage()}]
-        return events
-
     def end(self) -> list[Event]:
-        """The event that ends a stream."""
         return [{"type": "message_stop"}]
 
     def failed(self, error: ApiError) -> Event:
-        """The event that ends a stream that cannot go on."""
         return error.body(MESSAGES)
 
-    def _grown(self, kind: str, delta: Any) -> Iterator[Event]:
-        if kind != self._open:
-            yield from self._closed()
-        if kind == TOOL:
-            (call,) = delta
-            arguments = call["function"]["arguments"]
-            block = {"type": "tool_use", "id": call["id"], "name": call["function"]["name"], "input": {}}
-            yield from self._opened(kind, block)
-            yield self._delta({"type": "input_json_delta", "partial_json": arguments})
-            block["input"] = json.loads(arguments)
-            yield from self._closed()
-            return
+    def grow(self, kind: str, delta: str) -> Iterator[Event]:
         name, delta_type = BLOCKS[kind]
-        if self._open is None:
-            yield from self._opened(kind, {"type": name, name: ""} | ({"signature": ""} if kind == REASONING else {}))
-        self._blocks[-1][name] += delta
+        if self.kind is None:
+            yield self._open(kind, {"type": name, name: ""} | ({"signature": ""} if kind == REASONING else {}))
+        self.blocks[-1][name] += delta
         yield self._delta({"type": delta_type, name: delta})
 
-    def _opened(self, kind: str, block: dict[str, Any]) -> Iterator[Event]:
-        self._open = kind
-        self._blocks.append(block)
-        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": dict(block)}
+    def tool_call(self, id: str, name: str, arguments: str) -> Iterator[Event]:
+        yield self._open(TOOL, {"type": "tool_use", "id": id, "name": name, "input": {}})
+        yield self._delta({"type": "input_json_delta", "partial_json": arguments})
+        self.blocks[-1]["input"] = json.loads(arguments)
+        yield from self.close()
+
+    def close(self) -> Iterator[Event]:
+        if self.kind is not None:
+            self.kind = None
+            yield {"type": "content_block_stop", "index": len(self.blocks) - 1}
+
+    def finish(self, completion: Completion, reason: str) -> Iterator[Event]:
+        yield from self.close()
+        stop = self._stop_sequence(completion) if reason == "stop" else None
+        reason = REASONS.get(reason, "end_turn" if stop is None else "stop_sequence")
+        delta = {"stop_reason": reason, "stop_sequence": stop}
+        yield {"type": "message_delta", "delta": delta, "usage": self._usage()}
+
+    def _open(self, kind: str, block: dict[str, Any]) -> Event:
+        self.kind = kind
+        self.blocks.append(block)
+        return {"type": "content_block_start", "index": len(self.blocks) - 1, "content_block": dict(block)}
 
     def _delta(self, delta: dict[str, Any]) -> Event:
-        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": delta}
-
-    def _closed(self) -> Iterator[Event]:
-        if self._open is not None:
-            self._open = None
-            yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+        return {"type": "content_block_delta", "index": len(self.blocks) - 1, "delta": delta}
 
     def _stop_sequence(self, completion: Completion) -> str | None:
-        if not self._stops or self._call.tokenizer is None:
+        if self._call.tokenizer is None:
             return None
         ending = self._call.tokenizer.decode(completion.token_ids)[len(completion.text or "") :]
-        return next((stop for stop in self._stops if ending.startswith(stop)), None)
+        return next((stop for stop in self._call.outer.stop_sequences if ending.startswith(stop)), None)
 
     def _usage(self) -> dict[str, int]:
         usage = self._chat.usage()

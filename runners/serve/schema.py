@@ -75,11 +75,8 @@ class ApiError(Exception):
     """A request that is refused or that failed: the error object of OpenAI's API, with a status of HTTP.
 
     Args:
-        status: The status.
-        message: What was expected and what was found.
         param: The body's field that is wrong.
         code: A word that programs can look for.
-        headers: Headers of the response.
     """
 
     def __init__(
@@ -133,6 +130,10 @@ class JsonObject(BaseModel):
 
     model_config = ConfigDict(strict=True)
     passed: ClassVar[frozenset[str]] = frozenset()  # names of fields that are kept and checked elsewhere
+    labels: ClassVar[frozenset[str]] = frozenset()  # names of fields that change nothing
+    neutral: ClassVar[
+        Mapping[str, Sequence[Any]]
+    ] = {}  # fields that are not implemented, and values that ask for nothing
 
     @model_validator(mode="before")
     @classmethod
@@ -146,7 +147,14 @@ class JsonObject(BaseModel):
 
     @classmethod
     def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
-        raise refusal(name[:SHOWN], "fields that this server knows", "another", "unsupported_parameter")
+        if name in cls.labels:
+            return
+        if name not in cls.neutral:
+            raise refusal(name[:SHOWN], "fields that this server knows", "another", "unsupported_parameter")
+        if repr(value) not in map(repr, cls.neutral[name]):  # by repr, since 1 equals True
+            wanted = " or ".join(map(json.dumps, cls.neutral[name]))
+            actual = f"{shown(value)}: not supported here"
+            raise refusal(name, f"it left out or {wanted}", actual, "unsupported_parameter")
 
 
 class ListedObject(JsonObject):
@@ -228,22 +236,13 @@ class ModelBody(JsonObject):
         return name
 
 
-def refuse_unless_neutral(name: str, value: Any, neutral: Mapping[str, Sequence[Any]]) -> None:
-    """Refuses a field that is not implemented, unless its value asks for nothing or it only labels the request."""
-    if name not in LABELS and repr(value) not in map(repr, neutral[name]):  # by repr, since 1 equals True
-        wanted = " or ".join(map(json.dumps, neutral[name]))
-        actual = f"{shown(value)}: not supported here"
-        raise refusal(name, f"it left out or {wanted}", actual, "unsupported_parameter")
-
-
 class GenerationBody(ModelBody):
     """The fields of /v1/completions and of chats: how tokens are sampled, and when answers end.
 
-    Temperature, top_k and top_p have the defaults of OpenAI's API. ``neutral`` has fields that are not implemented and
-    the values under which they ask for nothing; ``prompt_name`` is the field that has the prompt.
+    Temperature, top_k and top_p have the defaults of OpenAI's API; ``prompt_name`` is the field that has the prompt.
     """
 
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = NEUTRAL
+    labels, neutral = LABELS, NEUTRAL
     prompt_name: ClassVar[str]
 
     temperature: Annotated[float, _setting("temperature")] = 1.0
@@ -259,10 +258,6 @@ class GenerationBody(ModelBody):
         BeforeValidator(_biases),
     ] = []
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64, description="a whole number of 64 bits")] = None
-    guided_regex: Annotated[str | None, Field(description="a regex")] = None
-    guided_grammar: Annotated[str | None, Field(description="a grammar in Lark's form")] = None
-    guided_json: Any = None
-    guided_choice: Any = None
     structured_outputs: Any = None
     stop: Stops = []
     stop_token_ids: Annotated[
@@ -291,12 +286,6 @@ class GenerationBody(ModelBody):
         None
     )
 
-    @classmethod
-    def _refuse_unless_neutral(cls, name: str, value: Any) -> None:
-        if name not in LABELS and name not in cls.neutral:
-            super()._refuse_unless_neutral(name, value)
-        refuse_unless_neutral(name, value, cls.neutral)
-
     @property
     @abstractmethod
     def top(self) -> int | None:
@@ -304,7 +293,7 @@ class GenerationBody(ModelBody):
 
     @property
     def limit(self) -> int | None:
-        """Tokens that an answer may have; None where the body does not say."""
+        """Maximum number of tokens of an answer; None where the body does not say."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @model_validator(mode="after")
@@ -354,11 +343,7 @@ class TemplateBody(ModelBody):
 
 
 def parse(data: bytes, most: int = ELEMENTS) -> dict[str, Any]:
-    """The JSON object of a body.
-
-    Args:
-        data: The body.
-        most: Lists and objects that it may have, and elements in a row.
+    """The JSON object of a body, with at most ``most`` lists and objects, and elements in a row.
 
     Raises:
         ApiError: The body is no JSON object.
@@ -378,19 +363,7 @@ def parse(data: bytes, most: int = ELEMENTS) -> dict[str, Any]:
 
 AnyBody = TypeVar("AnyBody", bound=ModelBody)
 # Parts of the place of a wrong value that pydantic adds for the members of unions: they are no fields.
-MEMBERS = {
-    "TEXT",
-    "TEXTS",
-    "IDS",
-    "IDS_LISTS",
-    "ITEMS",
-    "MESSAGE",
-    "CALL",
-    "OUTPUT",
-    "REASONING",
-    "str",
-    "dict[str,any]",
-}
+MEMBERS = frozenset("TEXT TEXTS IDS IDS_LISTS ITEMS str dict[str,any]".split())
 
 
 def validated(kind: type[AnyBody], body: dict[str, Any], model: str) -> AnyBody:

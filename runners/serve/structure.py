@@ -14,9 +14,7 @@ from ling3export.runners.text.grammar import Grammar
 if TYPE_CHECKING:
     from ling3export.runners.serve.chat import ChatBody
 
-# What vLLM's `structured_outputs` may hold, and its older fields for the same.
-KINDS = ("json", "regex", "choice", "grammar", "json_object")
-GUIDES = {f"guided_{kind}": kind for kind in KINDS[:-1]}
+KINDS = ("json", "regex", "choice", "grammar", "json_object")  # of vLLM's `structured_outputs`
 
 
 def grammar_field(body: GenerationBody) -> tuple[str, Grammar] | None:
@@ -25,22 +23,18 @@ def grammar_field(body: GenerationBody) -> tuple[str, Grammar] | None:
     Raises:
         ApiError: It says so twice, or in a form that is unknown; or its schema is too large or nested too deeply.
     """
-    name = "response_format"
-    guides = {guide: (kind, value) for guide, kind in GUIDES.items() if (value := getattr(body, guide)) is not None}
-    if (outputs := body.structured_outputs) is not None:
-        named = {kind: value for kind, value in outputs.items() if value} if isinstance(outputs, dict) else {}
-        if len(named) != 1 or not named.keys() <= set(KINDS):
-            raise refusal("structured_outputs", f"an object with one of {', '.join(KINDS)}", shown(outputs))
-        guides["structured_outputs"] = next(iter(named.items()))
-    form = body.response_format or {"type": "text"}
+    name, outputs, form = "response_format", body.structured_outputs, body.response_format or {"type": "text"}
     kind = form.get("type")
     if kind not in ("text", "json_object", "json_schema"):
         raise refusal(name, "a type of text, json_object or json_schema", shown(kind))
-    if len(guides) + (kind != "text") > 1:
-        both = [*guides, *([name] if kind != "text" else [])]
-        raise refusal(name, f"one of {name}, structured_outputs and {', '.join(GUIDES)}", " and ".join(both))
-    for guide_name, (guide, value) in guides.items():
-        return guide_name, _grammar(guide, value, guide_name)
+    if outputs is not None:
+        if kind != "text":
+            raise refusal(name, "it or structured_outputs", "both")
+        named = {kind: value for kind, value in outputs.items() if value} if isinstance(outputs, dict) else {}
+        if len(named) != 1 or not named.keys() <= set(KINDS):
+            raise refusal("structured_outputs", f"an object with one of {', '.join(KINDS)}", shown(outputs))
+        ((kind, value),) = named.items()
+        return "structured_outputs", _grammar(kind, value, "structured_outputs")
     if kind != "json_schema":
         return (name, _grammar("json_object", True, name)) if kind == "json_object" else None
     inner = form.get("json_schema")

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field
 
-from ling3export.runners.serve.chat import Messages, spoken
+from ling3export.runners.serve.chat import Messages, conversation
 from ling3export.runners.serve.completions import refusing
 from ling3export.runners.serve.schema import ApiError, Flag, Ids, ModelBody, TemplateBody, refusal, shown, validated
 
@@ -40,8 +40,8 @@ def tokenize(body: dict[str, Any], engine: "Engine", model: str) -> dict[str, An
     with refusing(name):
         text, special = request.prompt or "", request.add_special_tokens
         if request.messages is not None:
-            conversation = [spoken(message.model_dump(exclude_none=True), "messages") for message in request.messages]
-            text = engine.files.render_chat(conversation, tools=request.tools, name=name, **request.template_options)
+            messages = conversation(request.messages)
+            text = engine.files.render_chat(messages, tools=request.tools, **request.template_options)
             special = False
         ids = engine.prompt_ids(text, name, special=special) if text else ()
     return {"tokens": list(ids), "count": len(ids), "max_model_len": engine.limits.context}

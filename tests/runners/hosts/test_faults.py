@@ -53,7 +53,7 @@ def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_
         "frequency_penalty": 1.5,
         "repetition_penalty": 1.2,
         "logit_bias": {"7": 2},
-        "guided_regex": "[a-f]{3,20}",
+        "structured_outputs": {"regex": "[a-f]{3,20}"},
         "logprobs": 2,
         "return_token_ids": True,
     }

@@ -12,9 +12,9 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy
-from ling3export.runners.serve.chat import ChatBody, chat
+from ling3export.runners.serve.chat import ChatBody, chat, conversation
 from ling3export.runners.serve.completions import GenerationCall
-from ling3export.runners.serve.responses import ResponsesBody, responses
+from ling3export.runners.serve.responses import ResponsesBody
 from ling3export.runners.serve.schema import ApiError, validated
 from ling3export.runners.text.chat import ChatTemplate
 from ling3export.runners.text.grammar import LARGEST
@@ -70,7 +70,7 @@ def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
 def rendered(kind: type[ChatBody | ResponsesBody], body: dict[str, Any]) -> str:
     asked = validated(kind, body, "toy")
     chat = asked if isinstance(asked, ChatBody) else validated(ChatBody, asked.chat, "toy")
-    return TEMPLATE.render(chat.conversation, **chat.template_options)
+    return TEMPLATE.render(conversation(chat.messages), **chat.template_options)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,9 @@ def test_a_request_says_how_the_template_writes_it(kind, body, fields, end):
 def test_an_effort_reaches_the_template_by_its_name():
     asked = validated(ChatBody, SAID | {"reasoning_effort": "low", "chat_template_kwargs": {"a": [1]}}, "toy")
     assert (
-        ChatTemplate("{{ reasoning_effort }} {{ a[0] }}", {}, "t").render(asked.conversation, **asked.template_options)
+        ChatTemplate("{{ reasoning_effort }} {{ a[0] }}", {}, "t").render(
+            conversation(asked.messages), **asked.template_options
+        )
         == "low 1"
     )
     assert rendered(ResponsesBody, ASKED | {"reasoning": {"effort": "none"}}).endswith("<think></think>")
@@ -281,12 +283,13 @@ def test_calls_that_may_not_be_parallel_are_one_that_follows_its_schema(engine, 
 def test_a_forced_call_and_structured_output_are_the_same_in_responses(engine, prompted):
     prompted("A<think>")
     tools = [{"type": "function"} | tool["function"] for tool in TOOLS["tools"]]
-    call = responses(ASKED | {"tools": tools, "tool_choice": "required"}, engine, "toy")
+    call = ResponsesBody.call(ASKED | {"tools": tools, "tool_choice": "required"}, engine, "toy")
     assert (
         call.requests[0].grammar == chat(SAID | TOOLS | {"tool_choice": "required"}, engine, "toy").requests[0].grammar
     )
     form = {"text": {"format": {"type": "json_object"}}}
-    assert followed(engine, responses(ASKED | form, engine, "toy").requests[0].grammar, "so</think>{}") == (True, True)
+    (request,) = ResponsesBody.call(ASKED | form, engine, "toy").requests
+    assert followed(engine, request.grammar, "so</think>{}") == (True, True)
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -14,7 +14,7 @@ from ling3export.runners.serve import structure
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.call_grammar import AT_MOST_ONE
-from ling3export.runners.serve.chat import ChatBody, spoken
+from ling3export.runners.serve.chat import ChatBody, conversation
 from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, seed_of
 from ling3export.runners.serve.schema import ApiError, validated
 from ling3export.runners.text.answer import AnswerFormat, AnswerParser
@@ -173,8 +173,8 @@ def test_a_stream_counts_as_it_goes(engine):
 @pytest.mark.parametrize(
     ("field", "check"),
     [
-        ({"guided_regex": "[a-c]{5}"}, lambda text: set(text) <= set("abc") and len(text) == 5),
-        ({"guided_grammar": 'start: "left" | "right"'}, lambda text: text in ("left", "right")),
+        ({"structured_outputs": {"regex": "[a-c]{5}"}}, lambda text: set(text) <= set("abc") and len(text) == 5),
+        ({"structured_outputs": {"grammar": 'start: "left" | "right"'}}, lambda text: text in ("left", "right")),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {
             "enum": ["red", 5, None]}}}}, lambda text: json.loads(text) in ("red", 5, None)),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {
@@ -190,15 +190,12 @@ def test_an_answer_has_the_form_that_was_asked_for(engine, path, field, check):
         assert choice["finish_reason"] == "length" or check(text), text
 
 
-@pytest.mark.parametrize("field", ["guided_regex", "guided_grammar"])
-def test_a_grammar_that_cannot_be_taken_is_refused_by_its_field(engine, field):
+@pytest.mark.parametrize("kind", ["regex", "grammar"])
+def test_a_grammar_that_cannot_be_taken_is_refused_by_its_field(engine, kind):
     """`param` was `prompt`."""
-    for wrong, found in (
-        ("(" if field == "guided_regex" else "start: (", "expected a"),
-        ("a" * 70_000, "at most 65,536"),
-    ):
-        error = call(engine, COMPLETIONS, IDS | {field: wrong}).json()["error"]
-        assert error["param"] == field and found in error["message"]
+    for wrong, found in (("(" if kind == "regex" else "start: (", "expected a"), ("a" * 70_000, "at most 65,536")):
+        error = call(engine, COMPLETIONS, IDS | {"structured_outputs": {kind: wrong}}).json()["error"]
+        assert error["param"] == "structured_outputs" and found in error["message"]
 
 
 def test_any_json_object_or_length(engine):
@@ -250,10 +247,7 @@ def test_histories_of_all_kinds_are_taken(engine):
         },
         {"role": "tool", "tool_call_id": "1", "content": "2"},
     ]
-    told = [
-        spoken(message, "messages")
-        for message in validated(ChatBody, SAID | {"messages": messages}, "toy").conversation
-    ]
+    told = conversation(validated(ChatBody, SAID | {"messages": messages}, "toy").messages)
     assert told[0] == {"role": "system", "content": "be brief"}
     assert told[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
     assert asked(engine, CHAT, SAID | {"messages": messages[:2], "max_tokens": 2})["choices"]

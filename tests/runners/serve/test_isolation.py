@@ -27,9 +27,9 @@ from tests.support.scripted import CHAT, HI, MODEL, RESPONSES, scripted
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="functions are found by sys.monitoring")
 ROOMS = tuple(str((PACKAGE / "runners" / name).resolve()) + "/" for name in ("serve", "text"))
 PLACES = {  # some that have to be among those that are found
-    "parse", "validated", "completions", "chat", "responses", "generation", "Grammars.check", "Tokenizer.encode",
-    "TokenizerFiles.render_chat", "TextStream.push", "AnswerParser.push", "ChoicesAnswer.piece", "ChoicesAnswer.whole",
-    "event", "events",
+    "parse", "validated", "completions", "chat", "TranslatedBody.call", "generation", "Grammars.check",
+    "Tokenizer.encode", "TokenizerFiles.render_chat", "TextStream.push", "AnswerParser.push", "ChoicesAnswer.piece",
+    "ChoicesAnswer.whole", "event", "events",
 }  # fmt: skip
 OWN = ("ChoicesAnswer", "ResponsesAnswer", "AnswerParser", "TextStream")  # each belongs to one call
 MINE = "Z"  # is in all that belongs to the call that fails, and in nothing else
@@ -40,7 +40,7 @@ COMPLETIONS = "/v1/completions"
 BODIES: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"prompt": "Z", "echo": True, "logprobs": 1, "max_tokens": 9, "stop": ["Zq"]}),
     (COMPLETIONS, {"prompt": "Z", "stream": True, "max_tokens": 9, "n": 2, "stream_options": {"include_usage": True}}),
-    (COMPLETIONS, {"prompt": "Z", "max_tokens": 9, "guided_regex": "Z{3}"}),
+    (COMPLETIONS, {"prompt": "Z", "max_tokens": 9, "structured_outputs": {"regex": "Z{3}"}}),
     (CHAT, SAYING | {"tools": [WEATHER]}),
     (CHAT, SAYING | {"tools": [WEATHER], "stream": True, "logprobs": True, "top_logprobs": 2}),
     (CHAT, SAYING | {"response_format": {"type": "json_schema", "json_schema": {"name": "Z", "schema": {}}}}),

@@ -121,8 +121,8 @@ WRONG = [
      '`response_format`: expected a type of text, json_object or json_schema, found "xml"'),
     ({"response_format": {"type": "json_schema"}},
      "`response_format`: expected a json_schema with a schema, an object, found none"),
-    ({"guided_regex": "(a"},
-     "guided_regex: expected a regex grammar that some text fits, found at 1(8): "
+    ({"structured_outputs": {"regex": "(a"}},
+     "structured_outputs: expected a regex grammar that some text fits, found at 1(8): "
      'invalid regex "(a" (in regex): regex parse error: (a ^ error: unclosed group 1 | start: /(a/ ^'),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {
      "type": "integer", "minimum": 5, "maximum": 3}}}},
@@ -144,13 +144,6 @@ WRONG = [
 ]  # fmt: skip
 NAMED_OTHERWISE = [
     ({"logit_bias": {"320": 1}}, "prompt", "prompt: expected logit_bias of token ids from 0 to 319, found 320"),
-    (
-        {"guided_regex": "a", "guided_grammar": "b"},
-        "response_format",
-        "`response_format`: expected one of response_format, structured_outputs and guided_json, guided_regex, "
-        "guided_choice, guided_grammar, found guided_regex and "
-        "guided_grammar",
-    ),
     ({"stream": True, "stream_options": 1}, "stream_options", "`stream_options`: expected an object, found 1"),
     (
         {"stream": True, "stream_options": {"include_usage": 1}},
@@ -425,7 +418,7 @@ def test_a_client_hears_how_the_checkout_installs_structured_output(monkeypatch)
     """It was told to install `ling3export[structured]`: a name on an index that is not this project's."""
     monkeypatch.setattr("ling3export.foundation.extras.find_spec", lambda name: None)
     with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
-        message, _, _ = refused(call(engine, COMPLETIONS, IDS | {"guided_regex": "a"}), 400)
+        message, _, _ = refused(call(engine, COMPLETIONS, IDS | {"structured_outputs": {"regex": "a"}}), 400)
     assert "found no llguidance" in message and "in the checkout: pip install '.[structured]'" in message
 
 

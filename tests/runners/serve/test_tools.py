@@ -7,9 +7,9 @@ import pytest
 
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import ChoicesAnswer
-from ling3export.runners.serve.chat import chat, spoken
+from ling3export.runners.serve.chat import ChatMessage, chat, conversation
 from ling3export.runners.serve.completions import GenerationCall
-from ling3export.runners.serve.responses import ResponsesAnswer, responses
+from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ApiError
 from ling3export.runners.text.answer import AnswerFormat, AnswerParser
 from ling3export.runners.text.grammar import Grammar
@@ -44,7 +44,9 @@ def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
     return dict(choice["message"])
 
 
-@pytest.mark.parametrize("guide", [FORM, {"response_format": {"type": "json_object"}}, {"guided_regex": "[a-z]+"}])
+@pytest.mark.parametrize(
+    "guide", [FORM, {"response_format": {"type": "json_object"}}, {"structured_outputs": {"regex": "[a-z]+"}}]
+)
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
@@ -76,8 +78,8 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
     ("fields", "answer", "wrong"),
     [
         (FORM, '{"n": 1}', '{"n": 3'),
-        ({"guided_regex": "a/b[}]"}, "a/b}", "a/c"),
-        ({"guided_grammar": 'start: before\nbefore: "left" | /x[}]/'}, "x}", "right"),
+        ({"structured_outputs": {"regex": "a/b[}]"}}, "a/b}", "a/c"),
+        ({"structured_outputs": {"grammar": 'start: before\nbefore: "left" | /x[}]/'}}, "x}", "right"),
         (TOOLS | {"tool_choice": "required"}, CALL, "so"),
         (TOOLS | {"tool_choice": NAMED}, CALL, '<tool_call>\n{"name": "g"'),
         (TOOLS | {"parallel_tool_calls": False}, CALL, CALL + CALL),
@@ -101,7 +103,7 @@ def test_a_grammar_begins_behind_the_thought_that_the_template_began(engine, pro
 def test_a_response_with_a_form_has_a_message_behind_the_thought(engine, prompted):
     """It had a reasoning item alone, and no text."""
     prompted("A<think>")
-    call = responses(
+    call = ResponsesBody.call(
         ASKED | {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}, engine, "toy"
     )
     text = 'hm</think>\n\n{"n": 2}'
@@ -121,10 +123,11 @@ def test_a_grammar_begins_at_once_where_the_thought_is_over(engine, prompted):
 def test_what_is_wrong_with_a_grammar_behind_a_thought_is_said_of_its_field(engine, prompted):
     """A trial takes a text's first tokens, which may be anything in a thought."""
     prompted("A<think>\n")
-    for pattern, found in (("(a", "unclosed group"), ("a{1000000}", "guided_regex: expected a regex grammar that")):
+    too_large = "structured_outputs: expected a regex grammar that"
+    for pattern, found in (("(a", "unclosed group"), ("a{1000000}", too_large)):
         with pytest.raises(ApiError) as caught:
-            chat(SAID | {"guided_regex": pattern}, engine, "toy")
-        assert (caught.value.status, caught.value.param) == (400, "guided_regex")
+            chat(SAID | {"structured_outputs": {"regex": pattern}}, engine, "toy")
+        assert (caught.value.status, caught.value.param) == (400, "structured_outputs")
         assert found in caught.value.message
 
 
@@ -190,7 +193,8 @@ def test_an_earlier_call_that_is_malformed_is_the_messages_fault(engine, made, f
 def test_an_earlier_call_without_arguments_has_an_empty_object(arguments):
     """A client writes an empty text for a function that takes nothing: the template got that text."""
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", **arguments}}]}
-    assert spoken(message, "messages")["tool_calls"] == [{"function": {"name": "f", "arguments": {}}}]
+    (told,) = conversation([ChatMessage.model_validate(message)])
+    assert told["tool_calls"] == [{"function": {"name": "f", "arguments": {}}}]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from ling3export.runners.engine.request import Sampling
 from ling3export.runners.engine.validation import generation_defaults
 from ling3export.runners.serve.chat import chat
 from ling3export.runners.serve.completions import completions
-from ling3export.runners.serve.responses import responses
+from ling3export.runners.serve.responses import ResponsesBody
 from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, POLICY, SAID, asked, call, chunks
 from tests.support import serving
 from tests.support.choosing import greedy
@@ -108,10 +108,8 @@ def test_a_top_k_of_minus_1_keeps_all_tokens(engine):
 
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 GUIDED = [
-    ({"guided_json": SCHEMA}, lambda text: json.loads(text)["a"] in (1, 2)),
-    ({"guided_json": json.dumps(SCHEMA)}, lambda text: json.loads(text)["a"] in (1, 2)),
-    ({"guided_choice": ['ja "so"', "nein"]}, lambda text: text in ('ja "so"', "nein")),
-    ({"structured_outputs": {"choice": ["yes", "no"]}}, lambda text: text in ("yes", "no")),
+    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, lambda text: json.loads(text)["a"] in (1, 2)),
+    ({"structured_outputs": {"choice": ['ja "so"', "nein"]}}, lambda text: text in ('ja "so"', "nein")),
     ({"structured_outputs": {"json": SCHEMA}}, lambda text: json.loads(text)["a"] in (1, 2)),
     ({"structured_outputs": {"regex": "[ab]{3}"}}, lambda text: len(text) == 3 and set(text) <= set("ab")),
     ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, lambda text: text == "xy"),
@@ -129,16 +127,19 @@ def test_an_answer_has_the_form_of_vllms_fields(engine, path, fields, fits):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"guided_json": "{"}, "`guided_json`: expected a JSON schema, an object or its text"),
-        ({"guided_choice": []}, "`guided_choice`: expected"),
-        ({"guided_choice": ["a", 3]}, "`guided_choice`: expected a list of texts"),
+        ({"structured_outputs": {"json": "{"}}, "`structured_outputs`: expected a JSON schema, an object or its text"),
+        ({"structured_outputs": {"choice": []}}, "`structured_outputs`: expected"),
+        ({"structured_outputs": {"choice": ["a", 3]}}, "`structured_outputs`: expected a list of texts"),
         (
             {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
             "`structured_outputs`: expected an object with one of",
         ),
         ({"structured_outputs": {"xml": "a"}}, "`structured_outputs`: expected an object with one of"),
-        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex and structured_outputs"),
-        ({"guided_regex": 3}, "`guided_regex`: expected a regex"),
+        (
+            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+            "`response_format`: expected it or structured_outputs, found both",
+        ),
+        ({"structured_outputs": {"regex": 3}}, "`structured_outputs`: expected a text"),
     ],
 )
 def test_a_form_that_cannot_be_taken_is_refused_by_its_field(engine, fields, said):
@@ -292,8 +293,9 @@ def test_min_tokens_keeps_stop_strings_from_ending_the_text(engine, least):
 
 def test_min_tokens_lets_a_grammars_text_end(engine):
     body = LONG | {"ignore_eos": False, "min_tokens": 8}
-    assert stopped(engine, **body, guided_regex="ab")["text"] == "ab"
-    text = stopped(engine, **body, guided_regex="[ab]{1,9}", logit_bias={str(min(engine.files.eos_token_ids())): 100})
+    assert stopped(engine, **body, structured_outputs={"regex": "ab"})["text"] == "ab"
+    bias = {str(min(engine.files.eos_token_ids())): 100}
+    text = stopped(engine, **body, structured_outputs={"regex": "[ab]{1,9}"}, logit_bias=bias)
     assert len(text["token_ids"]) >= 8 and set(text["text"]) <= set("ab")
 
 
@@ -313,6 +315,6 @@ def test_min_tokens_and_priority_are_checked_where_they_enter(engine):
 
 def test_min_tokens_and_priority_reach_the_engine_from_every_endpoint(engine):
     fields = {"temperature": 0, "model": "toy", "min_tokens": 2, "priority": -3}
-    for make, body in ((completions, {"prompt": [5]}), (chat, SAID), (responses, {"input": "A"})):
+    for make, body in ((completions, {"prompt": [5]}), (chat, SAID), (ResponsesBody.call, {"input": "A"})):
         (request,) = make(body | fields, engine, "toy", 8).requests
         assert (request.min_tokens, request.priority) == (2, -3)
