@@ -62,7 +62,7 @@ def copy(source: str, destination: str, *options: str) -> None:
 
 @pytest.mark.extras
 def test_skopeo_copies_a_version_to_a_registry_and_back(toy: Path, tmp_path: Path, registry: str):
-    """The command of docs/catalog.md: the manifest names every byte by digest, so the copy is the version itself."""
+    """The command of docs/share.md: the manifest names every byte by digest, so the copy is the version itself."""
     store, back, out = OciLayout(tmp_path / "store"), OciLayout(tmp_path / "back"), tmp_path / "out.ling3"
     published = publish(toy, store, "toy", "1.0.0", Words(tags=("demo",))).version
     copy(f"{store}:toy:1.0.0", f"docker://{registry}/toy:1.0.0", "--dest-tls-verify=false")
