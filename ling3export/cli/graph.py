@@ -14,6 +14,7 @@ from ling3export.runners.cli.options import PATH
 from ling3export.runners.cli.references import ARTIFACT
 
 if TYPE_CHECKING:
+    from ling3export.artifacts.schema import Manifest
     from ling3export.graph.record import Graph
 
 TARGET = click.option("--target", metavar="TARGET", help="The target, if the artifact has several.")
@@ -22,7 +23,7 @@ LARGEST_BUDGETS = 2**20  # bytes
 OUTPUT = click.option("--output", type=PATH, help="Write to this file.  [default: standard output]")
 
 
-@click.group(cls=Group, sections={"Look": ("summary", "diff", "memory"), "Check": ("audit",)})
+@click.group(cls=Group, sections={"Look": ("summary", "diff", "memory", "view"), "Check": ("audit",)})
 def graph() -> None:
     """Look into ARTIFACT's programs, compare two, check them. No device and no weights are needed.
 
@@ -30,15 +31,22 @@ def graph() -> None:
     """
 
 
-def read(artifact: Path, cells: tuple[str, ...], target: str | None, portable: bool) -> "list[Graph]":
-    """The graphs of the named cells, or of all cells."""
+def chosen(artifact: Path, cells: tuple[str, ...], target: str | None) -> "tuple[Manifest, str, list[str]]":
+    """The manifest, the name of the target, and the named cells of it, or all."""
     from ling3export.artifacts.manifest import read_manifest
-    from ling3export.report.cells import cell_of, graph_of, target_of
+    from ling3export.report.cells import cell_of, target_of
 
     manifest = read_manifest(artifact)
     name, record = target_of(manifest, target)
-    chosen = [cell_of(record, cell).name for cell in cells] or list(record.cells)
-    return [graph_of(artifact, manifest, name, cell, from_portable=portable) for cell in chosen]
+    return manifest, name, [cell_of(record, cell).name for cell in cells] or list(record.cells)
+
+
+def read(artifact: Path, cells: tuple[str, ...], target: str | None, portable: bool) -> "list[Graph]":
+    """The graphs of the named cells, or of all cells."""
+    from ling3export.report.cells import graph_of
+
+    manifest, name, names = chosen(artifact, cells, target)
+    return [graph_of(artifact, manifest, name, cell, from_portable=portable) for cell in names]
 
 
 def write(text: str, output: Path | None) -> None:
@@ -131,17 +139,15 @@ def audit(artifact: Path, cell: str | None, target: str | None, budgets_file: Pa
     listed, large constants, state that is not donated, collectives beyond the plan's formula, dynamic shapes, FLOPs
     beyond what the tokens need.
     """
-    from ling3export.artifacts.manifest import read_manifest
     from ling3export.foundation.reading import read_bytes
     from ling3export.graph import audit as rules
-    from ling3export.report.cells import expected_of, target_of
+    from ling3export.report.cells import expected_of
 
     limits = rules.Budgets()
     if budgets_file is not None:
         data = read_bytes(budgets_file.parent, budgets_file.name, LARGEST_BUDGETS, links=True)
         limits = rules.budgets(data.decode(errors="replace"), str(budgets_file))
-    manifest = read_manifest(artifact)
-    name, _ = target_of(manifest, target)
+    manifest, name, _ = chosen(artifact, (), target)
     findings = {
         one.cell: rules.audit(one, expected_of(manifest, name, one.cell), limits)
         for one in read(artifact, () if cell is None else (cell,), target, False)
@@ -158,11 +164,9 @@ def audit(artifact: Path, cell: str | None, target: str | None, budgets_file: Pa
 @JSON
 def memory(artifact: Path, cell: str, target: str | None, as_json: bool) -> None:
     """Show which tensors are alive at the memory peak of CELL, by name; --json adds memory over program order."""
-    from ling3export.artifacts.manifest import read_manifest
     from ling3export.graph import memory as tables
-    from ling3export.report.cells import cell_of, memory_of, target_of
+    from ling3export.report.cells import memory_of
 
-    manifest = read_manifest(artifact)
-    name, record = target_of(manifest, target)
-    alive = memory_of(artifact, manifest, name, cell_of(record, cell).name)
+    manifest, name, (cell,) = chosen(artifact, (cell,), target)
+    alive = memory_of(artifact, manifest, name, cell)
     click.echo(json.dumps(tables.document(alive), indent=1) if as_json else "\n".join(tables.table(alive)))

@@ -51,7 +51,12 @@ class Difference:
     before: Graph
     after: Graph
     changes: tuple[Change, ...]
-    matched: int
+    pairs: tuple[tuple[Operation, Operation], ...]
+
+    @property
+    def matched(self) -> int:
+        """How many operations have a partner."""
+        return len(self.pairs)
 
     @property
     def equal(self) -> bool:
@@ -103,7 +108,7 @@ def compare(before: Graph, after: Graph) -> Difference:
     changes = [Change(one, other) for one, other in pairs if not _same(one, other)]
     changes += [Change(one, None) for one in left] + [Change(None, one) for one in right]
     changes.sort(key=lambda change: (-abs(change.delta("seconds")), -abs(change.delta("bytes")), change.operation.name))
-    return Difference(before, after, tuple(changes), len(pairs))
+    return Difference(before, after, tuple(changes), tuple(pairs))
 
 
 def _same(one: Operation, other: Operation) -> bool:

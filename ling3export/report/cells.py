@@ -13,9 +13,11 @@ from ling3export.foundation.phases import PHASES
 from ling3export.graph import optimized, portable
 from ling3export.graph.audit import Expected
 from ling3export.graph.context import Context
+from ling3export.graph.diff import compare
 from ling3export.graph.hlo import unpacked
 from ling3export.graph.memory import Timeline, timeline
 from ling3export.graph.record import Graph
+from ling3export.graph.view import Shown
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.scopes import LAYER_KINDS, WEIGHTS, looped_layers
@@ -93,6 +95,19 @@ def memory_of(folder: Path, manifest: Manifest, target: str, name: str) -> Timel
     with known_form(where):
         inputs = leaves(cell, compiled=True)
         return timeline(text_of(folder, cell, where), inputs, frozenset(LAYER_KINDS), cell.memory.compiler_peak)
+
+
+def shown_of(folder: Path, manifest: Manifest, target: str, graph: Graph, before: Graph | None = None) -> Shown:
+    """A cell for the page: its graph, its memory if its program is scheduled, and changes since another program."""
+    record = manifest.targets[target]
+    chip = CHIPS.get((record.platform, record.kind)) if record.kind else None
+    return Shown(
+        graph,
+        memory_of(folder, manifest, target, graph.cell) if graph.form == "optimized" else None,
+        None if chip is None else chip.flops,
+        None if chip is None else chip.bandwidth,
+        None if before is None else compare(before, graph),
+    )
 
 
 def leaves(cell: Cell, *, compiled: bool) -> tuple[str, ...]:

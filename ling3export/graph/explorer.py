@@ -1,0 +1,89 @@
+"""Programs as files of Google's Model Explorer: a graph, overlays of costs, and what belongs together in two graphs.
+
+The formats are those of github.com/google-ai-edge/model-explorer: ``GraphCollection``, ``ModelNodeData`` and
+``SyncNavigationData``.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ling3export.graph.diff import Difference
+from ling3export.graph.record import Graph, Operation
+from ling3export.graph.view import path
+
+GRADIENT = [{"stop": 0, "bgColor": "#f6f3ee"}, {"stop": 1, "bgColor": "#e9a15b"}]
+
+
+def documents(place: Path, graph: Graph, difference: Difference | None) -> dict[Path, Any]:
+    """The files by path: the graph at ``place``, and next to it overlays, the graph before and the pairs."""
+    values = {
+        "time": {one.name: one.times * (one.seconds or 0.0) * 1e6 for one in graph.operations if not one.overlapped},
+        "bytes": {one.name: one.times * one.bytes for one in graph.operations},
+        "flops": {one.name: one.times * one.flops for one in graph.operations},
+    }
+    names = {"time": "time (µs)", "bytes": "bytes", "flops": "FLOPs"}
+    files: dict[Path, Any] = {place: collection(graph)}
+    for name, results in values.items():
+        shown = {operation: {"value": value} for operation, value in results.items() if value}
+        overlay = {"name": names[name], "results": shown, "gradient": GRADIENT}
+        files[place.with_suffix(f".{name}.json")] = {graph.cell: overlay}
+    if difference is not None:
+        files[place.with_suffix(".before.json")] = collection(difference.before)
+        files[place.with_suffix(".sync.json")] = {
+            "type": "sync_navigation",
+            "mappingEntries": [
+                {"leftNodeIds": [one.name], "rightNodeIds": [other.name]} for one, other in difference.pairs
+            ],
+            "disableMappingFallback": True,
+            "showDiffHighlights": True,
+        }
+    return files
+
+
+def collection(graph: Graph) -> dict[str, Any]:
+    """A graph whose groups are layers, layer kinds and their parts."""
+    names = {one.name for one in graph.operations}
+    nodes = [_node(one, names) for one in graph.operations]
+    return {"label": f"{graph.target} {graph.cell}", "graphs": [{"id": graph.cell, "nodes": nodes}]}
+
+
+def _node(one: Operation, names: set[str]) -> dict[str, Any]:
+    groups = [*([ranges(one.layers)] if one.layers else []), one.layer_kind or "other", *path(one)]
+    values = {
+        "opcode": one.opcode,
+        "work": one.kind,
+        "scope": one.scope,
+        "runs in a call": f"{one.times:g}",
+        "µs": "" if one.seconds is None else f"{one.times * one.seconds * 1e6:.3f}",
+        "bytes": f"{one.times * one.bytes:.0f}",
+        "FLOPs": f"{one.times * one.flops:.0f}",
+        "weights": ", ".join(one.weights),
+        "custom call": one.target or "",
+    }
+    sources = [name for name in dict.fromkeys(one.operands) if name in names]
+    return {
+        "id": one.name,
+        "label": one.name.rpartition("/")[2],
+        "namespace": "/".join(group.replace("/", "∕") for group in groups),
+        "attrs": [{"key": key, "value": value} for key, value in values.items() if value],
+        "incomingEdges": [
+            {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
+            for number, name in enumerate(sources)
+        ],
+        "outputsMetadata": [
+            {"id": str(number), "attrs": [{"key": "shape", "value": shape}]} for number, shape in enumerate(one.shapes)
+        ],
+    }
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """``layer 7``, ``layers 0-2, 4-6``."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(parts)}"

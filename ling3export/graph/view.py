@@ -1,0 +1,109 @@
+"""Programs as one HTML page without outside references: data for ``view.html``, drawn by its two scripts."""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import Any
+
+from ling3export.graph.diff import Difference, document
+from ling3export.graph.memory import Timeline
+from ling3export.graph.record import Graph, Operation
+from ling3export.graph.summary import SOURCES
+
+# Steps of a scope that jax adds: control flow, jitted functions, equations of products.
+STRUCTURE = re.compile(r"while|body|cond|branch_\w+|closed_call|eval_jaxpr|shard_map|\w*\(.*\)|.*->.*")
+
+
+@dataclass(frozen=True)
+class Shown:
+    """One cell of the page.
+
+    Attributes:
+        graph: Its program.
+        memory: Memory over program order; None if no optimized program is kept.
+        flops: FLOPs a second that the device reaches at most; None if nothing tells.
+        bandwidth: Bytes a second of the device's memory; None if nothing tells.
+        difference: What changed since another program; None without one.
+    """
+
+    graph: Graph
+    memory: Timeline | None = None
+    flops: float | None = None
+    bandwidth: float | None = None
+    difference: Difference | None = None
+
+
+def path(operation: Operation) -> list[str]:
+    """The named parts of a layer kind that an operation belongs to, or the kind of its work if none is named."""
+    kind = operation.layer_kind
+    steps = [step for step in operation.part.split("/")[:-1] if step != kind and not STRUCTURE.fullmatch(step)]
+    return steps or [operation.kind]
+
+
+def page(cells: Sequence[Shown]) -> str:
+    """The page. Names of a program are data in it, never markup."""
+    folder = files("ling3export.graph")
+    text = folder.joinpath("view.html").read_text()
+    for mark, name in (("@CHARTS@", "view_charts.js"), ("@VIEW@", "view.js")):
+        text = text.replace(mark, f"\n{folder.joinpath(name).read_text()}")
+    data = json.dumps([_cell(one) for one in cells], separators=(",", ":"))
+    return text.replace("@DATA@", data.replace("<", "\\u003c"))
+
+
+def _cell(shown: Shown) -> dict[str, Any]:
+    graph, difference = shown.graph, shown.difference
+    memory = shown.memory
+    source = graph.seconds_source
+    return {
+        "cell": graph.cell,
+        "target": graph.target,
+        "form": graph.form,
+        "source": SOURCES[source] if source else None,
+        "flops": shown.flops,
+        "bandwidth": shown.bandwidth,
+        "peak": graph.peak_bytes,
+        "operations": [_operation(one) for one in graph.operations],
+        "memory": memory
+        and {
+            "points": memory.points,
+            "inputs": [_tensor(vars(one)) for one in memory.inputs],
+            "at_peak": [_tensor(vars(one)) for one in memory.at_peak],
+        },
+        "difference": difference
+        and {
+            **document(difference),
+            "before": f"{difference.before.target} {difference.before.cell}",
+            "after": f"{difference.after.target} {difference.after.cell}",
+        },
+    }
+
+
+def _tensor(fields: dict[str, Any]) -> list[Any]:
+    return [fields[name] for name in ("name", "bytes", "what", "shape", "layer_kind")]
+
+
+def _operation(one: Operation) -> dict[str, Any]:
+    """An operation as JSON values; costs are those of a call, all its runs."""
+    values = {
+        "name": one.name,
+        "opcode": one.opcode,
+        "work": one.kind,
+        "kind": one.layer_kind or "other",
+        "path": path(one),
+        "scope": one.scope,
+        "shapes": ", ".join(one.shapes),
+        "operands": one.operands,
+        "layers": one.layers,
+        "runs": one.times,
+        "seconds": None if one.seconds is None else one.times * one.seconds,
+        "source": one.source,
+        "flops": one.times * one.flops,
+        "bytes": one.times * one.bytes,
+        "moved": one.times * one.collective_bytes,
+        "weights": one.weights,
+        "target": one.target,
+        "overlapped": one.overlapped,
+    }
+    return {name: value for name, value in values.items() if value not in (None, "", 0, False, ())}
