@@ -156,12 +156,13 @@ def config_fields(preset: str, overrides: dict[str, Any]) -> dict[str, Any]:
     if preset not in PRESETS:
         raise ConfigError(f"preset `{preset}`: expected one of {', '.join(PRESETS)}, found no such preset")
     fields = _COMMON | PRESETS[preset] | overrides
+    eos = fields["eos_token_id"]
     repeated = {
         "num_key_value_heads": fields["num_attention_heads"],
         "moe_shared_expert_intermediate_size": fields["moe_intermediate_size"],
         "qk_head_dim": fields["qk_nope_head_dim"] + fields["qk_rope_head_dim"],
         "rotary_dim": fields["qk_rope_head_dim"],
-        "pad_token_id": fields["eos_token_id"],
+        "pad_token_id": min(eos) if isinstance(eos, list) else eos,  # other libraries take one number
     }
     return repeated | fields
 

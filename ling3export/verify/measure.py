@@ -22,6 +22,7 @@ from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest, Mesh, PortableReceipts, Receipts, Target
 from ling3export.foundation.errors import ArtifactError, Ling3Error, MisfitError
+from ling3export.foundation.extras import installed
 from ling3export.foundation.phases import GIVERS, MOVING, ON_LOGITS, SPLIT
 from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
 from ling3export.machine.targets import prepare
@@ -32,20 +33,26 @@ MODULE = "ling3export.verify.measure"
 QUICK = "--xla_backend_optimization_level=0"
 # Bytes of weights: programs of larger checkpoints are run on the processor only where that is asked for.
 DEFAULT_BYTES = 10**9
+LARGEST_ID = 1 << 24  # of a token: a grammar's tokenizer has a row for each id
 
 
 def check_tokenizer(folder: Path, records: Sequence[FileRecord]) -> None:
-    """Reads an artifact's tokenizer files as the runner does.
+    """Reads an artifact's tokenizer files, and encodes, decodes and follows a grammar as the runner does.
 
     Raises:
-        ArtifactError: One is no JSON, or no tokenizer.
+        ArtifactError: One is no JSON, or no tokenizer that can be used.
     """
+    from ling3export.runners.text.grammar import Grammars
     from ling3export.runners.text.tokenizer import TokenizerFiles
 
     files = TokenizerFiles(folder, records)
-    files.eos_token_ids()
+    eos = files.eos_token_ids()
     if files.exist:
-        files.tokenizer("text")
+        tokenizer = files.tokenizer("text")
+        if (largest := tokenizer.largest_id) >= LARGEST_ID:
+            raise ArtifactError(f"tokenizer: expected token ids below {LARGEST_ID:,}, found {largest:,}")
+        if installed("llguidance"):
+            Grammars(tokenizer, largest + 1, eos or {0})
 
 
 def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts | None = None) -> Receipts:

@@ -306,14 +306,22 @@ class Engine:
         if not isinstance(request, Request):
             raise RequestError(f"request: expected a Request, found {shown(request)}", "engine.request makes one")
         self.limits.check(request)
-        if request.do_remote_decode or request.do_remote_prefill:
-            self.config.check_transfer(request.name, gives=request.do_remote_decode)
+        self.check_transfer(request)
         if request.grammar is not None:
             self.files.grammars(self.limits.vocab_size).check(request.grammar, request.name)
         if request.score_from is not None:
             check_cells(self._record, self.target, self._artifact)
         if request.stop:
             self.files.tokenizer(f"{request.name}: stop strings")
+
+    def check_transfer(self, request: Request) -> None:
+        """Refuses a request whose state comes or goes where this engine carries none.
+
+        Raises:
+            RequestError: The engine has no role for it.
+        """
+        if request.do_remote_decode or request.do_remote_prefill:
+            self.config.check_transfer(request.name, gives=request.do_remote_decode)
 
     def stats(self) -> dict[str, Any]:
         """Counters since the start and what is held now, as JSON; and the seconds of the start's stages."""

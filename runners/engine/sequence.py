@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.logits_processor import LogitsProcessorState
     from ling3export.runners.load.sharded import ShardedState
     from ling3export.runners.state.sequence_state import SequenceState, TransferredState
-    from ling3export.runners.text.detokenize import TextStream
+    from ling3export.runners.text.vocabulary import TextStream
 
 
 class DispatchedCall(NamedTuple):

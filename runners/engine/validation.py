@@ -71,7 +71,7 @@ BOUNDS = {
     "seed": NumberRange(0, SEEDS - 1, whole=True),
     "presence_penalty": NumberRange(-2, 2),
     "frequency_penalty": NumberRange(-2, 2),
-    "repetition_penalty": NumberRange(0, 10, above=True),
+    "repetition_penalty": NumberRange(0.01, 10),  # a smaller divisor makes infinities of finite logits
 }
 TOP_LOGPROBS = NumberRange(0, 20, whole=True)
 BIASES, BIAS = 1024, NumberRange(-100, 100)  # tokens that a request may name, and what is added to their logits

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
     from ling3export.runners.load.programs import Programs
     from ling3export.runners.load.recompile import Compiled
 
+IMPORTING = threading.RLock()  # held while the import of jax changes what all threads see
+
 
 def say(text: str) -> None:
     """Writes a line for the user to stderr. Never raises: the reader of stderr may have gone."""
@@ -221,7 +223,7 @@ def _load(
     if phases is not None:
         record = _reduced(record, phases)
     checked: Future[None] | None = None
-    with timings.stage("imports"), uncollected():
+    with timings.stage("imports"), collector_off():
         from ling3export.artifacts.store import Store  # numpy comes with what is imported from here on
         from ling3export.runners.load import programs
 
@@ -232,7 +234,7 @@ def _load(
             report("weights are not checked (--check programs)")
         else:
             checked = pool.submit(timed, "check", partial(store.check_many, shards))
-        with unsearched() if record.platform == "cpu" and "jax" not in sys.modules else nullcontext():
+        with no_plugin_search() if record.platform == "cpu" and "jax" not in sys.modules else nullcontext():
             import jax
 
         from ling3export.machine import pjrt
@@ -314,35 +316,37 @@ def calls_measured(
 
 
 @contextmanager
-def uncollected() -> Iterator[None]:
-    """Turns the garbage collector off: a precaution while jax is imported beside threads that digest files.
+def collector_off() -> Iterator[None]:
+    """Turns the garbage collector off: a precaution while jax is imported next to threads that digest files.
 
     One start of many ended in a segmentation fault, where jaxlib 0.11.2 looked up a type that was being registered, in
     another thread than the main one (docs/log/hosts.md). Only a garbage collection can enter jaxlib from those threads.
     """
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+    with IMPORTING:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
 
 
 @contextmanager
-def unsearched() -> Iterator[None]:
+def no_plugin_search() -> Iterator[None]:
     """Lets this thread find no installed distributions within the block: importing jax would search all of them.
 
     jax looks for a ROCm plugin in the metadata of every distribution; an environment for builds and tests has hundreds
     (docs/log/start.md, 2026-11-23). Programs for the processor need no plugin.
     """
-    distributions, mine = metadata.distributions, threading.get_ident()
+    with IMPORTING:
+        distributions, mine = metadata.distributions, threading.get_ident()
 
-    def others(**where: Any) -> Any:
-        return () if threading.get_ident() == mine else distributions(**where)
+        def others(**where: Any) -> Any:
+            return () if threading.get_ident() == mine else distributions(**where)
 
-    metadata.distributions = others
-    try:
-        yield
-    finally:
-        metadata.distributions = distributions
+        metadata.distributions = others
+        try:
+            yield
+        finally:
+            metadata.distributions = distributions

@@ -28,8 +28,7 @@ from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint, Reply
 from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, least_loaded, prefill_body, prefilled
 from ling3export.runners.serve.answers import event, unless_left
-from ling3export.runners.serve.app import Policy, RequestMiddleware, check_kind, no_route
-from ling3export.runners.serve.page import page_routes
+from ling3export.runners.serve.app import Policy, RequestMiddleware, check_kind, no_route, page_routes
 from ling3export.runners.serve.run import affordable, begin, http_server
 from ling3export.runners.serve.schema import ApiError, parse, refused
 

@@ -1,12 +1,15 @@
 """The server's application: the endpoints of OpenAI's API over an engine."""
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.applications import Starlette
@@ -26,7 +29,6 @@ from ling3export.runners.serve.chat import chat
 from ling3export.runners.serve.completions import GenerationCall, completions, may_have_grammar
 from ling3export.runners.serve.messages import MessagesAnswer, MessagesBody, count_tokens
 from ling3export.runners.serve.metrics import Metrics
-from ling3export.runners.serve.page import PAGE, page_routes
 from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ELEMENTS, MESSAGES, ApiError, json_response, parse, refused
 from ling3export.runners.serve.states import STATES, state_routes
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
     from ling3export.runners.serve.kv_events import Publisher
 
-HEALTH = "/health"
+PAGE, HEALTH = "/", "/health"
 SMALL = 1 << 16  # bytes of a body that is read at once
 BODY_SECONDS = 60.0  # from the headers to the end of a body
 LEFT = 499  # the status for a client that left: only the metrics show it
@@ -45,30 +47,17 @@ LEFT = 499  # the status for a client that left: only the metrics show it
 
 @dataclass(frozen=True)
 class Policy:
-    """What a server takes.
+    """What a server takes, and for whom."""
 
-    Attributes:
-        model: The name that the artifact is served under.
-        api_key: Bearer token that every call but those of /health and of the page needs; None if calls need none.
-        max_requests: Most prompts at once, those that wait included. The engine must be made with the same number.
-        max_body: Most bytes of a request's body.
-        hosts: Names that a call's `Host` may have, without the port; None if it may have any.
-        origins: Those of pages of other sites that browsers may let call (CORS); ``*`` is any.
-        page: Whether there is a page at ``/``.
-        defaults: Fields of a call that generates, and their values where its body has none.
-        max_new_tokens: Most tokens of an answer in a conversation where its body does not say; None for what the
-            context leaves.
-    """
-
-    model: str
-    api_key: str | None
-    max_requests: int
-    max_body: int
-    hosts: frozenset[str] | None = None
-    origins: tuple[str, ...] = ()
+    model: str  # the name that the artifact is served under
+    api_key: str | None  # of every call but those of /health and of the page; None if calls need none
+    max_requests: int  # prompts at once, those that wait included; the engine has the same number
+    max_body: int  # bytes
+    hosts: frozenset[str] | None = None  # names that a call's `Host` may have, without the port; None for any
+    origins: tuple[str, ...] = ()  # of pages of other sites that browsers may let call (CORS); ``*`` is any
     page: bool = False
-    defaults: Mapping[str, float] = field(default_factory=dict)
-    max_new_tokens: int | None = None
+    defaults: Mapping[str, float] = field(default_factory=dict)  # values of fields that a body does not have
+    max_new_tokens: int | None = None  # of a chat whose body does not say; None for what the context leaves
 
 
 # What reads the bodies of an endpoint that generates, and what makes its answer.
@@ -132,15 +121,15 @@ class _Endpoints:
 
     async def generate(self, request: Request) -> Response:
         read, form = GENERATING[request.url.path]
-        policy = self._policy
-        call: GenerationCall = await self._read(
-            request,
-            lambda body: read(
-                _filled(body, policy), self._engine, policy.model, policy.max_requests, policy.max_new_tokens
-            ),
-        )
+        policy, engine = self._policy, self._engine
+
+        def checked(body: dict[str, Any]) -> GenerationCall:
+            body |= {name: value for name, value in policy.defaults.items() if body.get(name) is None}
+            return read(body, engine, policy.model, policy.max_requests, policy.max_new_tokens)
+
+        call = await self._read(request, checked)
         answer = form(call, policy.model)
-        handles = self._engine.submit(*call.requests, checked=True)
+        handles = engine.submit(*call.requests, checked=True)
         if call.body.stream:
             return Stream(handles, answer, self.counters)
         try:
@@ -317,10 +306,6 @@ class RequestMiddleware:
         return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
 
-def _filled(body: dict[str, Any], policy: Policy) -> dict[str, Any]:
-    return body | {name: value for name, value in policy.defaults.items() if body.get(name) is None}
-
-
 def _crossing(app: ASGIApp, policy: Policy) -> ASGIApp:
     """``app`` with what tells browsers that pages of ``policy.origins`` may call it."""
     if not policy.origins:
@@ -341,6 +326,30 @@ def _misframed(scope: Scope, headers: Headers) -> ApiError | None:
 
 def _too_large(most: int, size: int) -> ApiError:
     return ApiError(413, f"body: expected at most {most} bytes, found {size} or more", code="body_too_large")
+
+
+def page_routes() -> list[Route]:
+    """The page at ``/``: a conversation in a browser, in one file that refers to nothing else.
+
+    The browser runs only the page's own script and style, and lets them reach only this server (CSP 3).
+    """
+    text = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
+    own = {}
+    for kind in ("script", "style"):
+        (inner,) = re.findall(rf"<{kind}>(.*?)</{kind}>", text, re.DOTALL)
+        own[kind] = f"'sha256-{base64.b64encode(hashlib.sha256(inner.encode()).digest()).decode()}'"
+    policy = (
+        f"default-src 'none'; script-src {own['script']}; style-src {own['style']}; connect-src 'self'; "
+        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "no-referrer",
+        "Cache-Control": "no-cache",
+    }
+    page = Response(text, media_type="text/html", headers=headers)
+    return [Route(PAGE, lambda request: page, methods=["GET"])]
 
 
 def _handler(make: Callable[[Request, Any], ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:

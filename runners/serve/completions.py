@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.request import Request, Sampling
-from ling3export.runners.engine.validation import SEEDS, TOP_LOGPROBS
+from ling3export.runners.engine.validation import BOUNDS, SEEDS, TOP_LOGPROBS
 from ling3export.runners.serve.schema import COUNT, MOST, ApiError, Flag, GenerationBody, Ids, refusal, shown, validated
 from ling3export.runners.serve.structure import NO_TOOLS, Tools, grammar_field
 from ling3export.runners.text.answer import THOUGHT, AnswerFormat
@@ -21,6 +21,11 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine, Prompt
     from ling3export.runners.text.vocabulary import Tokenizer
 
+# Fields of a body that a request and its sampling have by the same names.
+REQUESTED = (
+    "ignore_eos cache_salt stop_token_ids include_stop_str_in_output skip_special_tokens min_tokens priority".split()
+)
+SAMPLED = "logit_bias", *(BOUNDS.keys() - {"seed"})
 MAX_TOKENS = 16  # of /v1/completions if a body does not say, like OpenAI's API
 
 
@@ -106,15 +111,17 @@ def completions(
     prompts = request.prompts
     if isinstance(prompts[0], str) and not engine.files.exist:
         raise refusal("prompt", "token ids", "text: this model has no tokenizer", "no_tokenizer")
-    check_choices(request, engine, len(prompts) * request.n, most)
-    call = generation(request, engine, prompts, request.limit or MAX_TOKENS)
+    scores = len(prompts) if request.echo and request.logprobs is not None else 0
+    answers = 0 if request.max_tokens == 0 else len(prompts) * request.n
+    check_choices(request, engine, answers + scores, most)
+    call = generation(request, engine, prompts, MAX_TOKENS if request.limit is None else request.limit)
     return _echoed(call, request, engine) if request.echo else call
 
 
 def _echoed(call: GenerationCall, body: CompletionsBody, engine: "Engine") -> GenerationCall:
     tokenizer = engine.files.tokenizer("echo")
     texts = (prompt if isinstance(prompt, str) else tokenizer.decode(list(prompt)) for prompt in body.prompts)  # type: ignore[arg-type]
-    call = replace(call, echo=tuple(texts), requests=[] if body.max_tokens == 0 else call.requests)
+    call = replace(call, echo=tuple(texts))
     if body.stream and body.max_tokens == 0:
         raise refusal("stream", "a whole answer where `max_tokens` is 0", "a stream")
     if body.logprobs is None:
@@ -200,48 +207,39 @@ def generation(
             engine.files.grammars(engine.limits.vocab_size).check(grammar_of(grammar, field), field)
     with refusing("logit_bias"):
         samplings = [_sampling(body, choice) for choice in range(body.n)]
+    fields: dict[str, Any] = {name: getattr(body, name) for name in REQUESTED}
+    fields |= {"stop": (*body.stop, *ends), "logprobs": body.top, "grammar": grammars[0] if grammars else None}
     requests: list[Request] = []
+    encoded: list[tuple[int, ...]] = []
     for number, prompt in enumerate(prompts):
         called = name if len(prompts) == 1 else f"{name} {number}"
         with refusing(name):
             ids = engine.prompt_ids(prompt, called, special=special)
             if (last := body.truncate_prompt_tokens) is not None:
                 ids = ids[-(last if last > 0 else engine.limits.context - 1) :]
+            encoded.append(ids)
+            if limit == 0:  # only an echo
+                engine.limits.check(Request(ids, 0, name=called, score_from=1) if ids[1:] else Request(ids, 1))
+                continue
             left = max(1, engine.limits.room(len(ids)))
             room = limit or min(left, default or left)
             if body.min_tokens > room:
                 raise refusal("min_tokens", f"at most {room}, as the answer may have", str(body.min_tokens))
-            first = Request(
-                ids, room, samplings[0], (*body.stop, *ends), body.ignore_eos,
-                name=called, cache_salt=body.cache_salt, logprobs=body.top, grammar=grammars[0] if grammars else None,
-                stop_token_ids=tuple(body.stop_token_ids),
-                include_stop_str_in_output=body.include_stop_str_in_output,
-                skip_special_tokens=body.skip_special_tokens,
-                min_tokens=body.min_tokens, priority=body.priority,
-            )  # fmt: skip
+            first = Request(ids, room, samplings[0], name=called, **fields)
             engine.check(first)
-        same = [first, *map(first.sampled, samplings[1:])]
+        choices = [first, *map(first.sampled, samplings[1:])]
         if body.kv_transfer_params is not None and not requests:  # they are of one state
             with refusing("kv_transfer_params"):
-                same[0] = replace(first, kv_transfer_params=body.kv_transfer_params)
-                engine.check(same[0])
-        requests += same
+                choices[0] = replace(first, kv_transfer_params=body.kv_transfer_params)
+                engine.check_transfer(choices[0])
+        requests += choices
     tokenizer = engine.files.tokenizer("text out") if engine.files.exist else None
-    return GenerationCall(body, requests, tuple(request.prompt_ids for request in requests[:: body.n]), tokenizer)
+    return GenerationCall(body, requests, tuple(encoded), tokenizer)
 
 
 def _sampling(body: GenerationBody, choice: int) -> Sampling:
-    return Sampling(
-        body.temperature,
-        body.top_k,
-        body.top_p,
-        secrets.randbelow(SEEDS) if body.seed is None else seed_of(body.seed, choice),
-        body.presence_penalty,
-        body.frequency_penalty,
-        body.repetition_penalty,
-        tuple(body.logit_bias),
-        body.min_p,
-    )
+    settings = {name: getattr(body, name) for name in SAMPLED}
+    return Sampling(seed=secrets.randbelow(SEEDS) if body.seed is None else seed_of(body.seed, choice), **settings)
 
 
 def seed_of(seed: int, choice: int = 0) -> int:

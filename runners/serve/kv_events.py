@@ -12,7 +12,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,13 +20,11 @@ import zmq
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.threads import JobThread, ThreadEnded
-from ling3export.runners.state.prefix_cache import Cleared, Event, Removed, Stored
+from ling3export.runners.state.prefix_cache import Cleared, Event, Removed
 
 LOG = logging.getLogger(__name__)
 TOPIC = "kv-events"
 ENDPOINT = re.compile(r"tcp://(\*|\[[0-9A-Fa-f:.]+\]|[^:/\[\]\s]+):(\d{1,5})")
-MOST = 1 << 14  # what an event may cost, and from which on nothing joins a batch: tokens, and NAMED for each block
-NAMED = 80
 WAITING = 1 << 10  # messages that wait for a reader before it loses some
 SUBSCRIPTION = 1 << 12  # bytes of a reader's topic
 CLOSING = 10.0  # seconds to publish what waits at the end
@@ -34,52 +32,9 @@ MEDIUM = "GPU"  # vLLM's word for the memory that the model computes from, whate
 KINDS = ("mla_attention", "mamba")
 
 
-class BlockStored(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that prompts can hit from now on, one after the other."""
-
-    block_hashes: list[int]
-    parent_block_hash: int | None
-    token_ids: list[int]
-    block_size: int
-    lora_id: int | None
-    medium: str | None
-    lora_name: str | None
-    extra_keys: list[tuple[str, ...] | None] | None = None
-    group_idx: int | None = None
-    kv_cache_spec_kind: str | None = None
-
-
-class BlockRemoved(msgspec.Struct, tag=True, omit_defaults=True):
-    """Blocks that prompts cannot hit any more."""
-
-    block_hashes: list[int]
-    medium: str | None
-    group_idx: int | None = None
-
-
-class AllBlocksCleared(msgspec.Struct, tag=True):
-    """Prompts hit nothing from now on."""
-
-
 def number_of(name: bytes) -> int:
     """A block's name as others have it: 64 bits."""
     return int.from_bytes(name[-8:], "big")
-
-
-def pieces(event: Stored, most: int = MOST) -> Iterator[Stored]:
-    """An event as some that cost no more than ``most`` each, or have one block."""
-    count, parent = max(1, most // (event.block + NAMED)), event.parent
-    for at in range(0, len(event.hashes), count):
-        names = event.hashes[at : at + count]
-        tokens = event.tokens[at * event.block : (at + count) * event.block]
-        yield event._replace(hashes=names, parent=parent, tokens=tokens)
-        parent = names[-1]
-
-
-def _cost(event: Event) -> int:
-    if isinstance(event, Cleared):
-        return NAMED
-    return NAMED * len(event.hashes) + (len(event.tokens) if isinstance(event, Stored) else 0)
 
 
 def encoded(at: float, events: Sequence[Event]) -> bytes:
@@ -87,27 +42,28 @@ def encoded(at: float, events: Sequence[Event]) -> bytes:
     return msgspec.msgpack.encode((at, [_written(event) for event in events], 0))
 
 
-def _written(event: Event) -> msgspec.Struct:
-    if isinstance(event, Stored):
-        salted = event.salt and event.parent is None  # as vLLM has it: with a sequence's first block
-        salt = event.salt.encode("utf-8", "replace").decode()  # halves of characters cannot be written
-        keys: list[tuple[str, ...] | None] = [(salt,) if salted else None, *[None] * (len(event.hashes) - 1)]
-        parent = None if event.parent is None else number_of(event.parent)
-        return BlockStored(
-            [number_of(name) for name in event.hashes],
-            parent,
-            list(event.tokens),
-            event.block,
-            None,
-            MEDIUM,
-            None,
-            keys,
-            int(event.state),
-            KINDS[event.state],
-        )
+def _written(event: Event) -> dict[str, Any]:
+    """An event as vLLM declares it: its fields in their order, without those that have their default."""
+    if isinstance(event, Cleared):
+        return {"type": "AllBlocksCleared"}
+    names = [number_of(name) for name in event.hashes]
     if isinstance(event, Removed):
-        return BlockRemoved([number_of(name) for name in event.hashes], MEDIUM, int(event.state))
-    return AllBlocksCleared()
+        return {"type": "BlockRemoved", "block_hashes": names, "medium": MEDIUM, "group_idx": int(event.state)}
+    salted = event.salt and event.parent is None  # as vLLM has it: with a sequence's first block
+    salt = event.salt.encode("utf-8", "replace").decode()  # halves of characters cannot be written
+    return {
+        "type": "BlockStored",
+        "block_hashes": names,
+        "parent_block_hash": None if event.parent is None else number_of(event.parent),
+        "token_ids": event.tokens,
+        "block_size": event.block,
+        "lora_id": None,
+        "medium": MEDIUM,
+        "lora_name": None,
+        "extra_keys": [(salt,) if salted else None, *[None] * (len(names) - 1)],
+        "group_idx": int(event.state),
+        "kv_cache_spec_kind": KINDS[event.state],
+    }
 
 
 class Publisher:
@@ -179,17 +135,7 @@ class Publisher:
 
     def _publish(self) -> None:
         """Sends the events that wait: those of several calls of ``tell`` in one batch."""
-        batch: list[Event] = []
-        cost = 0
-        while self._events:
-            event = self._events.popleft()
-            for part in pieces(event) if isinstance(event, Stored) else (event,):
-                batch.append(part)
-                cost += _cost(part)
-                if cost >= MOST:
-                    self._send(batch)
-                    batch, cost = [], 0
-        if batch:
+        if batch := [self._events.popleft() for _ in range(len(self._events))]:
             self._send(batch)
 
     def _send(self, batch: list[Event]) -> None:

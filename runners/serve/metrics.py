@@ -83,16 +83,9 @@ class _EngineCounters(Collector):
             yield GaugeMetricFamily(f"ling3_{pool}", f"All {pool}.", size)
             yield GaugeMetricFamily(f"ling3_{pool}_free", f"Free {pool}.", stats["free"][pool])
         calls = CounterMetricFamily("ling3_calls", "Calls of a program.", labels=["cell"])
-        waste = GaugeMetricFamily("ling3_padding_waste", "Share of a program's slots left empty.", labels=["cell"])
         for cell, row in stats["cells"].items():
             calls.add_metric([cell], row["calls"])
-            waste.add_metric([cell], row["padding_waste"])
         yield calls
-        yield waste
-        misses = CounterMetricFamily("ling3_prefix_misses", "Prompts that it had nothing of.", labels=["reason"])
-        for reason, count in stats["prefix_cache"]["misses"].items():
-            misses.add_metric([reason], count)
-        yield misses
         for name, text in (
             ("transfer", "What happened to states on their way."),
             ("prefix_store", "What happened to states in the folder of the prefix cache."),

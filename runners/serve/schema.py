@@ -3,9 +3,9 @@
 A field's description is what the message about a wrong value says that it expected.
 """
 
+import difflib
 import json
 import re
-from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -24,7 +24,6 @@ from starlette.responses import Response
 
 from ling3export.foundation.strict_json import DoubledKeyError, parse_json
 from ling3export.runners.engine.validation import BIAS, BIASES, BOUNDS, PRIORITY, TOP_LOGPROBS
-from ling3export.runners.text.chat import RESERVED
 
 STOPS, STOP_LENGTH = 16, 1000
 SHOWN = 60  # characters of a wrong value that a message repeats
@@ -48,25 +47,18 @@ NEUTRAL: Mapping[str, Sequence[Any]] = {
     "tool_choice": ("none", "auto"),
     "modalities": (["text"],),
     "store": (False, True),  # nothing is stored
-    "background": (False,),
     "truncation": ("disabled",),
     "include": ([],),
     "service_tier": ("auto", "default"),
     "chat_template_kwargs": ({},),
     "length_penalty": (1, 1.0),
-    "use_beam_search": (False,),
-    # What vllm-router adds to every request.
-    "no_stop_trim": (False,),
-    "spaces_between_special_tokens": (True,),
-    "early_stopping": (False,),
-    "add_special_tokens": (True,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "return_hidden_states": (False,),
-    "include_reasoning": (True, False),
-    "separate_reasoning": (True, False),
-    "stream_reasoning": (True, False),
+    **dict.fromkeys(("background", "use_beam_search"), (False,)),
+    # vllm-router adds these to every request.
+    **dict.fromkeys(("no_stop_trim", "early_stopping", "continue_final_message", "return_hidden_states"), (False,)),
+    **dict.fromkeys(("spaces_between_special_tokens", "add_special_tokens", "add_generation_prompt"), (True,)),
+    **dict.fromkeys(("include_reasoning", "separate_reasoning", "stream_reasoning"), (True, False)),
 }
+RESERVED = {"messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now"}
 # Fields that only label a request.
 LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"})
 
@@ -131,9 +123,7 @@ class JsonObject(BaseModel):
     model_config = ConfigDict(strict=True)
     passed: ClassVar[frozenset[str]] = frozenset()  # names of fields that are kept and checked elsewhere
     labels: ClassVar[frozenset[str]] = frozenset()  # names of fields that change nothing
-    neutral: ClassVar[
-        Mapping[str, Sequence[Any]]
-    ] = {}  # fields that are not implemented, and values that ask for nothing
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {}  # as NEUTRAL
 
     @model_validator(mode="before")
     @classmethod
@@ -150,7 +140,9 @@ class JsonObject(BaseModel):
         if name in cls.labels:
             return
         if name not in cls.neutral:
-            raise refusal(name[:SHOWN], "fields that this server knows", "another", "unsupported_parameter")
+            known = sorted({*cls.model_fields, *cls.passed})
+            near = difflib.get_close_matches(name[:SHOWN], known, 3) or known
+            raise refusal(name[:SHOWN], f"one of the fields {', '.join(near)}", "another", "unsupported_parameter")
         if repr(value) not in map(repr, cls.neutral[name]):  # by repr, since 1 equals True
             wanted = " or ".join(map(json.dumps, cls.neutral[name]))
             actual = f"{shown(value)}: not supported here"
@@ -260,9 +252,7 @@ class GenerationBody(ModelBody):
     seed: Annotated[int | None, Field(ge=-(1 << 63), lt=1 << 64, description="a whole number of 64 bits")] = None
     structured_outputs: Any = None
     stop: Stops = []
-    stop_token_ids: Annotated[
-        list[int], Field(max_length=STOPS, description=f"a list of at most {STOPS} token ids")
-    ] = []
+    stop_token_ids: Annotated[list[int], Field(max_length=STOPS, description=f"at most {STOPS} token ids")] = []
     include_stop_str_in_output: Flag = False
     skip_special_tokens: Flag = True
     min_tokens: Annotated[int, Field(ge=0, le=MOST, description=f"a whole number from 0 to {MOST}")] = 0
@@ -282,14 +272,9 @@ class GenerationBody(ModelBody):
     ] = None
     stream_options: Annotated[StreamOptions | None, Field(description="an object")] = None
     return_token_ids: Flag = False
-    kv_transfer_params: Annotated[dict[str, Any] | None, Field(description="an object, as vLLM's servers take it")] = (
-        None
-    )
+    kv_transfer_params: Annotated[dict[str, Any] | None, Field(description="an object, as vLLM takes it")] = None
 
-    @property
-    @abstractmethod
-    def top(self) -> int | None:
-        """How many of the most likely tokens are returned with each token; None without log-probabilities."""
+    top: ClassVar[Any]  # most likely tokens that are returned with each token; None without log-probabilities
 
     @property
     def limit(self) -> int | None:
@@ -319,7 +304,7 @@ class TemplateBody(ModelBody):
     @field_validator("chat_template_kwargs")
     @classmethod
     def _of_the_template(cls, variables: dict[str, Any]) -> dict[str, Any]:
-        if reserved := sorted({*variables} & {*RESERVED}):
+        if reserved := sorted(variables.keys() & RESERVED):
             raise refusal("chat_template_kwargs", "variables of the chat template's own", f"`{reserved[0]}`")
         return variables
 

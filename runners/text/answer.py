@@ -1,14 +1,300 @@
-"""What of an answer's text is content, what a thought, and what the call of a tool."""
+"""An answer's text: what of it is content, what a thought, and what the call of a tool, in two dialects.
 
+A reader of calls takes the text after the mark that opens a call, as it grows. It says where the call ends once that is
+certain and not before, so nothing that was said of a text is ever taken back.
+"""
+
+import json
+import re
 import secrets
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-from ling3export.runners.text.calls import CALL, Functions, JsonCall, KeyedCall, Reader
-from ling3export.runners.text.detokenize import overlap
+from ling3export.runners.text.vocabulary import overlap
 
 THINK, THOUGHT = "<think>", "</think>"
 TEXT, REASONING, TOOL = "content", "reasoning_content", "tool_calls"
+CALL, CALLED = "<tool_call>", "</tool_call>"
+KEY, KEYED, VALUE, VALUED = "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"
+IN_STRING = re.compile(r'(?:[^"\\]|\\.)*+', re.DOTALL)  # of JSON, as far as it goes
+OUTSIDE = re.compile(f'"|{CALLED}')  # of strings
+QUOTES = re.compile(r"\\.", re.DOTALL)  # what stands for itself in one, quotes too
+NAME = re.compile(r"\s*([\w.:/-]{0,64})")  # of a function, where it is written bare
+BLANKS = re.compile(r"\s*")
+MARK = re.compile("</?(?:tool_call|arg_key|arg_value)>")
+LONGEST = len(VALUED)
+KINDS = frozenset({"string", "number", "integer", "boolean", "null", "array", "object"})
+
+Functions = Mapping[str, Any]  # the schema of the arguments of each function, by its name
+
+
+class Call(NamedTuple):
+    """A call that has ended: the function's name, and its arguments as the text of a JSON object."""
+
+    name: str
+    arguments: str
+
+
+class Read(NamedTuple):
+    """What a text behind an opening mark is.
+
+    Attributes:
+        end: Characters that belong to it.
+        call: The call; None where it is none, and all of it is text.
+    """
+
+    end: int
+    call: Call | None
+
+
+class JsonCall:
+    """Reads ``{"name": NAME, "arguments": OBJECT}``, as Ling-2's templates write it; a mark in a string ends nothing.
+
+    Args:
+        functions: Those that may be called.
+    """
+
+    def __init__(self, functions: Functions) -> None:
+        self._place = 0  # characters before it are read
+        self._in_string = False  # at that place
+
+    def read(self, text: str, last: bool) -> Read | None:
+        """What the text is; None while that is open. Each character is looked at once.
+
+        Args:
+            text: What stands behind the opening mark, so far.
+            last: Nothing follows.
+        """
+        if (end := self._end(text)) is not None and (call := _json_call(text[:end])) is not None:
+            return Read(end + len(CALLED), call)
+        if end is None and not last:
+            return None
+        first = text.find(CALLED)
+        return Read(len(text) if first < 0 else first + len(CALLED), None)
+
+    def _end(self, text: str) -> int | None:
+        """Where the first closing mark outside of a string begins; None where there is none yet."""
+        while True:
+            if self._in_string:
+                self._place = IN_STRING.match(text, self._place).end()  # type: ignore[union-attr]  # it takes nothing
+                if not text.startswith('"', self._place):
+                    return None
+                self._place, self._in_string = self._place + 1, False
+            elif (match := OUTSIDE.search(text, self._place)) is None:
+                self._place = max(self._place, len(text) - len(CALLED) + 1)
+                return None
+            elif match[0] == CALLED:
+                return match.start()
+            else:
+                self._place, self._in_string = match.end(), True
+
+
+def _json_call(text: str) -> Call | None:
+    try:
+        call = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return None
+    name, arguments = (call.get("name"), call.get("arguments", {})) if isinstance(call, dict) else (None, None)
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return None
+    return Call(name, json.dumps(arguments, ensure_ascii=False))
+
+
+class KeyedCall:
+    """Reads a name and then pairs of marked keys and values, as Ling-3's templates write them.
+
+    Between the parts stands any white space. A value ends at the first closing mark behind which a key or the end of
+    the call follows; any other mark in it is text. A string is written bare: what a value is follows from its schema.
+    One that is JSON and no string does not end within a string of its own, where that comes to an end.
+
+    Args:
+        functions: Those that may be called.
+    """
+
+    def __init__(self, functions: Functions) -> None:
+        self._functions, self._text, self._last = functions, "", False
+        self._steps = self._run()
+
+    def read(self, text: str, last: bool) -> Read | None:
+        """What the text is; the arguments are those of ``JsonCall.read``."""
+        self._text, self._last = text, last
+        try:
+            next(self._steps)
+        except StopIteration as ended:
+            return Read(*ended.value)
+        return None
+
+    def _run(self) -> Generator[None, None, tuple[int, Call | None]]:
+        at = 0
+        while True:
+            name = NAME.match(self._text, at)
+            assert name is not None  # it takes an empty text
+            if self._last or name.end() < len(self._text):
+                break
+            at = at if name[1] else name.end()
+            yield
+        if not name[1]:
+            return name.end(), None
+        mark, at = yield from self._mark(name.end())
+        schema, values = self._functions.get(name[1], {}), dict[str, str]()
+        while mark == KEY:
+            key = yield from self._until(at)
+            if key is None or key[0] != KEYED:
+                return len(self._text) if key is None else key.start(), None
+            written = self._text[at : key.start()]
+            mark, at = yield from self._mark(key.end(), (VALUE,))
+            if not mark:
+                return at, None
+            kinds = kinds_of_property(schema, written)
+            start = place = counted = at
+            mark, quotes, first = "", 0, ("", 0, 0)
+            while not mark:
+                while (place := self._text.find(VALUED, at)) < 0 and not self._last:
+                    at = max(at, len(self._text) - len(VALUED) + 1)
+                    yield
+                if place < 0 and not first[0]:
+                    return len(self._text), None
+                if place < 0:
+                    mark, end, place = first  # no string comes to an end behind it
+                    break
+                at = place + len(VALUED)
+                mark, end = yield from self._mark(at)
+                quotes, counted = quotes + QUOTES.sub("", self._text[counted:place]).count('"'), place
+                if mark and quotes % 2 and "string" not in kinds:
+                    first, mark = first if first[0] else (mark, end, place), ""
+            at, values[written] = end, argument(self._text[start:place], kinds)
+        pairs = (f"{json.dumps(key, ensure_ascii=False)}: {value}" for key, value in values.items())
+        return at, Call(name[1], f"{{{', '.join(pairs)}}}") if mark else None
+
+    def _mark(self, at: int, marks: tuple[str, ...] = (KEY, CALLED)) -> Generator[None, None, tuple[str, int]]:
+        """The mark that stands behind white space, and its end; where none does, an empty one and where it breaks."""
+        while True:
+            blanks = BLANKS.match(self._text, at)
+            at = at if blanks is None else blanks.end()
+            rest = self._text[at : at + LONGEST]
+            for mark in marks:
+                if rest.startswith(mark):
+                    return mark, at + len(mark)
+            if self._last or not any(mark.startswith(rest) for mark in marks):
+                return "", at
+            yield
+
+    def _until(self, at: int) -> Generator[None, None, re.Match[str] | None]:
+        """The next mark, whichever it is; None where none comes."""
+        while (mark := MARK.search(self._text, at)) is None and not self._last:
+            at = max(at, len(self._text) - LONGEST + 1)
+            yield
+        return mark
+
+
+Reader = JsonCall | KeyedCall
+
+
+def reader_of(template: str) -> type[Reader]:
+    """What reads the calls of a model: its chat template writes earlier ones as the model does."""
+    return KeyedCall if KEY in template else JsonCall
+
+
+def argument(text: str, kinds: frozenset[str]) -> str:
+    """A value as JSON: a string where it has to be one, else what JSON it is, else the text that it is.
+
+    Args:
+        text: As the model wrote it.
+        kinds: JSON types that its schema takes.
+    """
+    if kinds != {"string"}:
+        try:
+            value = json.loads(text, parse_constant=_refuse)
+        except (ValueError, RecursionError):
+            pass
+        else:
+            # Where a string is one of several types it is written bare, so what is no other type is the text itself.
+            if "string" not in kinds or kinds == KINDS or kind_of(value) & kinds - {"string"}:
+                return text.strip()
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(constant)
+
+
+def kind_of(value: object) -> frozenset[str]:
+    """The JSON types that a value has."""
+    if isinstance(value, bool) or value is None:
+        return frozenset({"null" if value is None else "boolean"})
+    names = {int: ("integer", "number"), float: ("number",), str: ("string",), list: ("array",), dict: ("object",)}
+    return frozenset(names[type(value)])
+
+
+def kinds_of_property(schema: object, name: str) -> frozenset[str]:
+    """The JSON types that the schema of an object takes for one of its members: all of them where it says nothing."""
+    try:
+        return next((kinds_of(member, schema) for member in _properties(schema, schema, name, set())), KINDS)
+    except RecursionError:
+        return KINDS
+
+
+def _properties(schema: object, root: object, name: str, seen: set[int]) -> Generator[object, None, None]:
+    if not isinstance(schema, dict) or id(schema) in seen:
+        return
+    seen.add(id(schema))
+    members = schema.get("properties")
+    if isinstance(members, dict) and name in members:
+        yield members[name]
+    for inner in (resolved(schema, root), *listed(schema, "allOf", "anyOf", "oneOf")):
+        yield from _properties(inner, root, name, seen)
+    if isinstance(schema.get("additionalProperties"), dict):
+        yield schema["additionalProperties"]
+
+
+def kinds_of(schema: object, root: object, seen: dict[int, frozenset[str]] | None = None) -> frozenset[str]:
+    """The JSON types that a schema takes.
+
+    Args:
+        schema: Nothing of it has been checked.
+        root: The document in which its references are looked up.
+        seen: What was found of schemas that were looked at, each once: there may be circles, and many ways to each.
+    """
+    if not isinstance(schema, dict):
+        return KINDS
+    seen = {} if seen is None else seen
+    if id(schema) in seen:
+        return seen[id(schema)]
+    kinds = seen[id(schema)] = KINDS
+    declared = schema.get("type")
+    named = {part for part in (declared if isinstance(declared, list) else [declared]) if isinstance(part, str)} & KINDS
+    if named:
+        kinds &= named | ({"integer"} if "number" in named else set())
+    values = [schema["const"]] if "const" in schema else schema.get("enum")
+    if isinstance(values, list) and values:
+        kinds &= frozenset().union(*map(kind_of, values))
+    for name in ("anyOf", "oneOf"):
+        if branches := listed(schema, name):
+            kinds &= frozenset().union(*(kinds_of(branch, root, seen) for branch in branches))
+    for part in (resolved(schema, root), *listed(schema, "allOf")):
+        kinds &= kinds_of(part, root, seen)
+    kinds = seen[id(schema)] = kinds | {"null"} if schema.get("nullable") is True else kinds
+    return kinds
+
+
+def listed(schema: dict[str, Any], *names: str) -> list[Any]:
+    lists = (schema.get(name) for name in names)
+    return [item for values in lists if isinstance(values, list) for item in values]
+
+
+def resolved(schema: dict[str, Any], root: object) -> object:
+    """What the reference of a schema leads to within its document; True, which takes anything, where it has none."""
+    reference = schema.get("$ref")
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return True
+    value = root
+    for part in reference[1:].split("/")[1:]:
+        part = part.replace("~1", "/").replace("~0", "~")
+        if not isinstance(value, dict) or part not in value:
+            return True
+        value = value[part]
+    return value
 
 
 @dataclass(frozen=True)

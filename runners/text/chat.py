@@ -1,14 +1,15 @@
 """Messages to text by the checkpoint's own chat template, which is a program: it runs in jinja2's sandbox.
 
 An artifact runs native code, so its template need not be held back; what the messages of a request make of it has
-bounds: its text, its powers, and its time, which is looked at whenever the template reads or writes something.
+bounds: its text, its numbers and lists, and its time, which is looked at in each turn of a loop and whenever the
+template reads or calls something.
 """
 
 import json
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from datetime import datetime
 from typing import Any, NoReturn
 
@@ -18,8 +19,8 @@ Message = Mapping[str, Any]
 FILE = "chat_template.jinja"
 SECONDS = 5.0  # that a template may take; published ones take milliseconds
 LARGEST = 1 << 24  # characters of its text
-BITS = 1 << 16  # of a power, which jinja2 would work out while it compiles, however long that takes
-RESERVED = ("messages", "tools", "add_generation_prompt", "continue_final_message", "raise_exception", "strftime_now")
+BITS = 1 << 16  # of a power or a product, which jinja2 would work out while it compiles, however long that takes
+SLOW = ("wordwrap", "urlize")  # filters that take minutes for a long text and that no published template uses
 WANTED = 'expected messages, [{"role": TEXT, "content": TEXT}, ...]'
 
 
@@ -85,10 +86,6 @@ class ChatTemplate:
         from jinja2 import TemplateError
 
         check_messages(messages, name)
-        if reserved := sorted({*(variables or {})} & {*RESERVED}):
-            raise RequestError(
-                f"chat_template_kwargs: expected variables of the chat template's own, found `{reserved[0]}`"
-            )
         copies = [dict(message) for message in messages]
         values = {**self._tokens, **(variables or {}), "messages": copies}
         if continue_final_message:
@@ -177,16 +174,32 @@ class _Deadline(threading.local):
 
 
 def _environment(check: Callable[[], None]) -> Any:
-    """jinja2's sandbox, which is loaded here; ``check`` is called whenever a template reads or calls something."""
+    """jinja2's sandbox; ``check`` is called in each turn of a loop and whenever a template reads or calls something."""
+    from jinja2 import nodes
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Environment(ImmutableSandboxedEnvironment):
-        intercepted_binops = frozenset({"**"})
+        intercepted_binops = frozenset({"*", "**"})
+
+        def _parse(self, *source: Any) -> Any:
+            tree = super()._parse(*source)
+            for loop in tree.find_all(nodes.For):
+                turn = nodes.Call(nodes.Name("in_time", "load"), [], [], None, None)
+                loop.body.insert(0, nodes.ExprStmt(turn).set_lineno(loop.lineno))
+            return tree
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-            if isinstance(left, int) and isinstance(right, int) and left.bit_length() * right > BITS:
-                raise _TooMuch(f"a power of more than {BITS:,} bits")
+            check()
+            if isinstance(left, int) and isinstance(right, int):
+                size = left.bit_length() * right if operator == "**" else left.bit_length() + right.bit_length()
+                if size > BITS:
+                    raise _TooMuch(f"a {'power' if operator == '**' else 'product'} of more than {BITS:,} bits")
+            elif any(
+                isinstance(a, Sized) and isinstance(b, int) and len(a) * b > LARGEST
+                for a, b in ((left, right), (right, left))
+            ):
+                raise _TooMuch(f"more than {LARGEST:,} characters or elements")
             return super().call_binop(context, operator, left, right)
 
         def getattr(self, obj: Any, attribute: str) -> Any:
@@ -202,7 +215,9 @@ def _environment(check: Callable[[], None]) -> Any:
             return super().call(context, function, *args, **named)
 
     environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols])
-    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now}
+    environment.globals |= {"raise_exception": _refuse, "strftime_now": _now, "in_time": lambda: None}  # `call` checks
+    for name in SLOW:
+        del environment.filters[name]
     environment.filters["tojson"] = _json
     return environment
 

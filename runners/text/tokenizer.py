@@ -10,17 +10,15 @@ from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.schema import FileRecord
 from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.foundation.strict_json import parse_json
-from ling3export.runners.text import answer, calls, chat
+from ling3export.runners.text import answer, chat
 from ling3export.runners.text.grammar import Grammars
 from ling3export.runners.text.trial import GrammarTrial
 from ling3export.runners.text.vocabulary import FILE, Tokenizer
 
 CONFIG = "tokenizer_config.json"
-MARKS = "|".join(
-    (answer.THINK, answer.THOUGHT, calls.CALL, calls.CALLED, calls.KEY, calls.KEYED, calls.VALUE, calls.VALUED)
-)
+MARKS = answer.THINK, answer.THOUGHT, answer.CALL, answer.CALLED, answer.KEY, answer.KEYED, answer.VALUE, answer.VALUED
 # Some tokenizers call the marks of thoughts and calls special tokens, which texts of answers do not have.
-SPECIAL_MARK = re.compile(rf'("content":\s*"(?:{MARKS})"[^{{}}]*"special":\s*)true'.encode())
+SPECIAL_MARK = re.compile(rf'("content":\s*"(?:{"|".join(MARKS)})"[^{{}}]*"special":\s*)true'.encode())
 
 
 class TokenizerFiles:

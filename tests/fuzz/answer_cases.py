@@ -7,8 +7,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from ling3export.runners.text.answer import REASONING, TEXT, TOOL, AnswerFormat, AnswerParser
-from ling3export.runners.text.calls import JsonCall, KeyedCall
+from ling3export.runners.text.answer import REASONING, TEXT, TOOL, AnswerFormat, AnswerParser, JsonCall, KeyedCall
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated
 

@@ -9,7 +9,7 @@ from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.load.loader import Timings
-from ling3export.runners.text.detokenize import TextStream
+from ling3export.runners.text.vocabulary import TextStream
 from tests.support.fake_backend import VOCAB, FakeBackend, answer
 from tests.support.scheduler_rig import Rig as CoreRig
 

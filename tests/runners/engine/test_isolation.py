@@ -19,8 +19,8 @@ from ling3export.runners.engine.logits_processor import LogitsProcessorState
 from ling3export.runners.engine.request import Limits, Request, Sampling
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.state.sequence_state import TransferredState
-from ling3export.runners.text.detokenize import TextStream
 from ling3export.runners.text.grammar import Grammars, Matcher
+from ling3export.runners.text.vocabulary import TextStream
 from tests.support.choosing import changed, greedy
 from tests.support.fake_backend import answer
 from tests.support.scheduler_rig import Rig

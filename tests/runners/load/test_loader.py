@@ -1,6 +1,8 @@
 """The ladder on a toy artifact: digests first, then verdicts, then programs; what is damaged is never used."""
 
+import gc
 import shutil
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 
@@ -14,7 +16,7 @@ from ling3export.foundation.errors import ArtifactError
 from ling3export.machine import pjrt
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load import recompile
-from ling3export.runners.load.loader import load, unsearched
+from ling3export.runners.load.loader import collector_off, load, no_plugin_search
 from ling3export.runners.load.recompile import cache_folder
 from tests.support import toy_artifact
 from tests.support.manifests import changed_targets, crafted
@@ -213,7 +215,28 @@ def test_jax_alone_finds_no_distributions_while_it_is_imported() -> None:
         return [each.name for each in metadata.distributions()]
 
     before = names()
-    with ThreadPoolExecutor(1) as pool, unsearched():
+    with ThreadPoolExecutor(1) as pool, no_plugin_search():
         assert names() == []
         assert pool.submit(names).result() == before
     assert names() == before and "jax" in before
+
+
+@pytest.mark.parametrize("within", [no_plugin_search, collector_off])
+def test_two_loads_at_once_leave_python_as_it_was(within) -> None:
+    """The second to begin took the first one's replacement for the original, and put it back."""
+    before, held, over = (metadata.distributions, gc.isenabled()), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with within():
+            held.set()
+            over.wait(0.2)  # the second one begins, and must wait
+
+    def second() -> None:
+        held.wait()
+        with within():
+            over.set()
+
+    with ThreadPoolExecutor(2) as pool:
+        for done in [pool.submit(first), pool.submit(second)]:
+            done.result()
+    assert (metadata.distributions, gc.isenabled()) == before

@@ -13,10 +13,10 @@ from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve import structure
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy
-from ling3export.runners.serve.call_grammar import AT_MOST_ONE
 from ling3export.runners.serve.chat import ChatBody, conversation
 from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, seed_of
 from ling3export.runners.serve.schema import ApiError, validated
+from ling3export.runners.serve.structure import AT_MOST_ONE
 from ling3export.runners.text.answer import AnswerFormat, AnswerParser
 from ling3export.runners.text.chat import ChatTemplate
 from tests.support import serving
@@ -151,6 +151,24 @@ def test_echo_is_the_prompt_and_no_token_need_follow(engine):
     assert alone["usage"]["completion_tokens"] == 0 < alone["usage"]["prompt_tokens"]
     streamed = chunks(engine, COMPLETIONS, IDS | {"prompt": "the of", "echo": True})
     assert "".join(chunk["choices"][0]["text"] for chunk in streamed) == choice["text"]
+
+
+def test_echo_of_a_prompt_as_long_as_the_context_needs_no_room_for_an_answer(engine):
+    context = engine.limits.context
+    body = IDS | {"prompt": [3] * context, "echo": True, "max_tokens": 0}
+    (choice,) = asked(engine, COMPLETIONS, body)["choices"]
+    assert choice["text"] == engine.files.tokenizer("test").decode([3] * context)
+    for wrong, found in (([3] * (context + 1), "token ids"), ([3, 1 << 20], "at place 1"), ([1 << 20], "at place 0")):
+        answer = call(engine, COMPLETIONS, body | {"prompt": wrong})
+        assert answer.status_code == 400 and found in answer.json()["error"]["message"]
+
+
+def test_prompts_that_are_scored_count(engine):
+    """Three prompts with an echo and log-probabilities got 429 for ever where four requests may be at once."""
+    policy = Policy("toy", None, 4, 1 << 20)
+    body = IDS | {"prompt": [[3, 4]] * 3, "echo": True, "logprobs": 1}
+    answer = serving.asked(engine, policy, COMPLETIONS, body)
+    assert (answer.status_code, answer.json()["error"]["message"]) == (400, "`n`: expected at most 4 answers, found 6")
 
 
 def test_echo_with_log_probabilities_without_score_programs_is_refused_by_name(engine):

@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.serve.kv_events import Publisher, encoded, number_of, pieces
+from ling3export.runners.serve.kv_events import Publisher, encoded, number_of
 from ling3export.runners.state.prefix_cache import Cleared, Removed, Stored
 from tests.support.waiting import until
 
@@ -93,11 +93,6 @@ def test_a_batch_is_what_vllm_declares_byte_for_byte():
 def test_half_a_character_in_a_salt_is_told_as_a_question_mark():
     """It cannot be written in msgpack, and would have ended the thread that tells events."""
     assert read(encoded(0.0, [stored(1, salt="a\ud800")])).events[0].extra_keys == [("a?",)]
-
-
-def test_long_events_come_in_pieces_each_behind_the_one_before():
-    found = list(pieces(stored(1, 2, 3, 4, 5, parent=8), most=200))
-    assert found == [stored(1, 2, parent=8), stored(3, 4, parent=2), stored(5, parent=4)]
 
 
 @pytest.mark.parametrize("wrong", ["5557", "tcp://127.0.0.1", "tcp://127.0.0.1:65536", "ipc:///tmp/x", "tcp://a b:1"])

@@ -7,8 +7,16 @@ from typing import Any
 
 import pytest
 
-from ling3export.runners.text.answer import AnswerFormat, AnswerParser, split_thought
-from ling3export.runners.text.calls import JsonCall, KeyedCall, argument, kinds_of_property, reader_of
+from ling3export.runners.text.answer import (
+    AnswerFormat,
+    AnswerParser,
+    JsonCall,
+    KeyedCall,
+    argument,
+    kinds_of_property,
+    reader_of,
+    split_thought,
+)
 
 SCHEMA = {
     "type": "object",

@@ -103,6 +103,10 @@ def test_a_template_that_refuses_messages_is_the_messages_fault(tmp_path):
         ("{% for i in range(1000000) %}{% endfor %}", "found OverflowError: Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "expected it to end, found no end"),
         ("{{ 10 ** (10 ** 10) }}", "found a power of more than 65,536 bits"),  # worked out by the compiler, for ever
+        (
+            "{{ messages[0].content | wordwrap(2) }}",
+            "expected one that jinja2 compiles, found No filter named 'wordwrap'",
+        ),
         ({"a": 1}, "expected a text, found dict, in "),
         ("{{" + "[" * 5000 + "}}", "expected one that jinja2 compiles, found it nested too deeply"),
     ],
@@ -123,9 +127,17 @@ def test_a_broken_template_is_a_clear_error(tmp_path, template, message):
         ),
         ("{% for m in messages %}{% for i in range(9999) %}{{ m.content }}{% endfor %}{% endfor %}", "more than 1,000"),
         ("{{ messages[0].content * 9999 }}", "more than 1,000"),
+        ("{% set x = [0] * 10 ** 9 %}", "more than 1,000 characters or elements"),
+        ("{% set x = 10 ** 9 * [0] %}", "more than 1,000 characters or elements"),
+        ("{% for i in range(9999) %}{% for j in range(9999) %}{% endfor %}{% endfor %}", "no end within 0 s"),
+        (
+            "{% for i in [0] * 9 if i in ([1] * 9) %}{% else %}{{ 3 ** 9999 * 3 ** 99999 }}{% endfor %}",
+            "a power of more",
+        ),
     ],
 )
 def test_messages_that_a_template_makes_too_much_of_are_ended(tmp_path, monkeypatch, template, found):
+    """Lists of a thousand million elements, and loops that neither read nor write, ran beyond the five seconds."""
     monkeypatch.setattr(chat, "LARGEST", 1000)
     monkeypatch.setattr(chat, "SECONDS", 0.0 if "end" in found else chat.SECONDS)
     whole = files(tmp_path, template)

@@ -13,9 +13,9 @@ from tokenizers.models import WordLevel
 
 from ling3export.artifacts.manifest import file_record
 from ling3export.foundation.errors import ArtifactError, RequestError
-from ling3export.runners.text.detokenize import TextStream
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from ling3export.runners.text.vocabulary import Tokenizer
+from ling3export.runners.text.vocabulary import TextStream, Tokenizer
+from ling3export.verify.measure import check_tokenizer
 from tests.support.short_chats import write_short
 
 EOS = 2044
@@ -119,6 +119,33 @@ def test_a_broken_tokenizer_is_a_clear_error():
         ArtifactError, match=r"tokenizer `tokenizer/tokenizer.json`: expected one that `tokenizers` reads"
     ):
         Tokenizer(b'{"model": 1}', "tokenizer/tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            {
+                "post_processor": {
+                    "type": "TemplateProcessing",
+                    "single": [{"SpecialToken": {"id": "[CLS]", "type_id": 0}}],
+                    "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 0}}],
+                    "special_tokens": {},
+                }
+            },
+            "found no entry found for key",
+        ),
+        ({"model": {"type": "WordPiece", "vocab": {"a": 0}, "unk_token": "[UNK]", "continuing_subword_prefix": "##",
+                    "max_input_chars_per_word": 9}}, "found WordPiece error: Missing"),
+        ({"model": {"type": "WordLevel", "vocab": {"a": 1 << 31}, "unk_token": "a"}}, "below 16,777,216, found 2,147"),
+    ],
+)  # fmt: skip
+def test_a_tokenizer_that_fails_at_the_first_text_is_refused_at_build(data, tmp_path, change, message):
+    """A panic of the library, an error for each unknown word, and a grammar's tokenizer that was never made."""
+    (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(data) | {"added_tokens": []} | change))
+    with pytest.raises(ArtifactError) as caught:
+        check_tokenizer(tmp_path, [file_record(tmp_path, "tokenizer.json")])
+    assert message in caught.value.message
 
 
 def artifact(folder, eos, **files):
