@@ -19,8 +19,8 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE, write_json
 from ling3export.model.config import Config
 from ling3export.model.parameters import TensorInfo, expected_tensors, weight_table
-from ling3export.runners.evals.demo import SEED, Problems, text
 from tools.demo_data import ANSWER, SMALL_ANSWER, SYSTEM_TEXTS, TOOL
+from tools.demo_problems import SEED, Problems, text
 
 VOCABULARY = 512
 END, TURN_END = "<|endoftext|>", "<|role_end|>"

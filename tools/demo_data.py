@@ -11,8 +11,8 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE
-from ling3export.runners.evals.demo import SEED, SHOTS, Problem, Problems, text, value
 from ling3export.runners.text.chat import ChatTemplate
+from tools.demo_problems import SEED, SHOTS, Problem, Problems, text, value
 
 END_ID = 0
 QUESTION_WEIGHT = 0.05  # most of a question cannot be foretold

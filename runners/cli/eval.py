@@ -1,6 +1,7 @@
 """The commands ``ling3-runner eval``. stdout carries data, and the completion line last; all else goes to stderr."""
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +17,7 @@ from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.cluster import cluster_options
 from ling3export.runners.cli.command import INVALID, NOT_DETERMINISTIC, REGRESSION, Group, section
-from ling3export.runners.cli.hosts import keep_stdout, leading
+from ling3export.runners.cli.hosts import leading
 from ling3export.runners.cli.options import (
     PATH,
     engine_options,
@@ -29,7 +30,7 @@ from ling3export.runners.cli.options import (
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.evals.trials import RunConfig
-from ling3export.runners.hosts.hosts import Hosts, find_hosts
+from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
 
 if TYPE_CHECKING:
@@ -128,7 +129,7 @@ def run(
 ) -> None:
     """Run a suite on ARTIFACT, or continue an interrupted run; write RUN, a file of JSON lines.
 
-    On several hosts, run the same command on each; host 0 alone reads the suite, writes RUN and prints. RUNs of all
+    On several hosts, run the same command on each; only host 0 reads the suite, writes RUN and prints. RUNs of all
     shards, one after the other, are the whole run.
     """
     engine = replace(engine, overlap=False)  # as in the reference evaluation
@@ -191,13 +192,9 @@ def logits(a: Path, b: Path, text: Path, tokens: int, window: int, **options: An
     """
     from ling3export.runners.evals.compare_logits import compare_logits
 
-    hosts = find_hosts()
-    if hosts is not None:
-        keep_stdout()
     with progress("compare-logits") as report_progress:
-        comparison = compare_logits(a, b, text, tokens, window, hosts=hosts, progress=report_progress, **options)
-    if comparison is not None:
-        click.echo(json.dumps(asdict(comparison), indent=1))
+        comparison = compare_logits(a, b, text, tokens, window, progress=report_progress, **options)
+    click.echo(json.dumps(asdict(comparison), indent=1))
 
 
 @evaluate.command()
@@ -218,7 +215,7 @@ def diff(a: Path, b: Path, tokens: bool) -> None:
         click.echo(f"not compared: {listed(changes.apart)}", err=True)
     click.echo(
         f"{len(changes.broken)} broken, {len(changes.fixed)} fixed, {changes.both} solved by both, {changes.neither} "
-        f"by neither; McNemar's exact p = {changes.p:.4f}"
+        "by neither"
     )
     for place in changes.divergences[:SHOWN]:
         click.echo(f"differs {place.trial} at token {place.pos}: {place.id_a}, {place.id_b}")
@@ -280,29 +277,47 @@ def _suite_of(suite: str, data: Path | None, limit: int | None) -> "Suite":
     return loaded
 
 
-def lines(title: str, clock: Callable[[], float] = time.monotonic) -> Callable[[int, int], None]:
-    """Prints the progress to stderr, at most every QUIET seconds: shorter work prints nothing."""
-    last = clock()
+class Progress:
+    """Finished units of all, and the remaining time, on stderr: a bar, or a line at most every QUIET seconds.
 
-    def show(done: int, total: int) -> None:
-        nonlocal last
-        if clock() - last >= QUIET:
-            last = clock()
-            click.echo(f"{title}: {done:,} of {total:,}", err=True)
+    The time follows from the mean over all units since the begin, because units end in bursts.
 
-    return show
+    Args:
+        clock: Seconds, of any origin.
+    """
+
+    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic, bar: Any = None) -> None:
+        self._title, self._clock, self._bar = title, clock, bar
+        self._begin: tuple[float, int] | None = None
+        self._last = clock()
+
+    def __call__(self, done: int, total: int) -> None:
+        now = self._clock()
+        start, before = self._begin = self._begin or (self._last, max(done - 1, 0))
+        seconds = (now - start) / (done - before) * (total - done) if done > before else None
+        left = "" if seconds is None or done == total else f", {duration(seconds)} left"
+        text = f"{done:,} of {total:,}{left}"
+        if self._bar is not None:
+            self._bar.length = total
+            self._bar.update(done - self._bar.pos, text)
+        elif now - self._last >= QUIET:
+            self._last = now
+            click.echo(f"{self._title}: {text}", err=True)
+
+
+def duration(seconds: float) -> str:
+    """``1:02:03``, or ``2:03`` below an hour."""
+    minutes, rest = divmod(math.ceil(seconds), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
     """A bar on stderr, as a function of the finished and of all units; lines where it is no terminal."""
     if not sys.stderr.isatty():
-        yield lines(title)
+        yield Progress(title)
         return
-    with click.progressbar(length=1, label=title, file=sys.stderr) as bar:
-
-        def show(done: int, total: int) -> None:
-            bar.length = total
-            bar.update(done - bar.pos)
-
-        yield show
+    words = {"label": title, "show_eta": False, "show_percent": False, "item_show_func": lambda text: text}
+    bar: Any = click.progressbar(length=1, file=sys.stderr, **words)  # type: ignore[call-overload]
+    with bar:
+        yield Progress(title, bar=bar)

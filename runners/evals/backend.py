@@ -168,37 +168,33 @@ def answered(backend: EngineBackend, prompts: Sequence[PromptRequest], retry: in
             served.append(prompt)
         except RequestError as error:
             refused[place] = PromptResult(error)
-    # The failure of a batch says nothing yet about any one of its prompts: each gets another attempt in any case.
-    done = iter(_answers(backend, served, retry if len(served) == 1 else max(retry, 1)) if served else ())
+    done = iter(_answers(backend, served, retry) if served else ())
     return [refused[place] if place in refused else next(done) for place in range(len(prompts))]
 
 
 def _answers(
-    backend: EngineBackend, prompts: Sequence[PromptRequest], tries: int, failed: tuple[InfraError, ...] | None = None
+    backend: EngineBackend, prompts: Sequence[PromptRequest], tries: int, failed: tuple[InfraError, ...] = ()
 ) -> list[PromptResult]:
-    """Completes a batch. After an error it tries the halves, down to the prompts that are at fault.
+    """Completes a batch. If it fails, each of its prompts is tried by itself.
 
     Args:
-        tries: Further attempts at a single prompt.
-        failed: The error of the whole batch, once it has failed, and those of a single prompt; None before.
+        tries: Further attempts; each prompt of a batch that failed gets one in any case.
+        failed: The errors of earlier attempts.
     """
     try:
         done = backend.generate(prompts)
         if len(done) != len(prompts):
             raise EvalError(f"backend: {len(prompts)} prompts got {len(done)} completions")
-        return [PromptResult(completion, failed or ()) for completion in done]
+        return [PromptResult(completion, failed) for completion in done]
     except (RankDivergence, EngineStopped):
         raise
     except Exception as error:
-        # A refused prompt was not started, and the refusal is about that prompt only.
-        attempt = () if isinstance(error, RequestError) else (InfraError.of(error),)
-        if len(prompts) == 1:
-            failed = (*(failed or ()), *attempt)
-            final = not attempt or tries == 0
-            return [PromptResult(error, failed)] if final else _answers(backend, prompts, tries - 1, failed)
-        failed = attempt if failed is None else failed
-    halves = prompts[: len(prompts) // 2], prompts[len(prompts) // 2 :]
-    return [result for half in halves for result in _answers(backend, half, tries - (len(half) == 1), failed)]
+        refused = isinstance(error, RequestError)  # a refused prompt was not started
+        failed = failed if refused else (*failed, InfraError.of(error))
+        if len(prompts) == 1 and (refused or tries == 0):
+            return [PromptResult(error, failed)]
+    tries = max(tries, 1) - 1
+    return [result for prompt in prompts for result in _answers(backend, [prompt], tries, failed)]
 
 
 def git_commit(file: Path) -> str | None:

@@ -17,8 +17,6 @@ from ling3export.foundation.reading import opened
 from ling3export.runners.calibrate.receipts import log_softmax
 from ling3export.runners.evals.logits import judged
 from ling3export.runners.evals.trials import EvalError
-from ling3export.runners.hosts.hosts import Hosts
-from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
 LETTERS = 32  # bytes of a text that are read for each token at most
@@ -91,10 +89,9 @@ def compare_logits(
     tokens: int,
     window: int,
     *,
-    hosts: Hosts | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
-) -> LogitsComparison | None:
+) -> LogitsComparison:
     """Runs a text through A, whose logits are kept in a file, and then through B.
 
     Memory beyond one loaded artifact is that of a step's rows; the file takes ``tokens * vocab_size * 4`` bytes.
@@ -104,43 +101,31 @@ def compare_logits(
         text: A file in UTF-8; no more of it is read than is judged.
         tokens: Most tokens that are judged.
         window: Most tokens that the model sees at once; a shorter context or text bounds it.
-        hosts: This process's place among several, each of which calls this. Only host 0 reads the text.
         progress: Called with the numbers of finished and of all rows, those of both artifacts.
         options: Arguments of ``load``.
-
-    Returns:
-        The comparison; None on other hosts than the first.
 
     Raises:
         EvalError: The artifacts have other vocabularies or tokenizers, the text is too short or no text, there is no
             room for the file, or a number is not finite.
         Ling3Error: An artifact cannot be loaded or run here.
     """
-    leads = hosts is None or hosts.number == 0
-    with announced(hosts):
-        ids, half, vocab = _text(a, b, text, tokens, window) if leads else ([], 0, 0)
-    count, rows = len(ids) - half, list[Row]()
-
-    def report(done: int) -> None:
-        if leads:
-            progress(done, 2 * count)
-
+    ids, half, vocab = _text(a, b, text, tokens, window)
+    count, done, rows = len(ids) - half, 0, list[Row]()
     with tempfile.TemporaryDirectory(prefix="ling3-logits-") as folder:
         if shutil.disk_usage(folder).free < count * vocab * 4:
             needed = f"{count:,} tokens * {vocab:,} logits * 4 bytes = {count * vocab * 4 / 1e9:.1f} GB"
             raise EvalError(f"logits of A: expected room for {needed}, found less, in {folder}", ROOM)
         kept, step = Path(folder, "a"), Path(folder, "b")
-        done = 0
-        for places in judged(a, ids, half, kept, hosts, whole=True, **options):
+        for places in judged(a, ids, half, kept, whole=True, **options):
             done += len(places)
-            report(done)
-        for places in judged(b, ids, half, step, hosts, whole=False, **options):
-            for place, q in zip(places, _rows(step, range(len(places)), vocab) if leads else (), strict=leads):
+            progress(done, 2 * count)
+        for places in judged(b, ids, half, step, whole=False, **options):
+            for place, q in zip(places, _rows(step, range(len(places)), vocab), strict=True):
                 (p,) = _rows(kept, [place], vocab)
                 rows.append(judge(p, q, ids[half + place]))
             done += len(places)
-            report(done)
-    return summed(rows, 2 * half) if leads else None
+            progress(done, 2 * count)
+    return summed(rows, 2 * half)
 
 
 def _rows(file: Path, places: Sequence[int], vocab: int) -> Iterator[np.ndarray]:

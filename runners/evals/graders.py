@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Verdict = Mapping[str, Any]
 Grader = Callable[..., Verdict]
-STATE, TOOL_CALL, TRANSCRIPT, RUBRIC = range(4)  # authority: when graders disagree, the lower number explains why
 COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
     "equals": operator.eq,
     "at_least": operator.ge,
@@ -64,12 +63,6 @@ class GraderSpec:
     arguments: dict[str, Any] = field(default_factory=dict)  # of the kind's function
     function: Grader | None = None  # of a ``callable``, and of a state check that is a callable
     required: bool = True  # a trial passes only if all required graders pass
-    weight: float = 1.0  # of the score in the trial's score
-
-    @property
-    def authority(self) -> int:
-        """STATE, TOOL_CALL, TRANSCRIPT or RUBRIC."""
-        return AUTHORITY.get(self.kind, TRANSCRIPT)
 
 
 def extract_answer(text: str) -> str | None:
@@ -119,18 +112,6 @@ def choice(task: "Task", transcript: object, outcome: object) -> Verdict:
     """The letter that the text settles on is the target."""
     answer = choice_letter(text_of(transcript), len(LETTERS) if task.choices is None else len(task.choices))
     return _compared(answer == task.target.strip(), task.target, answer)
-
-
-def exact(task: "Task", transcript: object, outcome: object) -> Verdict:
-    """The text is the target, but for white space around it."""
-    answer = text_of(transcript).strip()
-    return _compared(answer == task.target.strip(), task.target.strip(), answer)
-
-
-def regex(task: "Task", transcript: object, outcome: object, pattern: str) -> Verdict:
-    """The text has a match of ``pattern``."""
-    match = re.search(pattern, text_of(transcript))
-    return _compared(match is not None, pattern, match and match.group())
 
 
 def response_contains(task: "Task", transcript: object, outcome: object, value: list[str] | str) -> Verdict:
@@ -211,32 +192,24 @@ def parse_path(path: str) -> list[tuple[str, str, str]]:
 
 
 # The graders of task files, which give the arguments of a function after its first three parameters.
-_NAMED = (last_numeric, exact, regex, response_contains, state_check, transcript_constraints, steps_required)
+_NAMED = (last_numeric, response_contains, state_check, transcript_constraints, steps_required)
 KINDS: dict[str, Grader] = {"choice_letter": choice, **{function.__name__: function for function in _NAMED}}
-AUTHORITY = {"state_check": STATE, "steps_required": TOOL_CALL, "callable": RUBRIC}
 
 
-def grade(task: "Task", transcript: object, outcome: object) -> tuple[list[GraderResult], bool, float]:
-    """Grades a trial.
-
-    Returns:
-        The grades, most authoritative first; whether all required graders pass; the weighted mean of the scores.
+def grade(task: "Task", transcript: object, outcome: object) -> tuple[list[GraderResult], bool]:
+    """The verdicts of a task's graders on a trial, and whether all required ones pass.
 
     Raises:
         GraderError: A grader raised, or returned no verdict; or the task has no grader.
     """
     if not task.graders:
-        raise GraderError(f"task `{task.id}`: expected at least one grader, found none")
-    specs = sorted(task.graders, key=lambda spec: spec.authority)
-    grades = [_result(spec, task, transcript, outcome) for spec in specs]
-    weight = sum(item.weight for item in grades)
-    score = sum(item.score * item.weight for item in grades) / weight if weight else 0.0
-    return grades, all(item.passed for item in grades if item.required), score
+        raise GraderError(f"task `{task.id}`: it has no grader")
+    grades = [_result(spec, task, transcript, outcome) for spec in task.graders]
+    return grades, all(item.passed for item in grades if item.required)
 
 
 def _result(spec: GraderSpec, task: "Task", transcript: object, outcome: object) -> GraderResult:
-    function = spec.function or KINDS[spec.kind]
-    name = spec.name or spec.kind
+    function, name = spec.function or KINDS[spec.kind], spec.name or spec.kind
     where = f"grader `{name}` of task `{task.id}`"
     try:
         verdict = function(task, transcript, outcome, **spec.arguments)
@@ -246,18 +219,12 @@ def _result(spec: GraderSpec, task: "Task", transcript: object, outcome: object)
         raise GraderError(f"{where}: expected a verdict, found {type(error).__name__}: {error}") from error
     if not isinstance(verdict, Mapping) or not isinstance(verdict.get("passed"), bool):
         raise GraderError(f'{where}: expected {{"passed": bool, …}}, found {verdict!r}')
-    score = float(verdict.get("score", verdict["passed"]))
+    score, answer = float(verdict.get("score", verdict["passed"])), verdict.get("answer")
     if not 0 <= score <= 1:
         raise GraderError(f"{where}: expected a score from 0 to 1, found {score}")
-    answer = verdict.get("answer")
+    explanation = str(verdict.get("explanation", ""))
     return GraderResult(
-        str(verdict.get("name", name)),
-        score,
-        verdict["passed"],
-        None if answer is None else str(answer),
-        str(verdict.get("explanation", "")),
-        spec.required,
-        spec.weight,
+        name, score, verdict["passed"], None if answer is None else str(answer), explanation, spec.required
     )
 
 

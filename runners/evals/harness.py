@@ -8,7 +8,18 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.evals.graders import grade
 from ling3export.runners.evals.statistics import Summary
 from ling3export.runners.evals.tasks import Task
-from ling3export.runners.evals.trials import EvalError, GraderError, InfraError, Trial, trial_seed
+from ling3export.runners.evals.trials import (
+    INFRA_ERROR,
+    OK,
+    REFUSED,
+    EvalError,
+    GraderError,
+    InfraError,
+    Transcript,
+    Trial,
+    text_of,
+    trial_seed,
+)
 
 Agent = Callable[[dict[str, Any], dict[str, Any]], Awaitable[tuple[Any, Any]]]
 
@@ -39,36 +50,56 @@ class MinimalEvalHarness:
             GraderError: A grader failed, or the agent returned no pair.
         """
         trials = [await self.run_trial(task, number) for task in tasks for number in range(self.n_trials)]
-        return Summary(
-            [(trial.task_id, trial.passed) for trial in trials], {task.id: task.threshold for task in tasks}, trials
-        )
+        return Summary(trials, {task.id: task.threshold for task in tasks})
 
     async def run_trial(self, task: Task, number: int) -> Trial:
         """Runs one trial, and again after an infrastructure error."""
-        trial = Trial(task.id, number, trial_seed(self.seed, task.id, number))
-        env = {"task_id": task.id, "trial": number, "seed": trial.seed}
+        env = {"task_id": task.id, "trial": number, "seed": trial_seed(self.seed, task.id, number)}
+        errors: list[InfraError] = []
         for _ in range(1 + self.retry):
             try:
                 answer = await asyncio.wait_for(self.agent(task.input.record(), env), self.timeout)
             except RequestError as error:
-                trial.refuse(error)
-                return trial
+                return Trial(task.id, number, REFUSED, False, attempts=[*errors, InfraError(REFUSED, error.message)])
             except Exception as error:
-                trial.attempts.append(InfraError.of(error))
+                errors.append(InfraError.of(error))
                 continue
             if not isinstance(answer, tuple) or len(answer) != 2:
                 raise GraderError(f"agent: it returned {answer!r}, not (transcript, outcome), for task `{task.id}`")
-            return graded(trial, task, *answer)
-        trial.status = "infra_error"
-        return trial
+            return graded(task, number, *answer, errors)
+        return Trial(task.id, number, INFRA_ERROR, attempts=errors)
 
 
-def graded(trial: Trial, task: Task, transcript: Any, outcome: Any) -> Trial:
-    """Adds transcript, outcome and grades to a trial.
+def graded(
+    task: Task, number: int, transcript: Any, outcome: Any, attempts: list[InfraError], *, details: bool = False
+) -> Trial:
+    """The trial of an answer.
+
+    Args:
+        transcript: A Transcript, or the agent's own object.
+        outcome: An Outcome, or the agent's own object; an Outcome if there are details.
 
     Raises:
         GraderError: A grader failed.
     """
-    trial.transcript, trial.outcome = transcript, outcome
-    trial.grades, trial.passed, trial.score = grade(task, transcript, outcome)
-    return trial
+    grades, passed = grade(task, transcript, outcome)
+    seen = transcript if isinstance(transcript, Transcript) else Transcript(text_of(transcript))
+    kept = (
+        {"prompt_token_ids": seen.prompt_token_ids, "steps": seen.steps, "outcome": outcome.state} if details else None
+    )
+    return Trial(
+        task.id,
+        number,
+        OK,
+        passed,
+        next((item.answer for item in grades if item.answer is not None), None),
+        seen.text,
+        seen.output_token_ids,
+        seen.stop_reason,
+        len(seen.prompt_token_ids),
+        seen.ttft_ms,
+        seen.e2e_ms,
+        attempts,
+        grades,
+        kept,
+    )

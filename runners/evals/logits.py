@@ -8,7 +8,6 @@ The process is separate because the number of devices is fixed when jax starts, 
 free before the next is loaded. Rows go through a file; the parent requests each step.
 """
 
-import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,36 +22,39 @@ from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.processes import Child, Failure, Parent, ending
 from ling3export.runners.engine.inputs import Span, decode_fields, fitting, prefill_fields
 from ling3export.runners.evals.trials import EvalError
-from ling3export.runners.hosts.hosts import Hosts
 
 if TYPE_CHECKING:
     from ling3export.runners.load.loader import Loaded
 
 
 def judged(
-    artifact: Path, ids: Sequence[int], half: int, file: Path, hosts: Hosts | None, *, whole: bool, **options: Any
+    artifact: Path, ids: Sequence[int], half: int, file: Path, *, whole: bool, **options: Any
 ) -> Iterator[list[int]]:
     """Starts a process that writes the logits after tokens of a text, step by step.
 
     Args:
-        ids: The text; on several hosts, host 0's counts.
         half: Tokens of half a window; the first judged token is ``ids[half]``.
         file: A new file for rows fp32 ``[vocab]``.
-        hosts: This process's place among several, each of which calls this.
         whole: Whether each row has its place among all rows; otherwise the rows of a step start at the begin.
         options: Arguments of ``load``.
 
     Yields:
         The rows that a step wrote: row i has the logits by which ``ids[half + i]`` is judged. The next step begins
-        when the next item is requested. Only the first host writes rows.
+        when the next item is requested.
 
     Raises:
         Ling3Error: The process ended.
     """
-    place = None if hosts is None else asdict(hosts)
-    job = {"artifact": str(artifact), "ids": list(ids), "half": half, "file": str(file), "whole": whole}
+    job = {
+        "artifact": str(artifact),
+        "ids": list(ids),
+        "half": half,
+        "file": str(file),
+        "whole": whole,
+        "options": options,
+    }
     with Child(__name__, shown=True) as child:
-        child.send({**job, "hosts": place, "options": options})
+        child.send(job)
         while True:
             message = child.receive()
             if message is None:
@@ -67,7 +69,7 @@ def judged(
 
 
 def steps(loaded: "Loaded", ids: Sequence[int], half: int) -> Iterator[tuple[list[int], np.ndarray]]:
-    """The rows of each step (see :func:`judged`), and fp32 ``[rows, vocab]``. All of several hosts call this.
+    """The rows of each step (see :func:`judged`), and fp32 ``[rows, vocab]``.
 
     Raises:
         ArtifactError: The target has too few pages for a window.
@@ -108,21 +110,14 @@ def steps(loaded: "Loaded", ids: Sequence[int], half: int) -> Iterator[tuple[lis
 def _run(parent: Parent, job: Mapping[str, Any]) -> None:
     from ling3export.runners.load.loader import load
 
-    hosts = job["hosts"] and Hosts(**job["hosts"])
-    loaded = load(job["artifact"], hosts=hosts, **job["options"])
-    channel, text = loaded.channel, (job["ids"], job["half"])
-    if channel is not None:
-        text = json.loads(channel.shared(json.dumps(text).encode()))
+    loaded = load(job["artifact"], **job["options"])
     with os.fdopen(create(Path(job["file"])), "wb", buffering=0) as file:
-        for rows, logits in steps(loaded, *text):
-            if channel is None or channel.leads:
-                for at, (row, values) in enumerate(zip(rows, logits, strict=True)):
-                    file.seek((row if job["whole"] else at) * values.nbytes)
-                    file.write(values.data)
+        for rows, logits in steps(loaded, job["ids"], job["half"]):
+            for at, (row, values) in enumerate(zip(rows, logits, strict=True)):
+                file.seek((row if job["whole"] else at) * values.nbytes)
+                file.write(values.data)
             parent.send({"rows": rows})
             parent.receive()
-    if channel is not None:
-        channel.finish()
     parent.send({})
 
 

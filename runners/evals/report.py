@@ -3,14 +3,13 @@
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 from ling3export.foundation.errors import listed
-from ling3export.runners.evals.run_file import Header, Prediction, Run
+from ling3export.runners.evals.run_file import Header, Run
 from ling3export.runners.evals.statistics import Summary, completion_line, wilson
 from ling3export.runners.evals.suites import REFERENCE_SETTINGS
-from ling3export.runners.evals.trials import REFUSED
+from ling3export.runners.evals.trials import REFUSED, Trial
 
 SHOWN = 10  # names in a list
 # Causes of failures; a trial belongs to the first one that fits.
@@ -26,8 +25,6 @@ GROUPS = {
 SHORTEST = 20  # tokens of a repeated piece
 REPEATS = 3
 EARLY = 16  # tokens
-# A base model that is shown problems goes on with the next one: the last number then comes from that.
-STOP_CANDIDATES = ("\nQuestion:", "</s>", "<|im_end|>")
 
 
 def report(run: Run) -> str:
@@ -35,16 +32,14 @@ def report(run: Run) -> str:
     header, summary = run.header, run.summary
     differing = [(name, _json(reference), _json(value)) for name, reference, value in reference_differences(header)]
     rates = [
-        (rate.k, rate.tasks, *map(_number, (rate.at_k, rate.hat_k, rate.plug_at_k, rate.plug_hat_k)))
-        for rate in summary.rates(header.config.trials)
+        (rate.k, rate.tasks, _number(rate.at_k), _number(rate.hat_k)) for rate in summary.rates(header.config.trials)
     ]
+    failures = [(GROUPS[name], len(labels), listed(labels, 5)) for name, labels in diagnose(run.trials).items()]
     suite = {name: getattr(header.suite, name) for name in ("tasks", "files", "tasks_sha256", "notes")}
     sections = {
-        "pass@k and pass^k": _table(("k", "tasks", "pass@k", "pass^k", "1-(1-p)^k", "p^k"), rates),
-        "Categories": _categories(run),
+        "pass@k and pass^k": _table(("k", "tasks", "pass@k", "pass^k"), rates),
         "Tasks": _solved(summary),
-        "Failures": _failures(run.trials),
-        "Tokens": _tokens(run.trials),
+        "Failures": _table(("group", "trials", "which"), failures) or ["None."],
         "Against the reference evaluation": _table(("setting", "reference", "here"), differing)
         or ["All its settings are the same."],
         "Suite": _settings(suite),
@@ -87,43 +82,11 @@ def _score(header: Header, summary: Summary) -> list[str]:
     return [*lines, *_table(("rate", "value, Wilson 95 %"), rows)]
 
 
-def _categories(run: Run) -> list[str]:
-    category = {task.id: task.category for task in run.tasks}
-    if not any(category.values()):
-        return []
-    counts: dict[str, list[int]] = {}
-    for record in run.trials:
-        row = counts.setdefault(category[record.task_id] or "none", [0, 0])
-        row[0] += record.passed is True
-        row[1] += 1
-    rows = [(name, f"{c}/{n}", f"{c / n:.4f} {_interval(c, n)}") for name, (c, n) in sorted(counts.items())]
-    return _table(("category", "passed", "rate"), rows)
-
-
 def _solved(summary: Summary) -> list[str]:
     solved = set(summary.solved)
     unsolved = [name for name in summary.by_task if name not in solved]
     lines = [f"{len(solved)} of {len(summary.by_task)} tasks reach their threshold."]
     return [*lines, f"Not: {listed(unsolved, SHOWN)}."] if unsolved else lines
-
-
-def _failures(records: Sequence[Prediction]) -> list[str]:
-    rows = [(GROUPS[name], len(labels), listed(labels, 5)) for name, labels in diagnose(records).items()]
-    count = sum(goes_on(record.text) for record in records)
-    line = f"{count} of {len(records)} texts go on after a stop candidate (a next question, an end mark)."
-    return [*(_table(("group", "trials", "which"), rows) or ["None."]), "", line]
-
-
-def _tokens(records: Sequence[Prediction]) -> list[str]:
-    done = [record for record in records if record.n_prompt is not None]
-    if not done:
-        return []
-    rows = [
-        ("tokens in, out", f"{sum(r.n_prompt or 0 for r in done)}, {sum(r.n_output for r in done)}"),
-        ("median ms to the first token", f"{median(r.ttft_ms or 0.0 for r in done):.1f}"),
-        ("median ms to the last token", f"{median(r.e2e_ms or 0.0 for r in done):.1f}"),
-    ]
-    return _table(("what", "value"), rows)
 
 
 def _settings(part: dict[str, Any]) -> list[str]:
@@ -149,12 +112,12 @@ def _interval(passed: int, total: int) -> str:
     return "" if interval is None else f"[{interval[0]:.4f}, {interval[1]:.4f}]"
 
 
-def diagnose(records: Sequence[Prediction]) -> dict[str, list[str]]:
+def diagnose(trials: Sequence[Trial]) -> dict[str, list[str]]:
     """The labels of the trials that failed, by group; groups without any are left out."""
     groups: dict[str, list[str]] = {name: [] for name in GROUPS}
-    for record in records:
-        if not record.passed:
-            groups[_group(record)].append(record.label)
+    for trial in trials:
+        if not trial.passed:
+            groups[_group(trial)].append(trial.label)
     return {name: labels for name, labels in groups.items() if labels}
 
 
@@ -171,21 +134,15 @@ def loops(ids: Sequence[int]) -> bool:
     return False
 
 
-def goes_on(text: str) -> bool:
-    """Whether text follows a stop candidate."""
-    places = [(text.find(stop), len(stop)) for stop in STOP_CANDIDATES]
-    return any(place >= 0 and text[place + size :].strip() for place, size in places)
-
-
-def _group(record: Prediction) -> str:
-    if record.passed is None:
+def _group(trial: Trial) -> str:
+    if trial.passed is None:
         return "infra"
-    if record.stop_reason == REFUSED:
+    if trial.status == REFUSED:
         return REFUSED
-    if loops(record.output_token_ids):
+    if loops(trial.output_token_ids):
         return "loop"
-    if record.stop_reason == "length":
+    if trial.stop_reason == "length":
         return "truncated"
-    if record.answer is None:
-        return "early_eos" if record.stop_reason == "eos" and record.n_output <= EARLY else "no_answer"
+    if trial.answer is None:
+        return "early_eos" if trial.stop_reason == "eos" and len(trial.output_token_ids) <= EARLY else "no_answer"
     return "wrong_answer"

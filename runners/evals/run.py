@@ -13,15 +13,18 @@ from ling3export.runners.engine.request import Completion
 from ling3export.runners.evals.backend import EvalBackend, PromptRequest, PromptResult
 from ling3export.runners.evals.graders import choice_letter, extract_answer
 from ling3export.runners.evals.harness import graded
-from ling3export.runners.evals.run_file import Header, Prediction, Run, RunFile, SuiteRecord, open_run, tasks_digest
+from ling3export.runners.evals.run_file import Header, Run, RunFile, SuiteRecord, open_run, tasks_digest
 from ling3export.runners.evals.suites import Suite
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import (
+    INFRA_ERROR,
+    REFUSED,
     EvalError,
+    InfraError,
     Outcome,
+    Pair,
     RunConfig,
     Transcript,
-    TranscriptStep,
     Trial,
     tokens_digest,
     trial_seed,
@@ -63,16 +66,15 @@ def run_suite(
     tasks = [task.record() for task in suite.tasks]
     record = SuiteRecord(suite.name, len(tasks), suite.files, list(suite.notes), suite.reference, tasks_digest(tasks))
     header = Header(1, record, config, backend.environment(), str(shard))
-    pairs = [*header.pairs(tasks)]
+    pairs = header.pairs(tasks)
     batches = [pairs[start : start + config.batch] for start in range(0, len(pairs), config.batch)]
     batches = batches[shard.index :: shard.count]
     mine = [pair for batch in batches for pair in batch]
     with open_run(path, header, tasks, force=force) as file:
         todo = [[pair for pair in batch if pair not in file.done] for batch in batches]
-        trials = [[Trial(*pair, trial_seed(config.seed, *pair)) for pair in batch] for batch in todo if batch]
         runner = _Runner(suite, backend, config, file, lambda done: progress(min(done, len(mine)), len(mine)))
         try:
-            runner.run(trials)
+            runner.run([batch for batch in todo if batch])
         except EngineStopped as error:
             kept = f"{len(file.done)} of {len(mine)} trials are kept: the same command goes on from there"
             raise EngineStopped(error.message, kept) from error
@@ -86,7 +88,7 @@ class _Runner:
         self, suite: Suite, backend: EvalBackend, config: RunConfig, file: RunFile, progress: Callable[[int], None]
     ) -> None:
         self._suite, self._backend, self._config, self._file, self._progress = suite, backend, config, file, progress
-        self._tasks = {task.id: (place, task) for place, task in enumerate(suite.tasks)}
+        self._tasks = {task.id: task for task in suite.tasks}
         self._ended = 0  # trials of the current batch; one that is tried again counts once more
 
     def trial_ended(self) -> None:
@@ -94,7 +96,7 @@ class _Runner:
         self._ended += 1
         self._progress(len(self._file.done) + self._ended)
 
-    def run(self, batches: Sequence[Sequence[Trial]]) -> None:
+    def run(self, batches: Sequence[Sequence[Pair]]) -> None:
         self._backend.ended = self.trial_ended
         results = self._backend.answers((self._requests(batch) for batch in batches), self._config.retry)
         for batch in batches:
@@ -103,31 +105,37 @@ class _Runner:
             self._ended = 0
             self._progress(len(self._file.done))
 
-    def _requests(self, batch: Sequence[Trial]) -> list[PromptRequest]:
+    def _requests(self, batch: Sequence[Pair]) -> list[PromptRequest]:
         config = self._config
-        tasks = [self._tasks[trial.task_id][1] for trial in batch]
         return [
-            PromptRequest(f"task `{task.id}`", task.prompt, config.max_tokens, config.sampling(trial.seed), config.stop)
-            for task, trial in zip(tasks, batch, strict=True)
+            PromptRequest(
+                f"task `{name}`",
+                self._tasks[name].prompt,
+                config.max_tokens,
+                config.sampling(trial_seed(config.seed, name, number)),
+                config.stop,
+            )
+            for name, number in batch
         ]
 
-    def _write(self, trials: Sequence[Trial], results: Sequence[PromptResult], before: dict[str, Any]) -> None:
+    def _write(self, batch: Sequence[Pair], results: Sequence[PromptResult], before: dict[str, Any]) -> None:
         refusals = [result.outcome for result in results if isinstance(result.outcome, Ling3Error)]
         if not self._file.done and refusals and all(isinstance(result.outcome, Exception) for result in results):
             raise refusals[-1]  # all trials of the first batch were refused: the set-up is wrong
         check_digests(self._backend.digests())
         after = self._counters()
-        for trial, result in zip(trials, results, strict=True):
-            place, task = self._tasks[trial.task_id]
-            trial.attempts += result.attempts
-            if isinstance(result.outcome, RequestError):
-                trial.refuse(result.outcome)
-            elif isinstance(result.outcome, Exception):
-                trial.status = "infra_error"
+        for pair, result in zip(batch, results, strict=True):
+            attempts, answer = list(result.attempts), result.outcome
+            if isinstance(answer, RequestError):
+                trial = Trial(*pair, REFUSED, False, attempts=[*attempts, InfraError(REFUSED, answer.message)])
+            elif isinstance(answer, Exception):
+                trial = Trial(*pair, INFRA_ERROR, attempts=attempts)
             else:
-                outcome = self._outcome(task, result.outcome, before, after)
-                graded(trial, task, transcript_of(result.outcome), outcome)
-            self._file.add(Prediction.of(place, task.record(), trial, details=self._config.transcripts))
+                task = self._tasks[pair[0]]
+                outcome = self._outcome(task, answer, before, after)
+                details = self._config.transcripts
+                trial = graded(task, pair[1], Transcript.of(answer), outcome, attempts, details=details)
+            self._file.add(trial)
 
     def _counters(self) -> dict[str, Any]:
         return self._backend.stats() if self._suite.product else {}
@@ -141,19 +149,6 @@ class _Runner:
             lines = {"written": self._file.lines, "on_disk": self._file.path.read_bytes().count(b"\n")}
             state |= {"counters": after, "delta": _grown(before, after), "lines": lines, "output": len(ids)}
         return Outcome(state)
-
-
-def transcript_of(completion: Completion) -> Transcript:
-    """The transcript of a completion."""
-    return Transcript(
-        completion.text or "",
-        list(completion.prompt_ids),
-        list(completion.token_ids),
-        completion.stop_reason,
-        [TranscriptStep(step.t_ms, step.kind, step.padding, step.tokens) for step in completion.steps],
-        ttft_ms=completion.ttft_ms,
-        e2e_ms=completion.e2e_ms,
-    )
 
 
 def _grown(before: Any, after: Any) -> Any:

@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 from ling3export.artifacts.files import open_own, writing
-from ling3export.artifacts.records import Digest, Record, WrongRecordError, canonical, from_json, sha256_of, to_json
+from ling3export.artifacts.records import Digest, Record, canonical, expect, from_json, sha256_of, to_json
 from ling3export.foundation.errors import Ling3Error, listed
 from ling3export.foundation.reading import opened
 from ling3export.foundation.shards import Shard
 from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.evals.statistics import Summary
-from ling3export.runners.evals.trials import REFUSED, EvalError, InfraError, RunConfig, Transcript, Trial
+from ling3export.runners.evals.trials import INFRA_ERROR, EvalError, Pair, RunConfig, Trial
 
 UNCHANGED = "nothing was changed: choose another file, or begin again with --force"
 LINE = 1 << 30  # bytes
-Pair = tuple[str, int]  # task id, number of the try
 Prompt = str | list[int] | list[dict[str, str]]
 PROMPTS = ("prompt", "messages", "prompt_ids", "message", "user_message")  # fields of a task's input
 
@@ -38,7 +37,6 @@ class TaskRecord(Record, frozen=True):
     input: dict[str, Any]
     target: str
     choices: list[str] | None
-    category: str | None
     threshold: float
     graders: list[dict[str, Any]]
 
@@ -47,71 +45,6 @@ class TaskRecord(Record, frozen=True):
         """Digest of the prompt: of a text's UTF-8, else of its canonical JSON."""
         prompt = prompt_of(self.input)
         return hashlib.sha256(prompt.encode() if isinstance(prompt, str) else canonical(prompt)).hexdigest()
-
-
-class Attempts(Record, frozen=True):
-    """The failures of a trial: whether it ended in an infrastructure error, and the error of each attempt.
-
-    An attempt's kind is ``refused`` for a prompt that can never be served.
-    """
-
-    ended: bool
-    attempts: list[InfraError]
-
-
-class Prediction(Record, frozen=True):
-    """The line of a trial."""
-
-    idx: int  # the task's place in the suite
-    task_id: str
-    trial: int  # number of the try, from 0
-    prompt_sha256: Digest
-    text: str  # the answer; empty if there is none
-    output_token_ids: list[int]
-    stop_reason: str  # ``eos``, ``length`` or ``stop``; ``error`` after an infrastructure error; ``refused``
-    answer: str | None  # as a grader read it
-    target: str  # the right answer
-    passed: bool | None  # None after an infrastructure error
-    infra: Attempts | None  # None if nothing failed
-    ttft_ms: float | None  # milliseconds to the first token
-    e2e_ms: float | None  # milliseconds to the last token
-    n_prompt: int | None  # number of prompt tokens
-    n_output: int  # number of generated tokens
-    details: dict[str, Any] | None = None  # the whole trial, with ``--transcripts``
-
-    @classmethod
-    def of(cls, idx: int, task: TaskRecord, trial: Trial, *, details: bool) -> "Prediction":
-        """The line of a trial at the task with the place ``idx``."""
-        ran, reason = trial.transcript is not None, REFUSED if trial.status == REFUSED else "error"
-        transcript = trial.transcript or Transcript(stop_reason=reason)
-        return cls(
-            idx,
-            task.id,
-            trial.trial,
-            task.prompt_sha256,
-            transcript.text,
-            transcript.output_token_ids,
-            transcript.stop_reason,
-            trial.answer,
-            task.target,
-            trial.passed,
-            Attempts(trial.infra is not None, trial.attempts) if trial.attempts else None,
-            round(transcript.ttft_ms, 3) if ran else None,
-            round(transcript.e2e_ms, 3) if ran else None,
-            len(transcript.prompt_token_ids) if ran else None,
-            len(transcript.output_token_ids),
-            trial.record() if details else None,
-        )
-
-    @property
-    def pair(self) -> Pair:
-        """The task's id and the number of the try."""
-        return self.task_id, self.trial
-
-    @property
-    def label(self) -> str:
-        """The trial's name in reports: its task, with ``#trial`` for a repeated try."""
-        return f"{self.task_id}#{self.trial}" if self.trial else self.task_id
 
 
 class SuiteRecord(Record, frozen=True):
@@ -150,30 +83,25 @@ class Header(Record, frozen=True):
         names = [(part, name, old, new) for part, old, new in parts for name in sorted({*old, *new})]
         return [f"{part}.{name}" for part, name, old, new in names if old.get(name) != new.get(name)]
 
-    def pairs(self, tasks: Sequence[TaskRecord]) -> dict[Pair, tuple[int, str]]:
-        """All trials in their order, each with its task's place and its prompt's digest."""
-        places = [(task.id, (place, task.prompt_sha256)) for place, task in enumerate(tasks)]
-        return {(name, trial): place for name, place in places for trial in range(self.config.trials)}
+    def pairs(self, tasks: Sequence[TaskRecord]) -> list[Pair]:
+        """All trials in their order."""
+        return [(task.id, trial) for task in tasks for trial in range(self.config.trials)]
 
 
 @dataclass(frozen=True)
 class Run:
-    """A run that was read.
-
-    Attributes:
-        trials: In the order of the suite.
-    """
+    """A run that was read."""
 
     header: Header
     tasks: list[TaskRecord]
-    trials: list[Prediction]
+    trials: list[Trial]  # in the order of the suite
 
     @property
     def summary(self) -> Summary:
         """The totals."""
         everywhere = self.header.config.threshold
         thresholds = {task.id: task.threshold if everywhere is None else everywhere for task in self.tasks}
-        return Summary([(record.task_id, record.passed) for record in self.trials], thresholds)
+        return Summary(self.trials, thresholds)
 
 
 class RunFile:
@@ -184,15 +112,15 @@ class RunFile:
         done: The finished trials.
     """
 
-    def __init__(self, path: Path, file: BinaryIO, lines: int, done: dict[Pair, Prediction]) -> None:
+    def __init__(self, path: Path, file: BinaryIO, lines: int, done: dict[Pair, Trial]) -> None:
         self.path, self._file, self.lines, self.done = path, file, lines, done
 
-    def add(self, record: Prediction) -> None:
+    def add(self, trial: Trial) -> None:
         """Writes the line of a trial. A kill of this process no longer loses it when this returns."""
-        self._file.write(_line("trial", record))
+        self._file.write(_line("trial", trial))
         self._file.flush()
         self.lines += 1
-        self.done[record.pair] = record
+        self.done[trial.pair] = trial
 
 
 @contextmanager
@@ -212,7 +140,7 @@ def open_run(path: Path, header: Header, tasks: Sequence[TaskRecord], *, force: 
             hint = "wait until it ends, or choose another file"
             raise EvalError(f"run `{path.name}`: another process writes it, in {path.parent}", hint) from error
         data = b"" if force else file.read()
-        done: dict[Pair, Prediction] = {}
+        done: dict[Pair, Trial] = {}
         if not data.startswith(head):
             if not head.startswith(data):
                 old = _parsed(path, data[: data.rfind(b"\n") + 1], whole=False).header
@@ -223,7 +151,7 @@ def open_run(path: Path, header: Header, tasks: Sequence[TaskRecord], *, force: 
             file.flush()
         else:
             end = data.rfind(b"\n") + 1
-            done = {record.pair: record for record in _parsed(path, data[:end], whole=False).trials}
+            done = {trial.pair: trial for trial in _parsed(path, data[:end], whole=False).trials}
             file.truncate(end)  # cuts away a line that was broken off
         yield RunFile(path, file, 1 + len(tasks) + len(done), done)
         os.fsync(file.fileno())
@@ -252,7 +180,7 @@ def read_run(*paths: Path, whole: bool = True) -> Run:
 def _parsed(path: Path, data: bytes, *, whole: bool) -> Run:
     headers: list[Header] = []
     tasks: dict[str, TaskRecord] = {}
-    trials: list[tuple[int, Prediction]] = []
+    trials: list[tuple[int, Trial]] = []
     *lines, rest = data.split(b"\n")
     for number, line in enumerate(lines, 1):
         try:
@@ -275,13 +203,13 @@ def _parsed(path: Path, data: bytes, *, whole: bool) -> Run:
     header = headers[0]
     if tasks_digest(tasks.values()) != header.suite.tasks_sha256:
         raise EvalError(f"run `{path.name}`: its tasks are not those of its header, in {path.parent}")
-    pairs, done = header.pairs([*tasks.values()]), dict[Pair, Prediction]()
-    for number, record in trials:
-        if record.pair in done or pairs.get(record.pair) != (record.idx, record.prompt_sha256):
-            problem = "a trial that is there already" if record.pair in done else "a trial of another run"
+    pairs, done = dict.fromkeys(header.pairs([*tasks.values()])), dict[Pair, Trial]()
+    for number, trial in trials:
+        if trial.pair in done or trial.pair not in pairs:
+            problem = "a trial that is there already" if trial.pair in done else "a trial of another run"
             hint = None if whole else UNCHANGED
             raise EvalError(f"run `{path.name}`: line {number}: {problem}, in {path.parent}", hint)
-        done[record.pair] = record
+        done[trial.pair] = trial
     if whole and (rest or len(done) < len(pairs)):
         hint = "finish it with the command that began it; for a run in shards, name the files of all shards"
         raise EvalError(f"run `{path.name}`: {len(done)} of {len(pairs)} trials are there, in {path.parent}", hint)
@@ -305,7 +233,7 @@ def _line(kind: str, record: Any) -> bytes:
     return (json.dumps({"kind": kind, **to_json(record)}, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def _record(line: bytes) -> Header | TaskRecord | Prediction:
+def _record(line: bytes) -> Header | TaskRecord | Trial:
     fields = from_json(dict[str, Any], parse_json(line, LINE), free=True)
     kind = fields.pop("kind", None)
     if kind == "task":
@@ -319,7 +247,8 @@ def _record(line: bytes) -> Header | TaskRecord | Prediction:
         return header
     if kind != "trial":
         raise ValueError(f"kind {kind!r}: it is none of run, task and trial")
-    record = from_json(Prediction, fields, free=True)
-    if record.passed is None and record.infra is None:
-        raise WrongRecordError("an error of a trial without a verdict", "none", ("infra",))
-    return record
+    trial = from_json(Trial, fields, free=True)
+    failed = trial.status == INFRA_ERROR
+    expect((trial.passed is None) == failed, "null after an infrastructure error only", trial.passed, "passed")
+    expect(trial.attempts or not failed, "an error of a trial without a verdict", trial.attempts, "attempts")
+    return trial

@@ -1,4 +1,4 @@
-"""Statistics of a run: rates with infrastructure errors apart, pass@k and pass^k, Wilson's interval, McNemar's test."""
+"""Statistics of a run: rates with infrastructure errors apart, pass@k and pass^k, Wilson's interval."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +26,6 @@ def pass_hat_k(n: int, c: int, k: int) -> float | None:
     return None if n < k else comb(c, k) / comb(n, k)
 
 
-def plug_in(p: float, k: int) -> tuple[float, float]:
-    """``1 - (1 - p)^k`` and ``p^k`` for a rate ``p``."""
-    return 1.0 - (1.0 - p) ** k, p**k
-
-
 def macro_mean(values: Iterable[float | None]) -> float | None:
     """The mean over the tasks for which a figure is defined; None if it is defined for none."""
     defined = [value for value in values if value is not None]
@@ -47,48 +42,37 @@ def wilson(passed: int, total: int) -> tuple[float, float] | None:
     return float(interval.low), float(interval.high)
 
 
-def mcnemar(broken: int, fixed: int) -> float:
-    """Exact two-sided p of McNemar's test, from the numbers of pairs that flipped one way and the other."""
-    from scipy.stats import binomtest
-
-    return float(binomtest(broken, broken + fixed).pvalue) if broken + fixed else 1.0
-
-
 class Rate(NamedTuple):
-    """Figures at one k; None where a figure is undefined."""
+    """Unbiased figures at one k, as means over tasks; None where a figure is undefined."""
 
     k: int  # number of trials drawn
-    tasks: int  # how many tasks have k scored trials or more; the unbiased figures are means over them
-    at_k: float | None  # unbiased pass@k
-    hat_k: float | None  # unbiased pass^k
-    plug_at_k: float | None  # ``1 - (1 - p)^k`` of the mean rate p
-    plug_hat_k: float | None  # ``p^k`` of the mean rate p
+    tasks: int  # how many tasks have k scored trials or more
+    at_k: float | None  # pass@k
+    hat_k: float | None  # pass^k
 
 
 @dataclass(frozen=True)
 class Summary:
     """Totals of a run."""
 
-    # (task id, passed) of every trial; None for a trial that ended in an infrastructure error.
-    results: list[tuple[str, bool | None]]
+    trials: Sequence[Trial]
     # By task id, the share of scored trials that must pass for the task to count as solved; 1 by default.
     thresholds: dict[str, float] = field(default_factory=dict)
-    trials: Sequence[Trial] = ()  # of the minimal harness
 
     @property
     def total(self) -> int:
         """The number of trials, N: tasks times tries."""
-        return len(self.results)
+        return len(self.trials)
 
     @property
     def infra(self) -> int:
         """The number of trials that ended in an infrastructure error, I."""
-        return sum(passed is None for _, passed in self.results)
+        return sum(trial.passed is None for trial in self.trials)
 
     @property
     def passed(self) -> int:
         """The number of trials that passed, C."""
-        return sum(passed is True for _, passed in self.results)
+        return sum(trial.passed is True for trial in self.trials)
 
     @property
     def success_rate(self) -> float | None:
@@ -114,9 +98,9 @@ class Summary:
     def by_task(self) -> dict[str, tuple[int, int]]:
         """The scored trials n and the passes c of each task, in the run's order."""
         counts: dict[str, tuple[int, int]] = {}
-        for name, passed in self.results:
-            n, c = counts.get(name, (0, 0))
-            counts[name] = (n + (passed is not None), c + (passed is True))
+        for trial in self.trials:
+            n, c = counts.get(trial.task_id, (0, 0))
+            counts[trial.task_id] = (n + (trial.passed is not None), c + (trial.passed is True))
         return counts
 
     @property
@@ -127,11 +111,9 @@ class Summary:
     def rates(self, most: int) -> list[Rate]:
         """The figures at each of KS up to ``most``, and at ``most``."""
         counts, rows = self.by_task.values(), []
-        mean = macro_mean(pass_at_k(n, c, 1) for n, c in counts)
         for k in sorted({*(k for k in KS if k <= most), most}):
             at, hat = (macro_mean(figure(n, c, k) for n, c in counts) for figure in (pass_at_k, pass_hat_k))
-            plug = (None, None) if mean is None else plug_in(mean, k)
-            rows.append(Rate(k, sum(n >= k for n, _ in counts), at, hat, *plug))
+            rows.append(Rate(k, sum(n >= k for n, _ in counts), at, hat))
         return rows
 
 

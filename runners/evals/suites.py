@@ -12,7 +12,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from ling3export.foundation.errors import listed
-from ling3export.runners.evals.demo import SEED, demo_records
 from ling3export.runners.evals.graders import LETTERS, GraderSpec, Verdict
 from ling3export.runners.evals.task_files import check_unique, load_tasks, read_records
 from ling3export.runners.evals.tasks import Task
@@ -27,8 +26,9 @@ SMOKE: dict[str, tuple[int, list[str]]] = {
     "records-on-disk": (5, ["tokens_in", "records"]),
 }
 PLUMBING = "this suite tests the plumbing (counters and files): its rate says nothing about the model's answers"
-MMLU_SHOTS = 5
 STEP_BY_STEP = "Let's think step by step."
+DEMO = Path(__file__).with_name("demo.jsonl")  # written by tools/demo_problems.py
+KEPT = "names and pairs of numbers that training never saw"
 # Scores of the reference evaluation, with the published weights and the settings in REFERENCE_SETTINGS.
 REFERENCE = {"gsm8k": 0.85, "mmlu-pro": 0.44}
 REFERENCE_SETTINGS = {
@@ -113,31 +113,21 @@ def gsm8k(data: Path | None) -> Suite:
 
 
 def mmlu_pro(data: Path | None) -> Suite:
-    """MMLU-Pro from the user's files: test, and validation for the five shots of each category.
+    """MMLU-Pro from the user's file, without shots.
 
-    Records have question, options, answer (A … J) and category; those of validation cot_content too. Without
-    validation there are no shots. A record with ``prompt`` is used verbatim.
+    Records have question, options, answer (A … J) and category. A record with ``prompt`` is used verbatim.
     """
-    data = _existing("mmlu-pro", data, "a folder with test.jsonl and validation.jsonl, or a file")
-    files = [data if data.is_file() else _file(data, "test")]
-    shots: dict[str, str] = {}
-    notes: tuple[str, ...] = ("no validation file: 0 shots",)
-    if data.is_dir() and _files(data, "validation"):
-        files.append(_file(data, "validation"))
-        examples = _records(files[1], ("question", "options", "answer", "category", "cot_content"))
-        shots, notes = _mmlu_shots(examples), ()
+    data = _existing("mmlu-pro", data, "a folder with test.jsonl, or a file")
+    file = data if data.is_file() else _file(data, "test")
     tasks = []
-    for place, item in enumerate(read_records(files[0])):
-        _need(item, ("answer",) if "prompt" in item else ("question", "options", "answer"), files[0], place)
-        category = str(item.get("category", ""))
-        prompt = item.get("prompt")
-        if prompt is None:
-            prompt = f"{shots.get(category, '')}{_mmlu_question(item)}{STEP_BY_STEP}"
+    for place, item in enumerate(read_records(file)):
+        _need(item, ("answer",) if "prompt" in item else ("question", "options", "answer"), file, place)
         name, choices = f"mmlu-pro-{item.get('question_id', place)}", item.get("options")
-        fields = {"target": item["answer"], "choices": choices, "category": category or None}
+        prompt = item["prompt"] if "prompt" in item else _mmlu_question(item)
+        fields = {"target": item["answer"], "choices": choices, "category": item.get("category")}
         tasks.append(_task(name, prompt, "choice_letter", **fields))
-    check_unique(tasks, files[0].name)
-    return _suite("mmlu-pro", tasks, files, notes=notes)
+    check_unique(tasks, file.name)
+    return _suite("mmlu-pro", tasks, [file])
 
 
 def product_smoke(data: Path | None) -> Suite:
@@ -159,11 +149,10 @@ def product_smoke(data: Path | None) -> Suite:
 def demo(data: Path | None) -> Suite:
     """Problems that were kept from the demo checkpoint's training, after four worked problems that were not."""
     tasks = [
-        _task(f"demo-{place}", f"{shots}Question: {problem.question}\nAnswer:", "last_numeric", target=problem.answer)
-        for place, (shots, problem) in enumerate(demo_records())
+        _task(f"demo-{place}", item["prompt"], "last_numeric", target=item["answer"])
+        for place, item in enumerate(read_records(DEMO))
     ]
-    notes = (f"generated: seed {SEED}; names and pairs of numbers that training never saw",)
-    return _suite("demo", tasks, settings={"max_tokens": 32, "stop": ("\n\n",)}, notes=notes)
+    return _suite("demo", tasks, [DEMO], settings={"max_tokens": 32, "stop": ("\n\n",)}, notes=(KEPT,))
 
 
 SUITES: dict[str, Callable[[Path | None], Suite]] = {
@@ -221,22 +210,7 @@ def _need(record: dict[str, Any], fields: Sequence[str], file: Path, place: int)
 
 def _mmlu_question(item: dict[str, Any]) -> str:
     options = "".join(f"{letter}. {option}\n" for letter, option in zip(LETTERS, item["options"], strict=False))
-    return f"Question:\n{item['question']}\nOptions:\n{options}Answer: "
-
-
-def _mmlu_shots(examples: list[dict[str, Any]]) -> dict[str, str]:
-    """The first five worked examples of each category, before its questions."""
-    shots: dict[str, list[str]] = {}
-    for item in examples:
-        worked = item["cot_content"].removeprefix("A: ")
-        blocks = shots.setdefault(item["category"], [])
-        if len(blocks) < MMLU_SHOTS:
-            blocks.append(f"{_mmlu_question(item)}{worked}\n\n")
-    intro = (
-        "The following are multiple choice questions (with answers) about {}. Think step by step and then finish your "
-        'answer with "the answer is (X)" where X is the correct letter choice.\n\n'
-    )
-    return {category: intro.format(category) + "".join(blocks) for category, blocks in shots.items()}
+    return f"Question:\n{item['question']}\nOptions:\n{options}Answer: {STEP_BY_STEP}"
 
 
 def _looks(task: Task, state: dict[str, Any]) -> dict[str, tuple[str, object, object]]:

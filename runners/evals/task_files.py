@@ -108,7 +108,7 @@ def check_tasks(tasks: Sequence[Task]) -> list[str]:
 
 def _failed(task: Task, text: str) -> list[str]:
     """The required graders that an answer does not pass."""
-    grades, _, _ = grade(task, Transcript(text), Outcome({"text": text}))
+    grades, _ = grade(task, Transcript(text), Outcome({"text": text}))
     return [f"{result.name} ({result.explanation})" for result in grades if result.required and not result.passed]
 
 

@@ -1,6 +1,5 @@
 """Tasks: a prompt, and the graders of its answers. A task comes from a file or a suite, or is written in Python."""
 
-import re
 from collections.abc import Callable, Mapping
 from functools import cache
 from inspect import signature
@@ -74,15 +73,6 @@ class _GraderFields(Fields):
     kind: StrictStr
     name: StrictStr
     required: StrictBool = True
-    weight: float = Field(default=1.0, ge=0)
-
-
-def _pattern(pattern: str) -> str:
-    try:
-        re.compile(pattern)
-    except re.error as error:
-        raise ValueError(str(error)) from error
-    return pattern
 
 
 def _path(path: str) -> str:
@@ -90,10 +80,7 @@ def _path(path: str) -> str:
     return path
 
 
-_CHECKED = {
-    "pattern": Annotated[StrictStr, AfterValidator(_pattern)],
-    "path": Annotated[StrictStr, AfterValidator(_path)],
-}
+_CHECKED = {"path": Annotated[StrictStr, AfterValidator(_path)]}
 
 
 @cache
@@ -122,7 +109,7 @@ def _grader(value: object) -> GraderSpec:
     own = {name: arguments.pop(name) for name in _GraderFields.model_fields if name in arguments}
     fields = _GraderFields.model_validate({"name": kind, **own})
     _arguments_model(kind).model_validate(arguments)
-    return GraderSpec(kind, fields.name, arguments, None, fields.required, fields.weight)
+    return GraderSpec(kind, fields.name, arguments, None, fields.required)
 
 
 def _state_check(check: Any, info: ValidationInfo) -> GraderSpec:
@@ -225,8 +212,6 @@ class Task(Fields):
 
     def record(self) -> TaskRecord:
         """All that decides the task's result."""
-        names = ("kind", "name", "arguments", "required", "weight")
+        names = ("kind", "name", "arguments", "required")
         graders = [{name: getattr(grader, name) for name in names} for grader in self.graders]
-        return TaskRecord(
-            self.id, self.suite, self.input.record(), self.target, self.choices, self.category, self.threshold, graders
-        )
+        return TaskRecord(self.id, self.suite, self.input.record(), self.target, self.choices, self.threshold, graders)

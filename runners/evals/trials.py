@@ -1,16 +1,24 @@
-"""The values of an evaluation: a run's settings, transcripts, outcomes, grades, trials and infrastructure errors."""
+"""The values of an evaluation: a run's settings, transcripts, outcomes, grades, trials and infrastructure errors.
+
+A Trial is the one record of a try at a task: the harness returns it, a run's file keeps it, reports read it.
+"""
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from ling3export.foundation.errors import Ling3Error, RankDivergence, RequestError
-from ling3export.runners.engine.request import Sampling
+import msgspec
+
+from ling3export.artifacts.records import Record, one_of
+from ling3export.foundation.errors import Ling3Error, RankDivergence
+from ling3export.runners.engine.request import Completion, Sampling
 
 MAX_INFRA = 0.01
 INFRA_KINDS = ("oom", "timeout", "device_lost", "tokenizer_error", "rank_divergence", "nan_logits", "unknown")
+OK, INFRA_ERROR = "ok", "infra_error"
 REFUSED = "refused"  # a prompt that can never be served: no infrastructure error, and no answer
+Pair = tuple[str, int]  # task id, number of the try
 # Exceptions, and words of runtimes' messages in lower case, with the kind that they show. The first row counts.
 _TYPES: tuple[tuple[str, type[Exception]], ...] = (
     ("rank_divergence", RankDivergence),
@@ -28,7 +36,7 @@ _SIGNS = (
 
 
 class EvalError(Ling3Error):
-    """A suite, a task file, a run's folder or its settings cannot be used."""
+    """A suite, a task file, a run's file or its settings cannot be used."""
 
 
 class GraderError(Ling3Error):
@@ -40,15 +48,13 @@ class RunConfig:
     """Settings of a run. The defaults are those of the reference evaluation.
 
     Attributes:
-        trials: Tries at each task.
-        max_tokens: Of one trial.
         stop: Strings that end the text. Empty by default: the reference evaluation names only the end-of-text token.
         seed: The seeds of all trials follow from it.
         batch: Trials that are given to the backend together.
         retry: Further attempts at a trial after an infrastructure error.
         max_infra: The run is invalid if a larger share of its trials ends in infrastructure errors.
         threshold: Share of a task's trials that must pass, in place of each task's own threshold.
-        transcripts: Also record transcripts, outcomes and grades.
+        transcripts: Also record the steps of each transcript, and outcomes.
 
     Raises:
         RequestError: A sampling setting is out of bounds.
@@ -79,8 +85,7 @@ class RunConfig:
         return Sampling(self.temperature, self.top_k, self.top_p, seed)
 
 
-@dataclass(frozen=True)
-class TranscriptStep:
+class TranscriptStep(Record, frozen=True):
     """One step of a transcript."""
 
     t_ms: float  # milliseconds since the trial began
@@ -95,9 +100,8 @@ class Transcript:
     """A trial's course. ``"Hi" in transcript`` looks into its text.
 
     Attributes:
-        stop_reason: ``eos``, ``length``, ``stop``, ``error`` or ``refused``.
+        stop_reason: ``eos``, ``length`` or ``stop``.
         steps: In order; empty if the agent does not record them.
-        artifact: Digests of the programs, by name.
         ttft_ms: Milliseconds to the first token.
         e2e_ms: Milliseconds to the last token.
         turns: Number of answers of the model.
@@ -108,10 +112,23 @@ class Transcript:
     output_token_ids: list[int] = field(default_factory=list)
     stop_reason: str = "eos"
     steps: list[TranscriptStep] = field(default_factory=list)
-    artifact: dict[str, str] = field(default_factory=dict)
     ttft_ms: float = 0.0
     e2e_ms: float = 0.0
     turns: int = 1
+
+    @classmethod
+    def of(cls, completion: Completion) -> "Transcript":
+        """The transcript of an engine's completion."""
+        steps = [TranscriptStep(step.t_ms, step.kind, step.padding, step.tokens) for step in completion.steps]
+        return cls(
+            completion.text or "",
+            list(completion.prompt_ids),
+            list(completion.token_ids),
+            completion.stop_reason,
+            steps,
+            round(completion.ttft_ms, 3),
+            round(completion.e2e_ms, 3),
+        )
 
     def __contains__(self, text: str) -> bool:
         return text in self.text
@@ -124,21 +141,18 @@ class Outcome:
     state: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class GraderResult:
+class GraderResult(Record, frozen=True):
     """The verdict of one grader on one trial."""
 
     name: str
     score: float  # from 0 to 1
     passed: bool
-    answer: str | None = None  # as the grader read it
-    explanation: str = ""
-    required: bool = True  # a trial passes only if all required graders pass
-    weight: float = 1.0  # of the score in the trial's score
+    answer: str | None  # as the grader read it
+    explanation: str
+    required: bool  # a trial passes only if all required graders pass
 
 
-@dataclass(frozen=True)
-class InfraError:
+class InfraError(Record, frozen=True):
     """An attempt that failed outside grading."""
 
     kind: str  # one of INFRA_KINDS; REFUSED for a prompt that was not tried
@@ -154,50 +168,38 @@ class InfraError:
         return cls(kinds[0] if kinds else "unknown", message)
 
 
-@dataclass
-class Trial:
-    """One try at a task.
-
-    Attributes:
-        trial: Number of the try, from 0.
-        status: ``ok``, ``infra_error``, or ``refused``: the prompt can never be served.
-        attempts: Errors of the attempts that failed, those before a successful attempt included; or the refusal.
-        transcript: A Transcript, or the agent's own object. None after an infrastructure error.
-        outcome: An Outcome, or the agent's own object.
-        grades: The verdicts of all graders, the most authoritative first.
-        passed: Whether all required graders pass; None after an infrastructure error, False after a refusal.
-        score: Weighted mean of the grades.
-    """
+class Trial(Record, frozen=True, omit_defaults=False):
+    """One try at a task: the line of a run's file."""
 
     task_id: str
-    trial: int
-    seed: int
-    status: str = "ok"
-    attempts: list[InfraError] = field(default_factory=list)
-    transcript: Any = None
-    outcome: Any = None
-    grades: list[GraderResult] = field(default_factory=list)
-    passed: bool | None = None
-    score: float | None = None
+    trial: int  # number of the try, from 0
+    status: Annotated[str, one_of(OK, INFRA_ERROR, REFUSED)]
+    passed: bool | None = None  # whether all required graders pass; None after an infrastructure error
+    answer: str | None = None  # as the first grader that looks for one read it
+    text: str = ""
+    output_token_ids: list[int] = msgspec.field(default_factory=list)
+    stop_reason: str = "error"  # ``eos``, ``length`` or ``stop``; ``error`` without an answer
+    n_prompt: int = 0  # number of prompt tokens
+    ttft_ms: float = 0.0  # milliseconds to the first token
+    e2e_ms: float = 0.0  # milliseconds to the last token
+    attempts: list[InfraError] = msgspec.field(default_factory=list)  # those that failed, or the refusal
+    grades: list[GraderResult] = msgspec.field(default_factory=list)
+    details: dict[str, Any] | None = None  # prompt tokens, steps and outcome, with ``--transcripts``
+
+    @property
+    def pair(self) -> Pair:
+        """The task's id and the number of the try."""
+        return self.task_id, self.trial
+
+    @property
+    def label(self) -> str:
+        """The trial's name in reports: its task, with ``#trial`` for a repeated try."""
+        return f"{self.task_id}#{self.trial}" if self.trial else self.task_id
 
     @property
     def infra(self) -> InfraError | None:
         """The error that the trial ended in."""
-        return self.attempts[-1] if self.status == "infra_error" else None
-
-    @property
-    def answer(self) -> str | None:
-        """The answer as the first grader that looks for one read it."""
-        return next((grade.answer for grade in self.grades if grade.answer is not None), None)
-
-    def refuse(self, error: RequestError) -> None:
-        """Ends the trial as a failure without an answer: the prompt is too long, for example."""
-        self.status, self.passed, self.score = REFUSED, False, 0.0
-        self.attempts.append(InfraError(REFUSED, error.message))
-
-    def record(self) -> dict[str, Any]:
-        """The whole trial as JSON."""
-        return asdict(self) | {"outcome": self.outcome.state if self.outcome else None}
+        return self.attempts[-1] if self.status == INFRA_ERROR else None
 
 
 def text_of(transcript: object) -> str:

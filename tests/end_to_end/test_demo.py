@@ -23,15 +23,17 @@ from ling3export.compile.build import DEMO
 from ling3export.model.parameters import expected_tensors
 from ling3export.model.program import bind
 from ling3export.runners.engine.validation import generation_defaults
-from ling3export.runners.evals.demo import NAMES, Problems, demo_records, is_kept_pair, names, text
+from ling3export.runners.evals import suites
 from ling3export.runners.evals.suites import load_suite
 from ling3export.verify.reference import Reference
 from tests.support.artifacts_fixture import run
 from tests.support.direct import assemble, relative
 from tests.support.tolerances import FLOAT32, MARGIN
+from tools import demo_problems
 from tools.demo_checkpoint import published
 from tools.demo_data import KINDS, TOOL, Rows, turns_of
 from tools.demo_loss import geometry, logits
+from tools.demo_problems import NAMES, Problems, is_kept_pair, names, text
 
 SCORE = 0.97
 TALKS = 12  # of each kind
@@ -77,31 +79,33 @@ def test_make_demo_prints_commands_to_copy_and_keeps_the_report_that_it_names(mo
 
 def test_problems_of_training_hold_nothing_that_is_kept():
     problems = Problems("any", kept=False)
-    found = "".join(text(problems.next()) for _ in range(3000)) + "".join(shots for shots, _ in demo_records())
+    found = "".join(text(problems.next()) for _ in range(3000)) + "".join(shots for shots, _, _ in suite())
     assert len(pairs(found)) > 4500
     assert not any(is_kept_pair(*pair) for pair in pairs(found))
     assert words(found) == set(names(kept=False))
 
 
 def test_problems_of_the_suite_hold_only_what_is_kept():
-    for _, problem in demo_records():
-        assert all(is_kept_pair(*pair) for pair in pairs(problem.answer))
-        assert len(pairs(problem.answer)) == problem.answer.count("\n")
-        assert words(problem.question) and words(problem.question) <= set(names(kept=True))
+    for _, question, answer in suite():
+        assert all(is_kept_pair(*pair) for pair in pairs(answer))
+        assert len(pairs(answer)) == answer.count("\n")
+        assert words(question) and words(question) <= set(names(kept=True))
     assert (len(names(kept=True)), len(names(kept=False))) == (15, 135)
     assert sum(is_kept_pair(a, b) for a in range(2, 50) for b in range(a, 50)) == 133  # of 1176
 
 
-def test_the_suite_is_the_same_everywhere():
-    suite = load_suite("demo")
-    assert len(suite.tasks) == 200
-    assert suite.tasks[1].prompt.count("Question:") == 5
-    assert suite.tasks[1].prompt.endswith(f"\n\nQuestion: {demo_records()[1][1].question}\nAnswer:")
-    assert (suite.tasks[1].target, suite.settings) == (
-        demo_records()[1][1].answer,
-        {"max_tokens": 32, "stop": ("\n\n",)},
-    )
-    digest = hashlib.sha256(canonical(to_json([task.record() for task in suite.tasks]))).hexdigest()
+def suite() -> list[tuple[str, str, str]]:
+    """Shots, question and answer of each task of the packaged suite."""
+    tasks = load_suite("demo").tasks
+    return [(*task.prompt.rsplit("Question: ", 1), task.target) for task in tasks]
+
+
+def test_the_packaged_suite_is_the_generated_one():
+    loaded = load_suite("demo")
+    assert suites.DEMO.read_text() == demo_problems.suite_lines()
+    assert (len(loaded.tasks), loaded.settings) == (200, {"max_tokens": 32, "stop": ("\n\n",)})
+    assert loaded.tasks[1].prompt.count("Question:") == 5 and loaded.tasks[1].prompt.endswith("\nAnswer:")
+    digest = hashlib.sha256(canonical(to_json([task.record() for task in loaded.tasks]))).hexdigest()
     assert digest == "38bac5fe81b3503e7a7dd9c5e181a06b62c227d5938e5aafe88ab3cc3cd1540e"
 
 

@@ -25,7 +25,7 @@ from ling3export.artifacts.catalog.publish import Words, publish
 from ling3export.artifacts.manifest import MANIFEST
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.evals.demo import demo_records
+from ling3export.runners.evals.suites import load_suite
 from tests.support import toy_artifact
 from tests.support.artifacts_fixture import DEMO, RECIPES, ROOT, digest_of, files_below
 from tests.support.scripted import scripted
@@ -51,12 +51,12 @@ class Problem:
 def problems() -> list[Problem]:
     """Of the demo suite: the answer to each, and three wrong ones of other lengths."""
     made = []
-    for number, (shots, problem) in enumerate(demo_records(COUNT)):
-        wrong = [problem.answer.replace("\n####", tail + "\n####") for tail in ("0", "\n1+1=2", "9")]
+    for number, task in enumerate(load_suite("demo", limit=COUNT).tasks):
+        wrong = [task.target.replace("\n####", tail + "\n####") for tail in ("0", "\n1+1=2", "9")]
         right = number % 4
-        choices = [*wrong[:right], problem.answer, *wrong[right:]]
-        prompt = f"{shots}Question: {problem.question}\nAnswer:"
-        made.append(Problem(prompt, problem.answer.rpartition(" ")[2], [f" {text}" for text in choices], right))
+        choices = [*wrong[:right], task.target, *wrong[right:]]
+        answer = task.target.rpartition(" ")[2]
+        made.append(Problem(task.prompt, answer, [f" {text}" for text in choices], right))
     return made
 
 

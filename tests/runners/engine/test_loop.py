@@ -13,7 +13,7 @@ import pytest
 from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.handle import EngineStalled, EngineStopped, QueueFull
 from ling3export.runners.engine.request import Sampling
-from ling3export.runners.evals.run import transcript_of
+from ling3export.runners.evals.trials import Transcript
 from tests.support.fake_backend import VOCAB, answer
 from tests.support.loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
 
@@ -41,7 +41,7 @@ def test_a_handle_gives_tokens_text_and_times():
     assert 0 <= done.queue_ms == times[0] <= done.ttft_ms == done.token_ms[0] <= done.e2e_ms == done.token_ms[-1]
     assert sum(done.gaps_ms) == pytest.approx(done.e2e_ms - done.ttft_ms)
     assert rig.timings.seconds["first_step"] > 0
-    steps = transcript_of(done).steps
+    steps = Transcript.of(done).steps
     assert [(s.t_ms, s.kind, s.bucket, s.n_tokens) for s in steps] == [tuple(step) for step in done.steps]
 
 

@@ -7,7 +7,7 @@ from click.testing import CliRunner
 
 from ling3export.runners.cli.main import main
 from ling3export.runners.evals.compare import Divergence, diff
-from ling3export.runners.evals.report import diagnose, goes_on
+from ling3export.runners.evals.report import diagnose
 from ling3export.runners.evals.run import run_suite
 from ling3export.runners.evals.run_file import read_run
 from ling3export.runners.evals.suites import Suite
@@ -44,17 +44,11 @@ def test_failures_are_grouped_by_cause(tmp_path, text, stop_reason, group):
     assert diagnose(read_run(run).trials) == {group: ["t0"]}
 
 
-def test_texts_that_go_on():
-    assert goes_on("42\n\nQuestion: next")
-    assert not goes_on("42\n\nQuestion:")
-    assert not goes_on("Question: first")
-
-
 def test_diff_blocks_regressions(tmp_path):
     a = finished(tmp_path / "a", half)
     b = finished(tmp_path / "b", lambda prompt: "42" if int(prompt) < 5 else "41")
-    found = diff(a, b)
-    assert (found.broken, found.fixed, found.both, found.neither) == (["t6", "t8"], ["t1", "t3"], 3, 3)
+    changes = diff(a, b)
+    assert (changes.broken, changes.fixed, changes.both, changes.neither) == (["t6", "t8"], ["t1", "t3"], 3, 3)
     done = call("diff", a, b)
     assert done.exit_code == 6
     assert done.stdout.splitlines() == [
@@ -62,16 +56,13 @@ def test_diff_blocks_regressions(tmp_path):
         "broken  t8",
         "fixed   t1",
         "fixed   t3",
-        "2 broken, 2 fixed, 3 solved by both, 3 by neither; McNemar's exact p = 1.0000",
+        "2 broken, 2 fixed, 3 solved by both, 3 by neither",
         "differs t0 at token 0: 84, 52",
         *[f"differs t{n} at token 0: 84, 52" for n in range(1, 10)],
         "0 of 10 trials have the same tokens",
     ]
     done = call("diff", a, finished(tmp_path / "c", lambda prompt: "42"))
-    assert (done.exit_code, done.stdout.splitlines()[5]) == (
-        0,
-        "0 broken, 5 fixed, 5 solved by both, 0 by neither; McNemar's exact p = 0.0625",
-    )
+    assert (done.exit_code, done.stdout.splitlines()[5]) == (0, "0 broken, 5 fixed, 5 solved by both, 0 by neither")
 
 
 def test_diff_counts_a_task_by_its_threshold(tmp_path):
@@ -143,7 +134,7 @@ def test_a_sound_task_passes_the_check(tmp_path):
             "its reference solution fails last_numeric (expected 42, found 41)",
         ),
         (
-            {"graders": [{"kind": "regex", "pattern": ".*"}], "reference_solution": "42"},
+            {"graders": [{"kind": "response_contains", "value": ""}], "reference_solution": "42"},
             "an empty answer passes, so it grades nothing",
         ),
     ],

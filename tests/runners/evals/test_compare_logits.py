@@ -18,7 +18,6 @@ from ling3export.runners.evals.trials import EvalError
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from tests.support import toy_artifact
 from tests.support.artifacts_fixture import Artifacts, digest_of, kept_folder, sources_of, versions
-from tests.support.hosting import hosting
 from tests.support.kept_reference import KeptReference
 
 TEXT = "Once upon a time there was a queen who counted her plums, and 17 of them were sour. " * 2
@@ -134,22 +133,6 @@ def test_models_are_compared_as_the_reference_in_float64_does(artifact, text):
         for name in names
     )
     assert found == pytest.approx({"window": 48, **figures(a, b, ids[24:])}, rel=1e-3)
-
-
-@pytest.mark.hosts
-def test_several_hosts_compare_and_host_0_prints(artifact, text, tmp_path):
-    """The other host needs no text; both load one artifact after the other."""
-    path = artifact("micro-2x1")
-    commands = [
-        ["eval", "compare-logits", path, path, "--text", file, "--window", 16, "--tokens", 9]
-        for file in (text, tmp_path / "none")
-    ]
-    with hosting(commands) as processes:
-        said = [process.communicate(timeout=120) for process in processes]
-        assert [process.returncode for process in processes] == [0, 0], said
-    assert said[1][0] == ""
-    found = json.loads(said[0][0])
-    assert (found["tokens"], found["kl_max"], found["same_best"], found["perplexity_ratio"]) == (9, 0, 1, 1)
 
 
 @pytest.mark.parametrize(

@@ -13,16 +13,16 @@ from click.testing import CliRunner
 
 from ling3export.artifacts.records import to_json
 from ling3export.foundation.errors import ArtifactError, RequestError
-from ling3export.runners.cli.eval import lines
+from ling3export.runners.cli.eval import Progress, duration
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.evals.compare import diff
 from ling3export.runners.evals.graders import GraderSpec
 from ling3export.runners.evals.report import report
 from ling3export.runners.evals.run import run_suite
-from ling3export.runners.evals.run_file import Prediction, read_run
+from ling3export.runners.evals.run_file import read_run
 from ling3export.runners.evals.suites import Suite
-from ling3export.runners.evals.trials import EvalError, GraderError, RunConfig, trial_seed
+from ling3export.runners.evals.trials import EvalError, GraderError, RunConfig, Trial, trial_seed
 from tests.support import eval_fakes
 from tests.support.eval_fakes import FakeBackend, half, numbered
 from tests.support.limits import file_size_limit
@@ -54,25 +54,32 @@ def test_half_of_ten_tasks(evaluate, tmp_path):
     assert LINE.match(done.stdout.strip())
     lines = [json.loads(line) for line in (tmp_path / "run").read_text(encoding="utf-8").splitlines()]
     assert [line["kind"] for line in lines] == ["run", *["task"] * 10, *["trial"] * 10]
-    fields = ["kind", *[name for name in Prediction.__struct_fields__ if name != "details"]]
-    assert [list(line) for line in lines[11:]] == [fields] * 10
+    assert [list(line) for line in lines[11:]] == [["kind", *Trial.__struct_fields__]] * 10
     assert lines[12] == {
         "kind": "trial",
-        "idx": 1,
         "task_id": "ten-1",
         "trial": 0,
-        "prompt_sha256": "6b86b273ff34fce19d6b804eff5a3f5747ada4eaa22f1d49c01e52ddb7875b4b",
+        "status": "ok",
+        "passed": False,
+        "answer": "41",
         "text": "The answer is 41.",
         "output_token_ids": [ord(c) for c in "The answer is 41."],
         "stop_reason": "eos",
-        "answer": "41",
-        "target": "#### 42",
-        "passed": False,
-        "infra": None,
+        "n_prompt": 1,
         "ttft_ms": 10.0,
         "e2e_ms": 20.0,
-        "n_prompt": 1,
-        "n_output": 17,
+        "attempts": [],
+        "grades": [
+            {
+                "name": "last_numeric",
+                "score": 0.0,
+                "passed": False,
+                "answer": "41",
+                "explanation": "expected 42, found 41",
+                "required": True,
+            }
+        ],
+        "details": None,
     }
 
 
@@ -98,18 +105,18 @@ def test_one_infrastructure_error_of_ten(evaluate, tmp_path):
     run = read_run(tmp_path / "run")
     totals = run.summary
     assert (totals.infra, totals.passed, totals.success_rate, totals.adjusted_success_rate) == (1, 9, 0.9, 1)
-    record = run.trials[3]
+    trial = run.trials[3]
     attempt = {"kind": "oom", "message": "RuntimeError: RESOURCE_EXHAUSTED: no memory"}
-    assert to_json(record.infra) == {"ended": True, "attempts": [attempt, attempt]}  # in the batch, and alone
-    assert (record.passed, record.stop_reason, record.text) == (None, "error", "")
+    assert (trial.status, to_json(trial.attempts)) == ("infra_error", [attempt, attempt])  # in the batch, and by itself
+    assert (trial.passed, trial.stop_reason, trial.text) == (None, "error", "")
     assert evaluate(FailsOn("3", RuntimeError("x")), "--max-infra", "0.1", name="b").exit_code == 0
 
 
-def test_the_trial_at_fault_is_found_by_halves(tmp_path):
+def test_each_trial_of_a_batch_that_failed_is_tried_by_itself(tmp_path):
     backend = FailsOn("5", RuntimeError("no memory"))
-    summary = run_suite(Suite("s", numbered(64)), backend, tmp_path / "r", RunConfig()).summary
-    assert (summary.passed, summary.infra) == (63, 1)
-    assert [len(batch) for batch in backend.batches] == [4, 1, 2, 8, 16, 32]  # those that worked
+    summary = run_suite(Suite("s", numbered(8)), backend, tmp_path / "r", RunConfig(batch=6)).summary
+    assert (summary.passed, summary.infra) == (7, 1)
+    assert [len(batch) for batch in backend.batches] == [1, 1, 1, 1, 1, 2]  # those that worked
 
 
 class TooLong(FakeBackend):
@@ -136,14 +143,10 @@ def test_a_prompt_that_is_too_long_is_a_failure_of_its_own_and_no_infrastructure
     assert (done.exit_code, done.stdout) == (0, "正确率: 5/10 = 0.5000\n")
     assert not checks or [len(batch) for batch in backend.batches] == [9]  # the others are run as one batch
     run = read_run(tmp_path / "run")
-    records, totals = run.trials, run.summary
-    assert [record.infra for record in records if record.idx != 3] == [None] * 9
-    refused = records[3]
-    assert (refused.passed, refused.stop_reason, refused.text, refused.answer) == (False, "refused", "", None)
-    assert to_json(refused.infra) == {
-        "ended": False,
-        "attempts": [{"kind": "refused", "message": "task `ten-3`: too long"}],
-    }
+    refused, totals = run.trials[3], run.summary
+    assert [trial.attempts for trial in run.trials if trial is not refused] == [[]] * 9
+    assert (refused.passed, refused.status, refused.text, refused.answer) == (False, "refused", "", None)
+    assert to_json(refused.attempts) == [{"kind": "refused", "message": "task `ten-3`: too long"}]
     assert (totals.infra, totals.success_rate, totals.adjusted_success_rate) == (0, 0.5, 0.5)
     assert "| the prompt was refused: it can never be served | 1 | ten-3 |" in report(run)
 
@@ -151,8 +154,8 @@ def test_a_prompt_that_is_too_long_is_a_failure_of_its_own_and_no_infrastructure
 def test_an_error_that_passes_is_kept_and_not_counted(evaluate, tmp_path):
     done = evaluate(FailsOn("3", TimeoutError("late"), times=1))
     assert (done.exit_code, done.stdout) == (0, "正确率: 10/10 = 1.0000\n")
-    kept = {"ended": False, "attempts": [{"kind": "timeout", "message": "TimeoutError: late"}]}
-    assert [to_json(record.infra) for record in read_run(tmp_path / "run").trials] == [kept] * 10
+    late = {"kind": "timeout", "message": "TimeoutError: late"}
+    assert [to_json(trial.attempts) for trial in read_run(tmp_path / "run").trials] == [[late]] * 10
 
 
 def test_a_first_batch_that_is_refused_as_a_whole_ends_the_run(evaluate, tmp_path):
@@ -269,11 +272,10 @@ def test_a_run_of_another_record_is_refused_and_kept(evaluate, tmp_path):
     ("old", "new", "message"),
     [
         (b'"task_id": "ten-4"', b'"task_id": "ten-3"', "line 16: a trial that is there already"),
-        (b'"prompt_sha256": "4', b'"prompt_sha256": "5', "a trial of another run"),
-        (b'"idx": 3', b'"idx": 13', "line 15: a trial of another run"),
+        (b'"task_id": "ten-3"', b'"task_id": "ten-13"', "line 15: a trial of another run"),
         (b'"trial": 0', b'"trial": 1', "line 12: a trial of another run"),
         (b'{"kind": "trial"', b'[]\n{"kind": "trial"', "line 12: expected an object"),
-        (b'"n_prompt"', b'"n"', "line 12: expected only the fields idx"),
+        (b'"n_prompt"', b'"n"', "line 12: expected only the fields task_id"),
         (b'{"kind": "trial"', b'{\n{"kind": "trial"', "line 12: Expecting property name"),
         (b'"kind": "trial"', b'"kind": "triad"', "line 12: kind 'triad': it is none of run, task and trial"),
     ],
@@ -295,7 +297,7 @@ def test_predictions_of_another_run_or_damaged_ones_are_refused_and_kept(evaluat
         ("mine", "it has no line of a run"),
         ("mine\n", "line 1: Expecting value"),
         ("[]\n", "line 1: expected an object, found a list of 0"),
-        ('{"kind": "trial"}\n', "line 1: expected the field idx"),
+        ('{"kind": "trial"}\n', "line 1: expected the field task_id"),
         ('{"kind": "run", "format": 1, "config": {}}\n', "line 1: expected the field suite, environment, shard"),
         ("[" * 1_000_000 + "\n", "line 1: more than 16 levels of objects and lists"),
     ],
@@ -372,8 +374,8 @@ def test_settings_out_of_range_are_named():
 
 
 def report_run(path):
-    """The run whose report is kept: failures of several kinds, categories, trials, a reference."""
-    tasks = [*numbered(6, category="even | odd"), *numbered(3)]
+    """The run whose report is kept: failures of several kinds, trials, a reference."""
+    tasks = [*numbered(6), *numbered(3)]
     for place, task in enumerate(tasks):
         task.id = f"t{place}"
     answers = {"1": "41\n\nQuestion: next?", "2": "I do not know, whoever asks me.", "5": "4 " * 60}
@@ -401,9 +403,11 @@ def test_golden_report(tmp_path):
     ("number", "field", "value", "message"),
     [
         (3, "output_token_ids", [1, "2"], "expected a whole number, found '2', at output_"),
-        (3, "n_output", True, "expected a whole number, found True, at n_output"),
-        (3, "infra", {"ended": True}, "expected the field attempts, found none, at infra"),
-        (3, "passed", None, "expected an error of a trial without a verdict, found none"),
+        (3, "n_prompt", True, "expected a whole number, found True, at n_prompt"),
+        (3, "attempts", [{"kind": "oom"}], "expected the field message, found none, at attempts[0]"),
+        (3, "passed", None, "expected null after an infrastructure error only, found None, at passed"),
+        (3, "status", "infra_error", "expected null after an infrastructure error only, found True, at passed"),
+        (3, "status", "well", "expected 'ok' or 'infra_error' or 'refused', found 'well', at status"),
         (1, "id", 3, "line 2: expected a text, found 3, at id"),
         (1, "target", "43", "its tasks are not those of its header"),
         (0, "format", 2, "expected 1, found 2, at format"),
@@ -447,8 +451,32 @@ def test_trials_are_counted_as_they_end(tmp_path):
 
 
 def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(capsys):
-    now = iter([0.0, 3.0, 10.5, 10.5, 12.0, 30.0, 30.0])
-    tell = lines("eval ten", lambda: next(now))
+    now = iter([0.0, 3.0, 10.5, 12.0, 30.0])
+    report = Progress("eval ten", lambda: next(now))
     for done in (1, 2, 3, 1204):
-        tell(done, 2000)
-    assert capsys.readouterr().err == "eval ten: 2 of 2,000\neval ten: 1,204 of 2,000\n"
+        report(done, 2000)
+    assert capsys.readouterr().err == "eval ten: 2 of 2,000, 2:54:50 left\neval ten: 1,204 of 2,000, 0:20 left\n"
+
+
+def test_the_remaining_time_follows_from_all_trials_of_this_start():
+    """Round 4, line 36: it jumped, because trials end in bursts, and no trials were counted."""
+
+    class Bar:
+        pos, texts = 0, []
+
+        def update(self, steps, text):
+            self.pos += steps
+            self.texts.append(text)
+
+    now = iter([0.0, 10.0, 10.0, 20.0, 20.0, 20.0])
+    report = Progress("eval", lambda: next(now), Bar())
+    for done in (5, 6, 7, 8, 10):  # four were done by an earlier start
+        report(done, 10)
+    assert Bar.texts == [
+        "5 of 10, 0:50 left",
+        "6 of 10, 0:20 left",
+        "7 of 10, 0:20 left",
+        "8 of 10, 0:10 left",
+        "10 of 10",
+    ]
+    assert (duration(59.1), duration(3725)) == ("1:00", "1:02:05")

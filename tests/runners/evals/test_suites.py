@@ -44,26 +44,15 @@ QUESTION = {
     "options": ["one", "two", "three"],
     "answer": "B",
     "category": "law",
-    "cot_content": "A: Let's think step by step. The answer is (B).",
 }
 
 
-def test_mmlu_pro_with_and_without_shots(tmp_path):
-    (tmp_path / "test.jsonl").write_text(json.dumps(QUESTION) + "\n")
-    suite = load_suite("mmlu-pro", tmp_path)
+def test_mmlu_pro_takes_records_and_prompts(tmp_path):
+    ready = {"prompt": "Which one?", "answer": "A"}
+    (tmp_path / "test.jsonl").write_text(f"{json.dumps(QUESTION)}\n{json.dumps(ready)}\n")
     question = "Question:\nWhich?\nOptions:\nA. one\nB. two\nC. three\nAnswer: Let's think step by step."
-    assert [task.prompt for task in suite.tasks] == [question]
-    assert suite.notes == ("no validation file: 0 shots",)
-    shots = [{**QUESTION, "question": f"Q{n}?"} for n in range(6)]
-    (tmp_path / "validation.jsonl").write_text("".join(json.dumps(shot) + "\n" for shot in shots))
-    (task,) = load_suite("mmlu-pro", tmp_path).tasks
-    assert task.prompt.count("Question:") == 6  # five shots, and the question
-    assert task.prompt.startswith("The following are multiple choice questions (with answers) about law. ")
-    assert (
-        "Q4?\nOptions:\nA. one\nB. two\nC. three\nAnswer: Let's think step by step. The answer is (B).\n\n"
-        in task.prompt
-    )
-    assert task.prompt.endswith(question)
+    task, other = load_suite("mmlu-pro", tmp_path).tasks
+    assert (task.prompt, other.prompt) == (question, "Which one?")
     assert (task.id, task.category, task.choices) == ("mmlu-pro-70", "law", ["one", "two", "three"])
     assert grade(task, "So the answer is (B).", None)[1]
 
@@ -92,7 +81,7 @@ def test_records_without_their_fields_are_named(tmp_path):
 def test_product_smoke_grades_the_state_alone(tmp_path):
     run = run_suite(load_suite("product-smoke"), FakeBackend(lambda prompt: "whatever"), tmp_path / "r", RunConfig())
     assert (run.summary.passed, run.summary.total) == (4, 4)
-    assert all(record.details for record in run.trials)
+    assert all(trial.details for trial in run.trials)
 
 
 class Compiles(FakeBackend):
@@ -106,8 +95,7 @@ class Compiles(FakeBackend):
 def test_product_smoke_finds_what_is_wrong(tmp_path):
     run = run_suite(load_suite("product-smoke"), Compiles(lambda prompt: "whatever"), tmp_path / "r", RunConfig())
     assert run.summary.passed == 0
-    grades = read_run(tmp_path / "r").trials[0].details["grades"]
-    assert [item["explanation"] for item in grades] == [
+    assert [item.explanation for item in read_run(tmp_path / "r").trials[0].grades] == [
         "tokens in: expected 5, found 4",
         "compile events: expected 0, found 1",
         "as it should be",

@@ -51,8 +51,8 @@ def test_template_of_the_specification_loads_and_grades(tmp_path):
         TranscriptStep(0, "tool", name=name) for name in ("send_confirmation", "verify_identity", "process_refund")
     ]
     said = Transcript("Your refund is on its way.", steps=calls, turns=3)
-    grades, passed, score = grade(task, said, Outcome(rows))
-    assert (passed, score) == (True, 1.0)
+    grades, passed = grade(task, said, Outcome(rows))
+    assert passed
     assert [item.name for item in grades] == [
         "state_check database",
         "state_check database",
@@ -102,7 +102,7 @@ def test_mistakes_in_yaml_are_named_with_their_line(tmp_path, old, new, message)
         load_tasks(write(tmp_path, "t.yaml", text), {"database": bool})
 
 
-GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["exact"], "target": "x"}
+GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["last_numeric"], "target": "x"}
 
 
 @pytest.mark.parametrize(
@@ -111,10 +111,9 @@ GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["exact"], "target": "x"
         ([], "task file `t.json`: it has no task"),
         ([GOOD, {**GOOD, "answers": 1}], "`answers`: .* in t.json line 21$"),
         ([GOOD, GOOD], "task id `a`: two tasks have it, in t.json"),
-        ({**GOOD, "graders": ["exactly"]}, "`graders`: a grader is one of .*, found 'exactly', in t.json line 7"),
+        ({**GOOD, "graders": ["exact"]}, "`graders`: a grader is one of .*, found 'exact', in t.json line 7"),
         ({**GOOD, "graders": []}, "task `a`: it has no grader, in t.json line 1"),
-        ({**GOOD, "graders": [{"kind": "regex"}]}, "`pattern`: Field required, in t.json line 7"),
-        ({**GOOD, "graders": [{"kind": "regex", "pattern": "("}]}, r"`pattern`: missing \), .* in t.json line 9"),
+        ({**GOOD, "graders": [{"kind": "response_contains"}]}, "`value`: Field required, in t.json line 7"),
         (
             {**GOOD, "graders": [{"kind": "state_check", "path": "files[0]"}]},
             r"`path`: expected a path such as \$.files\[0\] or .*'files\[0\]', in t.json line 9",
@@ -167,15 +166,11 @@ def test_lines_of_json(indent):
 @pytest.mark.parametrize(
     ("spec", "text", "passed"),
     [
-        ({"kind": "regex", "pattern": r"\b4\d\b"}, "it is 42", True),
-        ({"kind": "regex", "pattern": r"\b4\d\b"}, "it is 420", False),
         ({"kind": "response_contains", "value": ["it", "42"]}, "it is 42", True),
         ({"kind": "response_contains", "value": ["it", "43"]}, "it is 42", False),
         ({"kind": "transcript_constraints", "must_contain": ["42"]}, "it is 42", True),
         ({"kind": "transcript_constraints", "must_not_contain": ["42"]}, "it is 42", False),
         ({"kind": "last_numeric"}, "it is 42", True),
-        ({"kind": "exact"}, " 42\n", True),
-        ({"kind": "exact"}, "it is 42", False),
         ({"kind": "state_check", "path": "$.n", "at_least": 1, "at_most": 2}, "", True),
         ({"kind": "state_check", "path": "$.n", "at_least": 3}, "", False),
         ({"kind": "state_check", "path": "$.m"}, "", False),

@@ -1,13 +1,15 @@
 """Word problems: those that the demo checkpoint was trained on, and those that were kept from it.
 
-Generated, so the suite needs no file; ``random()`` is the one method that Python promises to keep, so the same seed
-gives the same problems everywhere. Kept from training by construction: an eighth of all pairs of numbers, chosen by a
-digest, and every tenth name. A problem of the suite has a kept name and in each of its steps a kept pair; its four
-shots, and all that is trained on, have neither.
+``python -m tools.demo_problems > runners/evals/demo.jsonl`` writes the suite ``demo``. ``random()`` is the one method
+that Python promises to keep, so the same seed gives the same problems everywhere. Kept from training by construction:
+an eighth of all pairs of numbers, chosen by a digest, and every tenth name. A problem of the suite has a kept name and
+in each of its steps a kept pair; its four shots, and all that is trained on, have neither.
 """
 
 import hashlib
+import json
 import random
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -119,7 +121,16 @@ def text(problem: Problem) -> str:
     return f"Question: {problem.question}\nAnswer: {problem.answer}"
 
 
-def demo_records(count: int = TASKS) -> list[tuple[str, Problem]]:
-    """The suite: the worked problems before a question, and its problem."""
+def suite_lines() -> str:
+    """The packaged suite: in each line worked problems with a question, and the answer."""
     worked, problems = Problems(f"{SEED} shots", kept=False), Problems(f"{SEED} suite", kept=True)
-    return [(worked.shots(), problems.next()) for _ in range(count)]
+    lines = []
+    for _ in range(TASKS):
+        shots, problem = worked.shots(), problems.next()
+        record = {"prompt": f"{shots}Question: {problem.question}\nAnswer:", "answer": problem.answer}
+        lines.append(json.dumps(record) + "\n")
+    return "".join(lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(suite_lines())
