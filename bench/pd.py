@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.report import table
+from bench.server_process import RUNNER, ServerProcess
 from bench.servers import asked, foreign, metric
 from ling3export.foundation.processes import LOOPBACK, free_port
-from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
 
 SCRIPT = Path(__file__).parents[1] / "deploy" / "prefill-decode.sh"
 PHASES = ("queue", "prefill", "save", "transfer", "decode")
@@ -97,6 +97,7 @@ def main(
             sum(metric(server, f"ling3_{what}_tokens_total") for server in prefill) for what in ("cached", "prompt")
         )
         loaded = sum(metric(server, "ling3_transfer_total", what="loaded") for server in decode)
+        first_tokens = sum(metric(server, "ling3_first_token_seconds_sum") for server in prefill)
     last = phases[-1]
     middle = {phase: statistics.median(one[phase] for one in phases) for phase in PHASES}
     print(f"{prompts} prompts through {'vllm-router' if outside else 'ling3-runner route'}, states over {carrier}\n")
@@ -106,4 +107,6 @@ def main(
     rate = cached / (cached + computed)
     print(f"hit rate of the servers that prefill: {rate:.0%} of {cached + computed:.0f} tokens")
     assert same == loaded == prompts
+    reported = sum(one["queue"] + one["prefill"] for one in phases) / 1e3
+    assert abs(reported - first_tokens) < 1e-3 * prompts, (reported, first_tokens)  # what P counts
     return {"phases_ms": middle, "hit_rate": rate, "same": same, "loaded": loaded}

@@ -14,7 +14,7 @@ from typing import Any
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.report import say
-from ling3export.runners.bench_serving.server_process import RUNNER, ServerProcess
+from bench.server_process import RUNNER, ServerProcess
 
 WAIT = 180.0  # seconds for a server to be there, and for an answer
 

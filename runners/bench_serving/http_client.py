@@ -1,7 +1,7 @@
 """A server of OpenAI's API over HTTP, as a client of any such server sees it."""
 
 import json
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from time import perf_counter as now
 from typing import Any
@@ -23,31 +23,17 @@ class HttpClient:
     """A server of OpenAI's API: ``/v1/completions`` as a stream, greedy, a connection for each request.
 
     Args:
-        url: Its address, with or without ``/v1``.
-        model: The model's name; None takes the first that it lists.
-        key: Sent as bearer token.
-        ignore_eos: Ask it to go on after an end-of-text token.
+        url: With or without ``/v1``.
+        model: The model's name; None takes the first that the server lists.
         timeout: Seconds without a byte after which a request counts as failed.
-        behind: Addresses of the servers of a router; none if it answers itself.
-
-    Raises:
-        RequestError: The address is not one of HTTP.
     """
 
     backend = "openai"
 
     def __init__(
-        self,
-        url: str,
-        model: str | None,
-        key: str | None,
-        *,
-        ignore_eos: bool,
-        timeout: float = 600.0,
-        behind: Sequence[str] = (),
+        self, url: str, model: str | None, key: str | None, *, ignore_eos: bool, timeout: float = 600.0
     ) -> None:
         self._server = Endpoint(url.rstrip("/").removesuffix("/v1"), key=key, timeout=timeout)
-        self._behind = [Endpoint(address, key=key, timeout=timeout) for address in behind] or [self._server]
         self._model, self._ignore_eos = model, ignore_eos
         self._ours = False
 
@@ -73,7 +59,6 @@ class HttpClient:
         self._ours = models.get(self._model) == OURS
 
     def prepare(self, sample: SampleRequest) -> Any:
-        """The body of the request."""
         body = {
             "model": self._model,
             "prompt": sample.prompt,
@@ -89,7 +74,6 @@ class HttpClient:
         return json.dumps(body).encode()
 
     async def send(self, prepared: Any) -> RequestResult:
-        """Streams the answer to a request."""
         result, finished, last = RequestResult(now()), False, 0.0
         try:
             async for data, last in self._events(prepared):
@@ -107,15 +91,13 @@ class HttpClient:
         return result
 
     async def compiles(self) -> int | None:
-        """Programs that our own servers have compiled, by ``/metrics``, together; None of other servers."""
+        """Programs that a server of ours has compiled, by ``/metrics``; None of other servers."""
         if not self._ours:
             return None
-        counts = []
-        for server in self._behind:
-            families = text_string_to_metric_families((await _whole(server, "/metrics")).decode())
-            samples = (sample for family in families for sample in family.samples)
-            counts += [int(sample.value) for sample in samples if sample.name in (COMPILES, f"{COMPILES}_total")]
-        return sum(counts) if counts else None
+        families = text_string_to_metric_families((await _whole(self._server, "/metrics")).decode())
+        samples = (sample for family in families for sample in family.samples)
+        names = (COMPILES, f"{COMPILES}_total")
+        return next((int(sample.value) for sample in samples if sample.name in names), None)
 
     async def _events(self, body: bytes) -> AsyncGenerator[tuple[bytes, float], None]:
         """The data of each server-sent event, and its time."""
@@ -158,7 +140,6 @@ def _take(result: RequestResult, chunk: Any, at: float) -> bool:
         result.pieces += [at] * bool(text)
         result.text += text
         finished |= bool(choice.get("finish_reason"))
-    result.take(chunk)
     usage = chunk.get("usage")
     if isinstance(usage, dict):
         result.prompt_tokens = int(usage.get("prompt_tokens") or 0)

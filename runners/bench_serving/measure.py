@@ -1,6 +1,6 @@
 """One measurement, from settings to figures: make a workload, open an engine or a server, send the requests.
 
-Requests are sent when they are due, at most so many at once. They go to an engine in this process, or to a server
+A request is sent when it is due and fewer than the limit run, to an engine in this process or to a server
 (``http_client``).
 """
 
@@ -10,7 +10,7 @@ import json
 import math
 import os
 import platform
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -44,7 +44,7 @@ Progress = Callable[[int, int], None]  # receives how many requests have ended, 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(WorkloadSpec):
-    """What is measured, and with what.
+    """The settings of a measurement.
 
     Attributes:
         artifact: Runs in this process, or gives the tokenizer of a server.
@@ -54,7 +54,7 @@ class Settings(WorkloadSpec):
         stop_at_eos: An end-of-text token ends an answer; otherwise each has its full length.
         request_rate: Requests a second; infinite sends all at once.
         max_concurrency: Most requests that run at once; None for any number.
-        engine: For the artifact in this process, and for servers that are started for it.
+        engine: For the artifact in this process.
     """
 
     artifact: Path | None = None
@@ -69,12 +69,7 @@ class Settings(WorkloadSpec):
 
 
 class EngineClient:
-    """An engine in this process. Token times are those at which the engine read the tokens.
-
-    Args:
-        engine: The engine.
-        ignore_eos: Go on after an end-of-text token, so that every answer has its full length.
-    """
+    """An engine in this process. Token times are those at which the engine read the tokens."""
 
     backend = "ling3"
 
@@ -82,17 +77,12 @@ class EngineClient:
         self._engine, self._ignore_eos = engine, ignore_eos
 
     def prepare(self, sample: SampleRequest) -> Any:
-        """An engine's request, tokenized, for ``send``; made before the clock runs.
-
-        Raises:
-            RequestError: It can never be served.
-        """
+        """A tokenized request for ``send``; RequestError if it can never be served."""
         request = self._engine.request(sample.prompt, sample.output, ignore_eos=self._ignore_eos)
         self._engine.check(request)
         return request
 
     async def send(self, prepared: Any) -> RequestResult:
-        """Submits a request."""
         result = RequestResult(now())
         try:
             (handle,) = self._engine.submit(prepared)
@@ -103,29 +93,20 @@ class EngineClient:
         result.times = [result.start + at / 1e3 for at in done.token_ms]
         result.prompt_tokens, result.tokens = len(done.prompt_ids), len(done.token_ids)
         result.text, result.cached = done.text or "", done.cached_tokens
-        result.take(done.times)
         return result
 
     async def compiles(self) -> int | None:
-        """The engine's counter of compiled programs."""
         return int(self._engine.stats()["compile_events"])
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run gave.
+    """The results of a run."""
 
-    Attributes:
-        results: Of the requests that ended, in the order of their end.
-        duration: Seconds from the first submission to the last completion, or to the interruption.
-        unfinished: Requests that had not ended when the run was interrupted; 0 if it was not.
-        compiles: Programs that were compiled meanwhile; None if the server does not report it.
-    """
-
-    results: list[RequestResult]
-    duration: float
-    unfinished: int
-    compiles: int | None
+    results: list[RequestResult]  # requests that ended, in the order of their end
+    duration: float  # seconds from the first submission to the last completion, or to the interruption
+    unfinished: int  # requests that had not ended when the run was interrupted
+    compiles: int | None  # programs that were compiled meanwhile; None if the server does not report it
 
 
 async def run(
@@ -140,12 +121,9 @@ async def run(
     """Sends a workload and waits for all answers. If it is cancelled, it returns the results so far.
 
     Args:
-        client: What is measured.
-        requests: The workload.
         times: When each request is due, in seconds after the start.
         limit: Most requests that run at once; the clock of a further one starts when it is sent.
         tokenizer: Counts the answers' tokens again.
-        progress: Called after each request.
 
     Raises:
         RequestError: A request can never be served.
@@ -187,14 +165,7 @@ async def run(
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a measurement gave.
-
-    Attributes:
-        backend: The name in the table.
-        requests: The workload.
-        manifest: The artifact's, if there is one.
-        servers: Role, TP, target and artifact of each server that was started for it.
-    """
+    """A measurement: its settings, its workload, the artifact's manifest if there is one, and the figures."""
 
     settings: Settings
     backend: str
@@ -202,20 +173,14 @@ class Measurement:
     run: Run
     requests: list[SampleRequest]
     manifest: Manifest | None
-    servers: tuple[Mapping[str, Any], ...] = ()
 
     def table(self, extended: bool = False) -> str:
-        """The table of SGLang's form."""
+        """The table in the form of SGLang's."""
         rate, limit = self.settings.request_rate, self.settings.max_concurrency
         return render(self.figures, backend=self.backend, rate=rate, limit=limit, extended=extended)
 
     def record(self, name: str, *, raw: bool = False) -> dict[str, Any]:
-        """One line of JSON with everything.
-
-        Args:
-            name: A name for people.
-            raw: Also times, lengths and errors of every request.
-        """
+        """One line of JSON; ``raw``: also with times, lengths and errors of every request."""
         source = None if self.manifest is None else self.manifest.source.name
         settings = vars(self.settings) | vars(self.settings.engine)
         arguments = {
@@ -235,33 +200,20 @@ class Measurement:
             "figures": asdict(self.figures),
         }
         if raw:
-            line["requests"] = [asdict(result) | {"phases": result.phases} for result in self.run.results]
-        return line | ({"servers": [*self.servers]} if self.servers else {})
+            line["requests"] = [asdict(result) for result in self.run.results]
+        return line
 
 
 def workload_digest(requests: Sequence[SampleRequest]) -> str:
-    """sha256 of a workload: the same for the same requests."""
     return hashlib.sha256(json.dumps([asdict(request) for request in requests]).encode()).hexdigest()
 
 
 def _plain(value: Any) -> Any:
-    """An argument as JSON has it: infinity and paths become texts."""
     return str(value) if isinstance(value, Path) or value == math.inf else value
 
 
-def measure(
-    settings: Settings,
-    progress: Progress | None = None,
-    report: Callable[[str], None] = say,
-    behind: Sequence[str] = (),
-) -> Measurement:
-    """Measures.
-
-    Args:
-        settings: What is measured, and with what.
-        progress: Called after each request.
-        report: Receives what the engine chose and why.
-        behind: Addresses of the servers of a router, which report what they compiled.
+def measure(settings: Settings, progress: Progress | None = None, report: Callable[[str], None] = say) -> Measurement:
+    """Measures; ``report`` receives what the engine chose and why.
 
     Raises:
         Ling3Error: The settings do not fit together, the workload cannot be made, or the engine or server cannot be
@@ -279,7 +231,7 @@ def measure(
     if settings.url is not None:
         from ling3export.runners.bench_serving.http_client import HttpClient  # with h11, of the extra `serve`
 
-        server = HttpClient(settings.url, settings.model, settings.key, ignore_eos=ignore_eos, behind=behind)
+        server = HttpClient(settings.url, settings.model, settings.key, ignore_eos=ignore_eos)
 
         async def opened() -> Run:
             await server.open()
@@ -306,7 +258,7 @@ def open_tokenizer(path: Path) -> Tokenizer:
     if (path / "manifest.json").exists():
         tokenizer = _tokenizer_of(path, read_manifest(path))
         if tokenizer is None:
-            raise RequestError(f"tokenizer `{path}`: expected an artifact with a tokenizer, found none")
+            raise RequestError(f"tokenizer `{path}`: the artifact has none")
         return tokenizer
     file = path / "tokenizer.json" if path.is_dir() else path
     try:

@@ -6,48 +6,26 @@ latencies (ITL) are τ(j+1) - τj. Failed requests count in ``failed`` and nowhe
 """
 
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
-
-# The phases up to the first token that a server reports, and their names in figures.
-REPORTED = {"queue": "queue", "prefill": "prefill", "save": "save", "transfer": "transfer", "decode": "first"}
-PHASES = (*REPORTED.values(), "http", "decode")
 
 
 @dataclass
 class RequestResult:
-    """A request that was sent.
+    """A request that was sent."""
 
-    Attributes:
-        start: Time just before its submission.
-        times: When each token came; tokens of one piece have equal times. If the server does not report how many
-            tokens a piece of text is, the times of pieces.
-        prompt_tokens: Tokens of the prompt.
-        tokens: Tokens of the answer.
-        retokenized: Tokens of the answer's text when it is tokenized again; ``tokens`` without a tokenizer.
-        cached: Tokens of the prompt that came from a cache; None if the server does not report it.
-        server_phases: Seconds by phase up to the first token, as the server reports them, else None. ``queue`` and
-            ``prefill`` of one engine. If another engine prefilled, also ``save``, until the state could be taken,
-            ``transfer``, until it was taken, and ``first``, until the engine that decodes gave the first token.
-        transfer_bytes: Bytes of that state; None if none came.
-        error: Why it failed; None if it did not.
-        pieces: When each piece with text came over HTTP: other clients see only these.
-    """
-
-    start: float
+    start: float  # just before its submission
+    # When each token came; tokens of one piece have equal times. Pieces count if the server does not count tokens.
     times: list[float] = field(default_factory=list)
     prompt_tokens: int = 0
-    tokens: int = 0
+    tokens: int = 0  # of the answer
     text: str = ""
-    retokenized: int = 0
-    cached: int | None = None
-    server_phases: dict[str, float] | None = None
-    transfer_bytes: int | None = None
-    error: str | None = None
-    pieces: list[float] = field(default_factory=list)
+    retokenized: int = 0  # tokens of the text when it is tokenized again; ``tokens`` without a tokenizer
+    cached: int | None = None  # tokens of the prompt that came from a cache; None if the server does not report it
+    error: str | None = None  # why it failed
+    pieces: list[float] = field(default_factory=list)  # when each piece with text came over HTTP
 
     @property
     def ttft(self) -> float:
@@ -68,28 +46,6 @@ class RequestResult:
     def itl(self) -> list[float]:
         """Seconds between neighbouring tokens."""
         return [after - before for before, after in itertools.pairwise(self.times)]
-
-    def take(self, report: Mapping[str, Any]) -> None:
-        """Adds the times that a server of ours reports of its request (``Completion.times``), if it reports any.
-
-        Raises:
-            TypeError, ValueError: They have another form.
-        """
-        if isinstance(phases := report.get("phases_ms"), Mapping):
-            self.server_phases = {ours: float(phases[name]) / 1e3 for name, ours in REPORTED.items() if name in phases}
-        if report.get("transfer_bytes") is not None:
-            self.transfer_bytes = int(report["transfer_bytes"])
-
-    @property
-    def phases(self) -> dict[str, float] | None:
-        """Seconds by phase; all but ``decode`` add up to TTFT. None if the server reported none.
-
-        ``http`` is the rest of TTFT: client, connections and a router.
-        """
-        if self.server_phases is None:
-            return None
-        rest = self.ttft - sum(self.server_phases.values())
-        return {**self.server_phases, "http": rest, "decode": self.e2e - self.ttft}
 
 
 @dataclass(frozen=True)
@@ -121,11 +77,6 @@ class Figures:
         duration: Seconds from the first submission to the last completion.
         concurrency: Sum of all E2E over the duration.
         cache_hit_rate: Share of the prompts' tokens that came from a cache.
-        remote_prefill_share: Share of the requests whose prefill another engine did.
-        phases: Of the requests whose server reported them; one without a phase counts as 0 for it.
-        moving_share: Share of all TTFT in which states were saved and transferred.
-        transfer_bytes: Mean bytes of a state that went from one engine to another.
-        transfer_speed: All bytes of these states over the sum of their ``transfer``, per second.
     """
 
     completed: int
@@ -144,20 +95,10 @@ class Figures:
     tpot: Spread
     itl: Spread
     cache_hit_rate: float | None = None
-    remote_prefill_share: float | None = None
-    phases: dict[str, Spread] | None = None
-    moving_share: float | None = None
-    transfer_bytes: float | None = None
-    transfer_speed: float | None = None
 
 
 def figures(results: Sequence[RequestResult], duration: float) -> Figures:
-    """The figures of a run.
-
-    Args:
-        results: Of all requests that ended.
-        duration: Seconds from the first submission to the last completion.
-    """
+    """The figures of a run of ``duration`` seconds; ``results`` has all requests that ended."""
     done = [result for result in results if result.error is None]
     inputs, outputs = sum(result.prompt_tokens for result in done), sum(result.tokens for result in done)
     cached = [result.cached for result in done if result.cached is not None]
@@ -182,25 +123,4 @@ def figures(results: Sequence[RequestResult], duration: float) -> Figures:
         tpot=Spread.of(result.tpot for result in done if result.tokens > 1),
         itl=Spread.of(gap for result in done for gap in result.itl),
         cache_hit_rate=sum(cached) / inputs if cached and inputs else None,
-        **_phases(done),
     )
-
-
-def _phases(done: Sequence[RequestResult]) -> dict[str, Any]:
-    """The figures that need a server of ours, which reports phases; none of them without such a report."""
-    reported = [result.phases for result in done if result.phases is not None]
-    if not reported:
-        return {}
-    names = [name for name in PHASES if any(name in phases for phases in reported)]
-    moved = [result for result in done if result.transfer_bytes is not None]
-    size = sum(result.transfer_bytes or 0 for result in moved)
-    save, transfer = (
-        sum((result.server_phases or {}).get(name, 0.0) for result in moved) for name in ("save", "transfer")
-    )
-    return {
-        "phases": {name: Spread.of(phases.get(name, 0.0) for phases in reported) for name in names},
-        "remote_prefill_share": len(moved) / len(done),
-        "moving_share": (save + transfer) / (sum(result.ttft for result in moved) or 1.0) if moved else None,
-        "transfer_bytes": size / len(moved) if moved else None,
-        "transfer_speed": size / transfer if transfer else None,
-    }

@@ -50,7 +50,7 @@ def repetition(texts: Sequence[Text], least: int = 2, longer: int = 120) -> Repe
         RequestError: There is no text.
     """
     if not texts:
-        raise RequestError("prefixes: expected at least one text, found none")
+        raise RequestError("prefixes: the data set has no text")
     ordered = sorted(texts)
     common = [shared(before, after) for before, after in itertools.pairwise(ordered)]
     heights = [len(text) for text in ordered]
@@ -72,7 +72,7 @@ def repetition(texts: Sequence[Text], least: int = 2, longer: int = 120) -> Repe
 
 
 def shared(one: Text, other: Text) -> int:
-    """Length of the longest common prefix."""
+    """Length of the longest common prefix, by bisection."""
     low, high = 0, min(len(one), len(other))
     if one[:high] == other[:high]:
         return high
@@ -116,5 +116,5 @@ def text_of(record: dict[str, Any], field: str | None, where: str) -> str:
         value = users[0].get("value", users[0].get("content"))
     if not isinstance(value, str):
         wanted = f"a text in `{field}`" if field else f"a user's turn of text, or one of {', '.join(QUESTIONS)}"
-        raise RequestError(f"{where}: expected {wanted}, found {'none' if value is None else type(value).__name__}")
+        raise RequestError(f"{where}: expected {wanted}, found {type(value).__name__}")
     return value

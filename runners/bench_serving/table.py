@@ -6,7 +6,7 @@ from typing import Any
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.tables import aligned
-from ling3export.runners.bench_serving.metrics import PHASES, Figures, Spread
+from ling3export.runners.bench_serving.metrics import Figures, Spread
 
 WIDTH = 50
 TITLE = " Serving Benchmark Result "
@@ -33,7 +33,6 @@ ASCENDING = (
 )
 
 MEANS = ("Mean", "Median")
-CALLED = {"first": "first decode", "http": "HTTP"}  # phases that rows call otherwise
 # Of runs side by side: (what a row is called, where its figure is in a record, the record's unit in the row's).
 ROWS: tuple[tuple[str, str, float], ...] = (
     ("Successful requests", "completed", 1),
@@ -49,11 +48,7 @@ ROWS: tuple[tuple[str, str, float], ...] = (
     ("Mean TPOT (ms)", "tpot.mean", 1),
     ("Mean ITL (ms)", "itl.mean", 1),
     ("P99 ITL (ms)", "itl.p99", 1),
-    *((f"{of} {CALLED.get(name, name)} (ms)", f"phases.{name}.{of.lower()}", 1) for name in PHASES for of in MEANS),
-    ("States transferred (%)", "remote_prefill_share", 100),
-    ("Save and transfer of TTFT (%)", "moving_share", 100),
-    ("Mean bytes of a state (MB)", "transfer_bytes", 1e-6),
-    ("Transfer (GB/s)", "transfer_speed", 1e-9),
+    ("Cache hit rate (%)", "cache_hit_rate", 100),
 )
 
 
@@ -61,11 +56,9 @@ def render(figures: Figures, *, backend: str, rate: float, limit: int | None, ex
     """The table of a run, with a line end before it as SGLang prints it, without one at its end.
 
     Args:
-        figures: The figures.
-        backend: What was measured.
         rate: Requests a second that were sent; infinite for all at once.
-        limit: Most requests that ran at once.
-        extended: Also P95 and Max ITL, the cache's hit rate and the share of prefills by another engine.
+        limit: Most requests that ran at once; None for any number.
+        extended: Also P95 and Max ITL, and the cache's hit rate.
     """
     rows: list[tuple[str, object] | str] = [
         ("Backend:", backend),
@@ -96,20 +89,19 @@ def render(figures: Figures, *, backend: str, rate: float, limit: int | None, ex
             ("Max ITL (ms):", _two(figures.itl.max)),
             "Prefill",
             ("Cache hit rate (%):", _percent(figures.cache_hit_rate)),
-            ("Remote prefill share (%):", _percent(figures.remote_prefill_share)),
         ]
     lines = [f"{row:-^{WIDTH}}" if isinstance(row, str) else "{:<40} {:<10}".format(*row) for row in rows]
     return "\n".join([f"\n{TITLE:=^{WIDTH}}", *lines, "=" * WIDTH])
 
 
 def parse(text: str) -> dict[str, str]:
-    """The rows of a table by name, without their colons. Of rows of one name the first counts.
+    """The rows of a table by name, without their colons. The first of several rows of one name counts.
 
     Raises:
         Ling3Error: There is no such table, or it has not the rows that are compared.
     """
     if TITLE.strip() not in text:
-        raise Ling3Error(f"table: expected a line with{TITLE.rstrip()}, found none")
+        raise Ling3Error(f"table: no line with{TITLE.rstrip()}")
     values: dict[str, str] = {}
     for line in text.splitlines():
         if row := ROW.fullmatch(line.strip()):
@@ -121,11 +113,11 @@ def parse(text: str) -> dict[str, str]:
 
 
 def check(text: str) -> list[str]:
-    """What does not agree in a table, a sentence each; nothing for one that agrees within its rounding.
+    """The contradictions in a table, a sentence each; none if its figures agree within their rounding.
 
-    Each rate times the duration is what it counts, the two kinds of tokens add up, and requests times their mean
-    latency is the concurrency times the duration: together they leave a range of durations that no rounding explains
-    away. Beyond that no median may lie above its 99th percentile, and no first token behind the last.
+    One duration must fit all figures. A rate times the duration is its count. The two kinds of tokens add up. Requests
+    times their mean latency are the concurrency times the duration. Also, no median lies above its 99th percentile, and
+    the first token is not later than the last.
 
     Raises:
         Ling3Error: There is no such table, or it has not the rows that are compared.

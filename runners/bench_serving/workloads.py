@@ -1,4 +1,4 @@
-"""What a run sends: prompts and lengths of answers, and when. The same seed gives the same requests, to the byte."""
+"""The requests of a run: prompts, lengths of answers, and times. The same seed gives the same requests, to the byte."""
 
 import itertools
 import math
@@ -27,13 +27,13 @@ class SampleRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadSpec:
-    """What is sent. Lengths are in tokens.
+    """The workload. Lengths are in tokens.
 
     Attributes:
         workload: One of WORKLOADS, or the name of ``requests``.
         data: The file of jsonl, or the folder of a suite.
         requests: The requests themselves, if they come from elsewhere; None makes those of ``workload``.
-        num_prompts: Number of requests; of a data set at most so many.
+        num_prompts: Number of requests; a data set may have fewer.
         input_len: Most tokens of a random prompt.
         output_len: Tokens of an answer (of random ones: at most); None takes the data set's, or DEFAULT_OUTPUT.
         range_ratio: Least length of random prompts and answers, as a share of the most; at least 1.
@@ -64,7 +64,7 @@ class WorkloadSpec:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """What a model takes: tokens of prompt and answer together, token ids below ``vocab_size``, and its tokenizer."""
+    """The bounds of a model: tokens of prompt and answer together, token ids below ``vocab_size``, its tokenizer."""
 
     context: int
     vocab_size: int
@@ -75,7 +75,7 @@ class PromptLimits:
         special: frozenset[int] = frozenset() if self.tokenizer is None else self.tokenizer.special_ids
         ids = [number for number in range(self.vocab_size) if number not in special]
         if not ids:
-            raise RequestError("workload: expected token ids that are not special, found none")
+            raise RequestError("workload: all token ids are special")
         return ids
 
     def check_room(self, spec: WorkloadSpec, prompt: int) -> None:
@@ -100,7 +100,7 @@ def requests_of(spec: WorkloadSpec, limits: PromptLimits) -> list[SampleRequest]
     if not spec.text:
         return requests
     if limits.tokenizer is None:
-        raise RequestError("--text: expected a tokenizer, found none", "name one: --tokenizer FILE")
+        raise RequestError("--text: there is no tokenizer", "name one: --tokenizer FILE")
     spell = limits.tokenizer.decode
     return [
         request if isinstance(request.prompt, str) else replace(request, prompt=spell(request.prompt))
@@ -141,7 +141,7 @@ def shared_prefix(spec: WorkloadSpec, limits: PromptLimits) -> list[SampleReques
 def jsonl(spec: WorkloadSpec, _: PromptLimits) -> list[SampleRequest]:
     """The lines of a file, ``{"prompt": TEXT or [ID, …], "output_len": N}``, in their order."""
     if spec.data is None:
-        raise RequestError("workload `jsonl`: expected a data set, found none", "name it: --data FILE")
+        raise RequestError("workload `jsonl`: name the data set", "--data FILE")
     requests = []
     for number, record in enumerate(read_records(spec.data)[: spec.num_prompts], 1):
         where = f"workload `{spec.data}` record {number}"

@@ -2,7 +2,6 @@
 
 import json
 import math
-import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from ling3export.runners.cli.command import INTERRUPTED, Decorator, Group, secti
 from ling3export.runners.cli.eval import progress
 from ling3export.runners.cli.options import PATH, engine_options
 from ling3export.runners.cli.references import ARTIFACT
-from ling3export.runners.transfer.options import CARRIERS
 
 if TYPE_CHECKING:
     from ling3export.runners.bench_serving.measure import Measurement, Settings
@@ -33,13 +31,12 @@ def bench() -> None:
 
 
 def _workload(command: Any) -> Any:
-    """Options of the requests."""
     return section(
         "Workload",
-        click.option("--workload", type=click.Choice(WORKLOADS), default="random", help="What is sent."),
+        click.option("--workload", type=click.Choice(WORKLOADS), default="random", help="The kind of requests."),
         click.option("--data", type=PATH, help="The file of jsonl, or the folder of a suite."),
-        click.option("--suite", metavar="NAME|FILE", help="Whose prompts are sent, with --workload suite."),
-        click.option("--num-prompts", type=POSITIVE, default=100, help="Requests; of a data set at most so many."),
+        click.option("--suite", metavar="NAME|FILE", help="Send its prompts, with --workload suite."),
+        click.option("--num-prompts", type=POSITIVE, default=100, help="Requests; a data set may have fewer."),
         click.option("--input-len", type=POSITIVE, default=128, help="Most tokens of a random prompt."),
         click.option("--output-len", type=POSITIVE, help="Tokens of an answer.  [default: the data set's, or 64]"),
         click.option("--range-ratio", type=click.FloatRange(0, 1), default=0.0, help="Least random length."),
@@ -48,12 +45,11 @@ def _workload(command: Any) -> Any:
         click.option("--suffix-len", type=POSITIVE, default=32, help="Tokens of a prompt after it."),
         click.option("--text", is_flag=True, help="Send what token ids spell, for servers that take no ids."),
         click.option("--stop-at-eos", is_flag=True, help="Let end-of-text tokens end answers."),
-        click.option("--seed", type=click.IntRange(0), default=0, help="The same gives the same requests."),
+        click.option("--seed", type=click.IntRange(0), default=0, help="The same seed gives the same requests."),
     )(command)
 
 
 def _sending(command: Any) -> Any:
-    """Options of arrivals and of the server."""
     above = click.FloatRange(0, min_open=True)
     arrivals = section(
         "Arrivals",
@@ -94,9 +90,7 @@ def serve(
     api_key_file: Path | None,
     **settings: Any,
 ) -> None:
-    """Measure latencies of ARTIFACT or of a server.
-
-    ARTIFACT runs in this process; any server of OpenAI's API will do.
+    """Measure latencies of ARTIFACT in this process, or of any server of OpenAI's API.
 
     With --url, ARTIFACT is not run: it gives the tokenizer, and the bounds of prompts.
     """
@@ -111,61 +105,50 @@ def serve(
     _end(measurement)
 
 
-@bench.command(common=("configs", "transfer", *COMMON))
-@click.argument("artifacts", type=ARTIFACT, nargs=-1, required=True)
-@click.option(
-    "--configs",
-    required=True,
-    metavar="CONFIG,...",
-    help="NxT: N engines of T devices. nPmD: n devices prefill, m decode. NAME=URL: a server.",
-)
-@click.option("--transfer", type=click.Choice(CARRIERS), default="shm", help="How states go from P to D.")
+@bench.command(common=("url", *COMMON))
+@click.argument("artifact", type=ARTIFACT, required=False)
+@click.option("--url", "urls", multiple=True, metavar="NAME=URL", help="A server, and what to call it; two or more.")
 @_workload
 @_sending
 @_written
-@engine_options("programs")
 def compare(
-    artifacts: tuple[Path, ...],
-    configs: str,
-    transfer: str,
+    artifact: Path | None,
+    urls: tuple[str, ...],
     output: Path | None,
     save_raw: bool,
     suite: str | None,
     api_key_file: Path | None,
     **settings: Any,
 ) -> None:
-    """Measure several configurations, side by side.
+    """Measure several servers one after the other, side by side.
 
-    Of ARTIFACTS each server runs the one that has a target of as many devices. Servers, and a router before several,
-    are started on loopback and stopped one configuration after the other; all are sent the same requests over HTTP.
-    Ratios are to the first.
+    All are sent the same requests. Ratios are to the first. ARTIFACT gives the tokenizer, and the bounds of prompts.
     """
-    names = configs.split(",")
-    shared = _settings(artifacts[0], suite, settings | {"key": _key(api_key_file)})
-    from ling3export.runners.bench_serving.compare import compared
+    servers = [(name, url) for name, equal, url in (text.partition("=") for text in urls) if name and equal and url]
+    if len(servers) < max(len(urls), 2):
+        raise click.UsageError("expected --url NAME=URL twice or more.")
+    shared = _settings(artifact, suite, settings | {"url": servers[0][1], "key": _key(api_key_file)})
+    from ling3export.runners.bench_serving.measure import measure
     from ling3export.runners.bench_serving.table import side_by_side
 
     measurements: list[Measurement] = []
     stopped: BaseException | None = None
-    # The servers that were started end with this process, also after a signal.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for measurement in compared(shared, names, artifacts, transfer, progress):
-            measurements.append(measurement)
-            if measurement.run.unfinished:
+        for name, url in servers:
+            with progress(name) as shown:
+                measurements.append(measure(replace(shared, url=url), shown))
+            if measurements[-1].run.unfinished:
                 break
     except (Ling3Error, KeyboardInterrupt) as error:
         if not measurements:
             raise
         stopped = error
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    pairs = zip(measurements, names, strict=False)
-    records = [measurement.record(name.partition("=")[0], raw=save_raw) for measurement, name in pairs]
+    pairs = zip(measurements, servers, strict=False)
+    records = [measurement.record(name, raw=save_raw) for measurement, (name, _) in pairs]
     click.echo(side_by_side(records))
     _write(records, output)
-    if len(records) < len(names):
-        click.echo(f"not measured: {', '.join(names[len(records) :])}", err=True)
+    if len(records) < len(servers):
+        click.echo(f"not measured: {', '.join(name for name, _ in servers[len(records) :])}", err=True)
     for measurement in measurements:
         _end(measurement)
     if stopped is not None:
@@ -217,15 +200,9 @@ def prefixes(
         records = enumerate(read_records(data), 1)
         texts = [text_of(record, field, f"data set `{data}` record {at}") for at, record in records]
     result = repetition(texts, least, longer)
-    summary: dict[str, Any] = {
-        "dialogs": result.texts,
-        "least": least,
-        "longer": longer,
-        "prefixes": len(result.prefixes),
-        "ratio": result.ratio,
-        "coverage": result.coverage,
-        "mean_length": result.mean_length,
-    }
+    summary: dict[str, Any] = {"dialogs": result.texts, "least": least, "longer": longer}
+    summary |= {"prefixes": len(result.prefixes), "ratio": result.ratio}
+    summary |= {"coverage": result.coverage, "mean_length": result.mean_length}
     if tokenizer is not None:
         opened = open_tokenizer(tokenizer)
         hit, total = cached_blocks([tuple(opened.encode(text)) for text in texts], block)
@@ -278,7 +255,7 @@ def _write(records: list[dict[str, Any]], output: Path | None) -> None:
 
 
 def _end(measurement: "Measurement") -> None:
-    """Warns of what the table does not show, and ends with the exit code that follows."""
+    """Warns of failed and unfinished requests, and ends with their exit code."""
     run, figures = measurement.run, measurement.figures
     if run.unfinished:
         total = len(measurement.requests)
@@ -294,4 +271,4 @@ def _end(measurement: "Measurement") -> None:
     if run.unfinished:
         sys.exit(INTERRUPTED)
     if not figures.completed:
-        raise Ling3Error("bench: expected answers, found none")
+        raise Ling3Error("bench: no request was answered")

@@ -110,7 +110,6 @@ FAULTS = {
         [HEAD, event({"error": {"message": "engine stopped"}}), event(b"[DONE]"), b"0\r\n\r\n"],
         "engine stopped",
     ),
-    "times": ([HEAD, event({"choices": [], "phases_ms": {"queue": []}}), event(b"[DONE]"), b"0\r\n\r\n"], "TypeError"),
     "cut short": ([HEAD, event({"choices": [{"text": "a"}]}), b"0\r\n\r\n"], "cut short"),
     "connection": ([HEAD, event({"choices": [{"text": "a"}]})], "RemoteProtocolError"),
     "no HTTP": ([b"hello\r\n\r\n"], "RemoteProtocolError"),

@@ -40,15 +40,12 @@ def test_tokens_without_text_of_their_own_are_never_the_likeliest(tmp_path):
 
 
 def test_a_run_is_told_by_tokens_and_by_pieces_with_text(monkeypatch):
-    """Six tokens 20 ms apart, of which the first, the third and the last came without text.
-
-    A record says more of a request than its times: the phases in it once ended `make witness`.
-    """
+    """Six tokens 20 ms apart; the first, the third and the last came without text."""
     times = [10.1, 10.12, 10.14, 10.16, 10.18, 10.2]
     result = RequestResult(10.0, times, 2, 6, "abc", pieces=[times[1], times[3], times[4]])
 
     def measured(command):
-        record = {"figures": asdict(figures([result], 0.25)), "requests": [asdict(result) | {"phases": None}]}
+        record = {"figures": asdict(figures([result], 0.25)), "requests": [asdict(result)]}
         command[command.index("--output") + 1].write_text(json.dumps(record) + "\n")
 
     monkeypatch.setattr(witness, "run", measured)

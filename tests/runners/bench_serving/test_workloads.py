@@ -99,7 +99,7 @@ def test_a_data_set_that_is_none_is_refused(text, message, tmp_path, tokenizer):
 def test_what_has_no_room_is_refused(settings, message, tokenizer):
     with pytest.raises(RequestError, match=message):
         requests_of(WorkloadSpec(**{"output_len": 1} | settings), limits(tokenizer, 64))
-    with pytest.raises(RequestError, match="--text: expected a tokenizer, found none"):
+    with pytest.raises(RequestError, match="--text: there is no tokenizer"):
         requests_of(WorkloadSpec(text=True), limits(None))
 
 

@@ -23,9 +23,9 @@ class ServerProcess:
     The process has a session of its own: a terminal's Ctrl-C reaches only the process that started it.
 
     Args:
-        name: What messages call it.
+        name: For messages.
         words: Its command.
-        variables: Environment variables beside ours.
+        variables: Environment variables in addition to ours.
         shown: Its stderr is ours; otherwise the end of it is kept for messages.
         tells: It prints its addresses on stdout; otherwise stdout is treated as stderr.
     """
@@ -88,7 +88,7 @@ class ServerProcess:
         self.process.wait()
 
     def missing(self, *, ended: bool = True) -> Ling3Error:
-        """What to raise where nobody listens, with the last lines of its stderr."""
+        """The error that nobody listens, with the last lines of its stderr."""
         reason = f"none within {WAIT:g} s"
         if ended:
             try:
