@@ -105,7 +105,7 @@ def serve(
     _end(measurement)
 
 
-@bench.command(common=("url", *COMMON))
+@bench.command(common=("urls", *COMMON))
 @click.argument("artifact", type=ARTIFACT, required=False)
 @click.option("--url", "urls", multiple=True, metavar="NAME=URL", help="A server, and what to call it; two or more.")
 @_workload

@@ -60,18 +60,18 @@ class MinimalEvalHarness:
             try:
                 answer = await asyncio.wait_for(self.agent(task.input.record(), env), self.timeout)
             except RequestError as error:
-                return Trial(task.id, number, REFUSED, False, attempts=[*errors, InfraError(REFUSED, error.message)])
+                return Trial(task.id, number, REFUSED, False, attempts=(*errors, InfraError(REFUSED, error.message)))
             except Exception as error:
                 errors.append(InfraError.of(error))
                 continue
             if not isinstance(answer, tuple) or len(answer) != 2:
                 raise GraderError(f"agent: it returned {answer!r}, not (transcript, outcome), for task `{task.id}`")
-            return graded(task, number, *answer, errors)
-        return Trial(task.id, number, INFRA_ERROR, attempts=errors)
+            return graded(task, number, *answer, tuple(errors))
+        return Trial(task.id, number, INFRA_ERROR, attempts=tuple(errors))
 
 
 def graded(
-    task: Task, number: int, transcript: Any, outcome: Any, attempts: list[InfraError], *, details: bool = False
+    task: Task, number: int, transcript: Any, outcome: Any, attempts: tuple[InfraError, ...], *, details: bool = False
 ) -> Trial:
     """The trial of an answer.
 
@@ -94,12 +94,12 @@ def graded(
         passed,
         next((item.answer for item in grades if item.answer is not None), None),
         seen.text,
-        seen.output_token_ids,
+        tuple(seen.output_token_ids),
         seen.stop_reason,
         len(seen.prompt_token_ids),
         seen.ttft_ms,
         seen.e2e_ms,
         attempts,
-        grades,
+        tuple(grades),
         kept,
     )

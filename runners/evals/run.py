@@ -125,9 +125,9 @@ class _Runner:
         check_digests(self._backend.digests())
         after = self._counters()
         for pair, result in zip(batch, results, strict=True):
-            attempts, answer = list(result.attempts), result.outcome
+            attempts, answer = result.attempts, result.outcome
             if isinstance(answer, RequestError):
-                trial = Trial(*pair, REFUSED, False, attempts=[*attempts, InfraError(REFUSED, answer.message)])
+                trial = Trial(*pair, REFUSED, False, attempts=(*attempts, InfraError(REFUSED, answer.message)))
             elif isinstance(answer, Exception):
                 trial = Trial(*pair, INFRA_ERROR, attempts=attempts)
             else:

@@ -8,8 +8,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import msgspec
-
 from ling3export.artifacts.records import Record, one_of
 from ling3export.foundation.errors import Ling3Error, RankDivergence
 from ling3export.runners.engine.request import Completion, Sampling
@@ -177,13 +175,13 @@ class Trial(Record, frozen=True, omit_defaults=False):
     passed: bool | None = None  # whether all required graders pass; None after an infrastructure error
     answer: str | None = None  # as the first grader that looks for one read it
     text: str = ""
-    output_token_ids: list[int] = msgspec.field(default_factory=list)
+    output_token_ids: tuple[int, ...] = ()
     stop_reason: str = "error"  # ``eos``, ``length`` or ``stop``; ``error`` without an answer
     n_prompt: int = 0  # number of prompt tokens
     ttft_ms: float = 0.0  # milliseconds to the first token
     e2e_ms: float = 0.0  # milliseconds to the last token
-    attempts: list[InfraError] = msgspec.field(default_factory=list)  # those that failed, or the refusal
-    grades: list[GraderResult] = msgspec.field(default_factory=list)
+    attempts: tuple[InfraError, ...] = ()  # those that failed, or the refusal
+    grades: tuple[GraderResult, ...] = ()
     details: dict[str, Any] | None = None  # prompt tokens, steps and outcome, with ``--transcripts``
 
     @property

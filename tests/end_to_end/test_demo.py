@@ -106,7 +106,7 @@ def test_the_packaged_suite_is_the_generated_one():
     assert (len(loaded.tasks), loaded.settings) == (200, {"max_tokens": 32, "stop": ("\n\n",)})
     assert loaded.tasks[1].prompt.count("Question:") == 5 and loaded.tasks[1].prompt.endswith("\nAnswer:")
     digest = hashlib.sha256(canonical(to_json([task.record() for task in loaded.tasks]))).hexdigest()
-    assert digest == "38bac5fe81b3503e7a7dd9c5e181a06b62c227d5938e5aafe88ab3cc3cd1540e"
+    assert digest == "c2a6c6555e03a6a9715e9690145251f7eb22008b095af301b743d773f882ed42"
 
 
 def test_the_packaged_checkpoint_is_small_and_of_the_true_structure():

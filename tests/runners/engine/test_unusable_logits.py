@@ -120,7 +120,7 @@ def test_an_evaluation_records_which_trial(spoiled: Path, tmp_path: Path):
     good, bad, also = run.trials
     assert bad.infra is not None and bad.infra.message.startswith(f"LogitsError: logits of task `bad`: {SAID}")
     for record, name in ((good, "good"), (also, "also")):
-        assert record.output_token_ids == toy_artifact.answer(prompts[name], 4)[0]
+        assert list(record.output_token_ids) == toy_artifact.answer(prompts[name], 4)[0]
         assert record.infra is None
 
 

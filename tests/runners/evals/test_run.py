@@ -144,7 +144,7 @@ def test_a_prompt_that_is_too_long_is_a_failure_of_its_own_and_no_infrastructure
     assert not checks or [len(batch) for batch in backend.batches] == [9]  # the others are run as one batch
     run = read_run(tmp_path / "run")
     refused, totals = run.trials[3], run.summary
-    assert [trial.attempts for trial in run.trials if trial is not refused] == [[]] * 9
+    assert [trial.attempts for trial in run.trials if trial is not refused] == [()] * 9
     assert (refused.passed, refused.status, refused.text, refused.answer) == (False, "refused", "", None)
     assert to_json(refused.attempts) == [{"kind": "refused", "message": "task `ten-3`: too long"}]
     assert (totals.infra, totals.success_rate, totals.adjusted_success_rate) == (0, 0.5, 0.5)
