@@ -25,27 +25,38 @@ def documents(place: Path, graph: Graph, difference: Difference | None) -> dict[
     names = {"time": "time (µs)", "bytes": "bytes", "flops": "FLOPs"}
     files: dict[Path, Any] = {place: collection(graph)}
     for name, results in values.items():
-        shown = {operation: {"value": value} for operation, value in results.items() if value}
+        shown = {operation: {"value": round(value, 3)} for operation, value in results.items() if value}
         overlay = {"name": names[name], "results": shown, "gradient": GRADIENT}
         files[place.with_suffix(f".{name}.json")] = {graph.cell: overlay}
     if difference is not None:
-        files[place.with_suffix(".before.json")] = collection(difference.before)
-        files[place.with_suffix(".sync.json")] = {
-            "type": "sync_navigation",
-            "mappingEntries": [
-                {"leftNodeIds": [one.name], "rightNodeIds": [other.name]} for one, other in difference.pairs
-            ],
-            "disableMappingFallback": True,
-            "showDiffHighlights": True,
-        }
+        files[place.with_suffix(".before.json")] = collection(difference.before, " (before)")
+        files[place.with_suffix(".sync.json")] = pairs(difference)
     return files
 
 
-def collection(graph: Graph) -> dict[str, Any]:
-    """A graph whose groups are layers, layer kinds and their parts."""
+def pairs(difference: Difference) -> dict[str, Any]:
+    """Which nodes of two panes belong together; the graph before is in the left one.
+
+    A node without a partner is mapped to one that does not exist: the viewer then marks it as deleted or new.
+    """
+    entries = [([one.name], [other.name]) for one, other in difference.pairs]
+    for change in difference.changes:
+        if change.before is None or change.after is None:
+            name, missing = change.operation.name, f"{change.kind}: {change.operation.name}"
+            entries.append(([missing], [name]) if change.before is None else ([name], [missing]))
+    return {
+        "type": "sync_navigation",
+        "mappingEntries": [{"leftNodeIds": left, "rightNodeIds": right} for left, right in entries],
+        "disableMappingFallback": True,
+        "showDiffHighlights": True,
+    }
+
+
+def collection(graph: Graph, note: str = "") -> dict[str, Any]:
+    """A graph whose groups are layers, layer kinds and their parts; ``note`` follows its names."""
     names = {one.name for one in graph.operations}
     nodes = [_node(one, names) for one in graph.operations]
-    return {"label": f"{graph.target} {graph.cell}", "graphs": [{"id": graph.cell, "nodes": nodes}]}
+    return {"label": f"{graph.target} {graph.cell}{note}", "graphs": [{"id": f"{graph.cell}{note}", "nodes": nodes}]}
 
 
 def _node(one: Operation, names: set[str]) -> dict[str, Any]:

@@ -80,7 +80,10 @@ def test_model_explorer_files_name_operations_that_are_there(tmp_path):
     overlay = files[tmp_path / "g.time.json"]["decode@16"]
     assert overlay["results"]["loop/q.1"]["value"] == pytest.approx(20)
     pairs = files[tmp_path / "g.sync.json"]["mappingEntries"]
-    assert pairs == [{"leftNodeIds": [name], "rightNodeIds": [name]} for name in nodes]
+    assert pairs == [
+        *({"leftNodeIds": [name], "rightNodeIds": [name]} for name in nodes),
+        {"leftNodeIds": ["gone"], "rightNodeIds": ["removed: gone"]},
+    ]
     assert explorer.ranges((0, 1, 2, 4, 5)) == "layers 0-2, 4-5"
 
 
