@@ -25,7 +25,7 @@ class Shown:
         memory: Memory over program order; None if no optimized program is kept.
         flops: FLOPs a second that the device reaches at most; None if nothing tells.
         bandwidth: Bytes a second of the device's memory; None if nothing tells.
-        difference: What changed since another program; None without one.
+        difference: The changes since another program; None without one.
     """
 
     graph: Graph

@@ -48,6 +48,7 @@ GIVEN = {
     "docs/share.md": ["micro", "micro.ling3"],
     "docs/engine.md": ["micro.ling3"],
     "docs/graphs.md": ["micro.ling3"],
+    "docs/python.md": ["micro.ling3"],
     "docs/fleet.md": ["micro.ling3"],
     "docs/serve.md": ["micro.ling3"],
     "docs/evaluation.md": ["gsm8k", "mmlu", "task.py"],

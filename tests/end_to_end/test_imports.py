@@ -20,6 +20,7 @@ PACKAGES = {
     "foundation": {"ml_dtypes", "numpy"},
     "machine": {"jax", "jaxlib", "numpy"},
     "model": {"flax", "jax", "jaxtyping", "numpy"},
+    "opened": {"jax", "numpy"},
     "plan": {"msgspec", "numpy"},
     "runners.adapters": {"inspect_ai", "lm_eval"},
     "runners.bench_serving": {"h11", "numpy", "prometheus_client"},

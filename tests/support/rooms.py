@@ -19,7 +19,7 @@ RUNNERS = (
     ("runners.endpoint", "runners.stacks"),
 )
 BUILD = (
-    ("cli",),
+    ("cli", "opened"),
     ("compile", "savedmodel", "report"),
     ("cache", "verify"),
     ("plan",),
@@ -35,6 +35,7 @@ RECORDS = {"model.parameters": {"artifacts"}}
 # `verify` is the one door through which a build runs what it built.
 FROM_RUNNERS = {
     "cli": {"runners.cli", "runners.hosts"},
+    "opened": {"runners.load"},
     "verify.measure": {"runners.calibrate", "runners.hosts", "runners.load", "runners.text"},
     "verify.verify": {"runners.hosts"},
 }
