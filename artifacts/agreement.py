@@ -14,9 +14,9 @@ from msgspec import structs
 
 from ling3export.artifacts.parameters import Parameter, Tensor
 from ling3export.artifacts.program_records import Array, Leaf
-from ling3export.artifacts.records import WrongRecordError, shown
+from ling3export.artifacts.records import WrongRecordError
 from ling3export.artifacts.schema import Cell, Manifest, PlanRecord, Target, Vectors
-from ling3export.foundation.errors import listed
+from ling3export.foundation.errors import shown
 from ling3export.foundation.phases import GIVERS, PHASES, ArraySpec, PhaseSpec
 
 
@@ -30,7 +30,7 @@ def check_agreement(manifest: Manifest) -> None:
     with _at("config"):
         if type(vocabulary) is not int or vocabulary < 1:
             _wrong("a positive `vocab_size`", vocabulary)
-        if not isinstance(ends, tuple) or any(each >= vocabulary for each in ends):
+        if not isinstance(ends, tuple) or any(token >= vocabulary for token in ends):
             _wrong(f"`eos_token_id` to be a list of token ids below {vocabulary}", ends)
     files, index = manifest.weights.files, manifest.weights.index
     _same("the files that the index names", {tensor.file for tensor in index.values()}, set(files), "weights", "files")
@@ -62,26 +62,23 @@ def _at(*path: object) -> Iterator[None]:
         raise
 
 
-def _wrong(expected: str, found: object, *path: object) -> NoReturn:
-    raise WrongRecordError(expected, _short(found), path)
+def _wrong(expected: str, actual: object, *path: object) -> NoReturn:
+    raise WrongRecordError(expected, _short(actual), path)
 
 
-def _same(what: str, expected: object, found: object, *path: object) -> None:
-    if expected != found:
-        _wrong(f"{_short(expected)}, {what}", found, *path)
+def _same(what: str, expected: object, actual: object, *path: object) -> None:
+    if expected != actual:
+        _wrong(f"{_short(expected)}, {what}", actual, *path)
 
 
-def _same_each(what: str, expected: Iterable[object], found: Iterable[object], *path: object) -> None:
+def _same_each(what: str, expected: Iterable[object], actual: Iterable[object], *path: object) -> None:
     """Compares lists, and shows the first pair that differs; its number takes the place of the braces in ``what``."""
-    for at, (one, other) in enumerate(zip_longest(expected, found)):
+    for at, (one, other) in enumerate(zip_longest(expected, actual)):
         _same(what.format(at), one, other, *path)
 
 
 def _short(value: object) -> str:
-    if isinstance(value, (list, tuple, set, frozenset)):
-        items = sorted(value) if isinstance(value, (set, frozenset)) else value
-        return f"[{listed([_short(each) for each in items], 8)}]"
-    return shown(value)
+    return shown(sorted(value) if isinstance(value, (set, frozenset)) else value)
 
 
 def _check_tensor(tensor: Tensor, size: int) -> None:
@@ -108,9 +105,9 @@ def _check_target(target: Target, plan: PlanRecord, vocabulary: int) -> None:
     if "form" in geometry:
         striped = geometry["form"] == "tiles" and target.tp > 1
         facts["placement"] = "striped" if striped else "replicated", "as the geometry's form and TP say"
-    for where, said in (("state", structs.asdict(state)), ("geometry", geometry)):
-        for name, (fact, source) in ((each, facts[each]) for each in facts if each in said):
-            _same(source, fact, said[name], where, name)
+    for where, values in (("state", structs.asdict(state)), ("geometry", geometry)):
+        for name, (fact, source) in ((fact_name, facts[fact_name]) for fact_name in facts if fact_name in values):
+            _same(source, fact, values[name], where, name)
     if bool(target.kernel_names) != (target.kernels is not None):
         _wrong("`kernels` where the geometry names some, else none", target.kernel_names, "geometry", "kernels")
     if target.state_program is not None and target.platform != "cpu":
@@ -168,14 +165,14 @@ def _check_paddings(target: Target, plan: PlanRecord) -> None:
     paddings: dict[str, tuple[int, ...]] = {"prefill": plan.paddings, "decode": plan.decode_paddings}
     paddings["rows"] = tuple(sorted({cell.rows for cell in target.cells.values() if cell.phase in GIVERS}))
     for phase, record in PHASES.items():
-        found = target.paddings(phase)
+        actual = target.paddings(phase)
         if not features.issuperset(record.needs):
-            _same(f"the paddings of {phase}", (), found)
+            _same(f"the paddings of {phase}", (), actual)
             continue
-        expected = paddings.setdefault(record.sizes, found)
+        expected = paddings.setdefault(record.sizes, actual)
         if record.sizes in ("slots", "pages"):
-            _same(f"how many {phase} programs there are", 1, len(found))
-        _same(f"the paddings of {phase}", expected, found)
+            _same(f"how many {phase} programs there are", 1, len(actual))
+        _same(f"the paddings of {phase}", expected, actual)
 
 
 def _check_parameter(parameter: Parameter, tensors: Mapping[str, Tensor]) -> None:
@@ -261,8 +258,8 @@ def _check_vectors(vectors: Vectors, vocabulary: int, targets: Mapping[str, Targ
                 _wrong(f"1 to {len(ids)} tokens", sequence.prompt, "prompt")
             if not positions or positions != tuple(sorted(set(positions))) or positions[-1] >= len(ids):
                 _wrong(f"ascending positions below {len(ids)}", positions, "positions")
-    for where, found in (("receipts", vectors.receipts), ("portable", vectors.portable or {})):
-        for name, receipts in found.items():
+    for where, measured in (("receipts", vectors.receipts), ("portable", vectors.portable or {})):
+        for name, receipts in measured.items():
             cells = targets[name].cells if name in targets else {}
             named = {*receipts.cells, *getattr(receipts, "lacking", ())}
             if unknown := sorted(named - cells.keys()):

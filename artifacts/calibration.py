@@ -18,12 +18,11 @@ from ling3export.artifacts.records import (
     laid_out,
     one_of,
     sha256_of,
-    shown,
     to_json,
     within,
 )
 from ling3export.artifacts.schema import Manifest, Receipts, Target, Versions
-from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.errors import ArtifactError, shown
 from ling3export.foundation.strict_json import LARGEST, read_json
 
 SCHEMA = "ling3.calibration/1"
@@ -118,7 +117,7 @@ def read_calibration(path: Path) -> Calibration:
         raise ArtifactError(f"{what}: expected a file, found {error.strerror}, at {path}", AGAIN) from error
     except WrongRecordError as error:
         at = f" `{error.where}`" if error.path else ""
-        raise ArtifactError(f"{what}{at}: expected {error.expected}, found {error.found}, in {path}", AGAIN) from error
+        raise ArtifactError(f"{what}{at}: expected {error.expected}, found {error.actual}, in {path}", AGAIN) from error
     except ValueError as error:
         raise ArtifactError(f"{what}: expected JSON, found {error}, in {path}", AGAIN) from error
     return record

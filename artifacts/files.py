@@ -99,17 +99,17 @@ def write_error(error: OSError, path: Path, needed: int | None = None) -> Artifa
     room, hint = "room" if needed is None else f"room for {needed:,} bytes", None
     if error.errno == errno.EFBIG:
         limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
-        found = f"a file-size limit of {limit:,} bytes"
+        problem = f"a file-size limit of {limit:,} bytes"
         if limit == resource.RLIM_INFINITY:
-            found = "a file larger than its volume takes"
+            problem = "a file larger than its volume takes"
         hint = "raise the limit (ulimit -f) or write to another volume"
     elif error.errno in DISK_FULL:
-        there = next(folder for folder in path.absolute().parents if folder.is_dir())
-        free = shutil.disk_usage(there).free
-        found, hint = f"a full disk ({free:,} bytes free)", "free some space or write to another volume"
+        volume = next(folder for folder in path.absolute().parents if folder.is_dir())
+        free = shutil.disk_usage(volume).free
+        problem, hint = f"a full disk ({free:,} bytes free)", "free some space or write to another volume"
     else:
-        room, found = "a writable file", "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
-    return ArtifactError(f"write `{path.name}`: expected {room}, found {found}, in {path.parent}", hint)
+        room, problem = "a writable file", "a symbolic link" if error.errno == errno.ELOOP else str(error.strerror)
+    return ArtifactError(f"write `{path.name}`: expected {room}, found {problem}, in {path.parent}", hint)
 
 
 @contextmanager
@@ -126,8 +126,8 @@ def user_cache() -> Path:
 
     An XDG_CACHE_HOME that is not absolute does not count, as its specification says.
     """
-    if given := os.environ.get("LING3_CACHE"):
-        return Path(given)
+    if folder := os.environ.get("LING3_CACHE"):
+        return Path(folder)
     home = os.environ.get("XDG_CACHE_HOME", "")
     return Path(home if os.path.isabs(home) else os.path.expanduser("~/.cache")) / "ling3export"
 
@@ -207,19 +207,19 @@ def open_lock(path: Path, flags: int) -> int:
     if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: its last holder has removed it since
         return descriptor
     os.close(descriptor)
-    found = f"one with {status.st_nlink} names" if stat.S_ISREG(status.st_mode) else "something else"
+    problem = f"one with {status.st_nlink} names" if stat.S_ISREG(status.st_mode) else "something else"
     raise ArtifactError(
-        f"write `{path.name}`: expected a regular file with one name, found {found}, in {path.parent}",
+        f"write `{path.name}`: expected a regular file with one name, found {problem}, in {path.parent}",
         "this program makes no such file: look at who did, and remove it",
     )
 
 
 @contextmanager
-def locked(path: Path, how: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[int]:
+def locked(path: Path, kind: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_CREAT) -> Iterator[int]:
     """Waits for a lock file, as ``open_lock`` opens it; the system drops the lock with the process."""
     descriptor = open_lock(path, flags)
     try:
-        fcntl.flock(descriptor, how)
+        fcntl.flock(descriptor, kind)
         yield descriptor
     finally:
         os.close(descriptor)
@@ -233,7 +233,7 @@ def partial_path(path: Path) -> Path:
 def leftovers(path: Path) -> list[Path]:
     """What stands beside ``path`` under a name that :func:`partial_path` gave, by a writer that was killed."""
     name = re.compile(rf"\.{re.escape(path.name)}\.{PARTIAL}")
-    return [each for each in path.parent.iterdir() if name.fullmatch(each.name)]
+    return [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]
 
 
 def write_new(path: Path, data: bytes) -> None:
@@ -261,8 +261,8 @@ def link_or_copy(source: Path, path: Path) -> None:
         try:
             os.link(source, path)
         except OSError:
-            with opened(source.parent, source.name) as there, open(create(path), "wb") as file:
-                shutil.copyfileobj(there, file)
+            with opened(source.parent, source.name) as original, open(create(path), "wb") as file:
+                shutil.copyfileobj(original, file)
 
 
 def remove(path: Path, within: Path | None = None, *, held: int | None = None) -> bool:

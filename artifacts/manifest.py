@@ -16,9 +16,9 @@ from msgspec.structs import replace
 
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.files import REBUILD, leftovers, open_regular, remove, replace_file, writing
-from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, shown, to_json
+from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest
-from ling3export.foundation.errors import ArtifactError, listed
+from ling3export.foundation.errors import ArtifactError, listed, shown
 from ling3export.foundation.strict_json import LARGEST, parse_json
 
 # Version history (artifacts/FORMAT.md tells what a reader must do):
@@ -94,9 +94,9 @@ def read_manifest(folder: Path, check: Callable[[bytes], object] = lambda data: 
 
 def _read(folder: Path) -> bytes:
     if not folder.is_dir():
-        found = "a file" if folder.exists() else "nothing"
+        problem = "a file" if folder.exists() else "nothing"
         raise ArtifactError(
-            f"artifact `{folder.name}`: expected a folder, found {found}, at {folder}",
+            f"artifact `{folder.name}`: expected a folder, found {problem}, at {folder}",
             "make one with: ling3export build CHECKPOINT ARTIFACT",
         )
     if not os.path.lexists(folder / MANIFEST):
@@ -115,7 +115,7 @@ def _refusing(folder: Path) -> Iterator[None]:
         yield
     except WrongRecordError as error:
         what = f"{MANIFEST} `{error.where}`" if error.path else MANIFEST
-        message = f"{what}: expected {error.expected}, found {error.found}, in {folder}"
+        message = f"{what}: expected {error.expected}, found {error.actual}, in {folder}"
         raise ArtifactError(message, REBUILD) from error
     except ValueError as error:
         raise ArtifactError(f"{MANIFEST}: {error}, in {folder}", REBUILD) from error
@@ -200,9 +200,9 @@ def named_target(names: Iterable[str], wanted: str) -> str:
     Raises:
         ArtifactError: ``wanted`` means none of them, or several.
     """
-    text, there = wanted.replace("@tp", "@").replace("@", "-tp").replace(":", "-"), sorted(names)
-    found = [text] if text in there else [name for name in there if name.rpartition("-tp")[0] == text]
-    if len(found) != 1:
-        what = "none of that name" if not found else f"{len(found)}: {listed(found)}"
-        raise ArtifactError(f"target `{wanted}`: expected one of {listed(there)}, found {what}, in the manifest")
-    return found[0]
+    text, known = wanted.replace("@tp", "@").replace("@", "-tp").replace(":", "-"), sorted(names)
+    matching = [text] if text in known else [name for name in known if name.rpartition("-tp")[0] == text]
+    if len(matching) != 1:
+        what = "none of that name" if not matching else f"{len(matching)}: {listed(matching)}"
+        raise ArtifactError(f"target `{wanted}`: expected one of {listed(known)}, found {what}, in the manifest")
+    return matching[0]

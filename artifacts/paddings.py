@@ -44,8 +44,8 @@ class Shapes:
         prefill, decode, score = (target.paddings(phase) for phase in ("prefill", "decode", "score"))
         cells = [target.cells[f"prefill@{padding}"] for padding in prefill]
         sources = [measured.get(cell.name) for cell in cells], [cell.estimated_seconds for cell in cells]
-        whole = [tuple(seconds for seconds in each if seconds) for each in sources]
-        costs = next((each for each in whole if len(each) == len(prefill)), ())
+        whole = [tuple(seconds for seconds in costs_of_cells if seconds) for costs_of_cells in sources]
+        costs = next((costs_of_cells for costs_of_cells in whole if len(costs_of_cells) == len(prefill)), ())
         return cls(prefill, decode, target.state.chunk, costs, score)
 
     def cheapest_padding(self, work: int, *, beside_decode: bool = False) -> int:
@@ -59,8 +59,10 @@ class Shapes:
         costs = dict(zip(self.prefill, self.costs or [padding + CALL for padding in self.prefill], strict=True))
         most = self.prefill[-1]
         if beside_decode:
-            each = {padding: cost / padding for padding, cost in costs.items()}
-            most = next(padding for padding in self.prefill if each[padding] <= PATIENCE * min(each.values()))
+            token_costs = {padding: cost / padding for padding, cost in costs.items()}
+            most = next(
+                padding for padding in self.prefill if token_costs[padding] <= PATIENCE * min(token_costs.values())
+            )
         return min(
             (padding for padding in self.prefill if padding <= most),
             key=lambda padding: (costs[padding] / min(work, padding), -padding),

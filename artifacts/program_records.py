@@ -218,12 +218,12 @@ class LoweredProgram(Record, frozen=True, kw_only=True):
     @property
     def packed(self) -> int:
         """Elements of the packed batch."""
-        return sum(each.size for each in self.fields)
+        return sum(field.size for field in self.fields)
 
     @property
     def rows(self) -> int:
         """Rows of logits that it gives; of ``sample``, those that it takes; 0 where it knows none."""
-        return next((each.shape[0] for each in (*self.inputs, *self.outputs) if each.name == "logits"), 0)
+        return next((array.shape[0] for array in (*self.inputs, *self.outputs) if array.name == "logits"), 0)
 
 
 class Program(LoweredProgram, frozen=True, kw_only=True):

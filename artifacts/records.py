@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ling3export.foundation.errors import listed
+from ling3export.foundation.errors import listed, shown
 
 CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 SPACED = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -54,7 +54,7 @@ def at_most(count: int) -> Meta:
 def one_of(*words: str) -> Meta:
     """One of a few texts."""
     pattern = "|".join(map(re.escape, words))
-    return Meta(pattern=rf"\A(?:{pattern})\Z", description=" or ".join(map(repr, words)))
+    return Meta(pattern=rf"\A(?:{pattern})\Z", description=" or ".join(map(shown, words)))
 
 
 class WrongRecordError(ValueError):
@@ -62,13 +62,13 @@ class WrongRecordError(ValueError):
 
     Attributes:
         expected: In words.
-        found: The value, shortened, control characters escaped.
+        actual: The value, shortened, control characters escaped.
         path: Keys and indices that lead to the value, the innermost first.
     """
 
-    def __init__(self, expected: str, found: str, path: tuple[object, ...] = ()) -> None:
-        super().__init__(expected, found)
-        self.expected, self.found, self.path = expected, found, list(path)[::-1]
+    def __init__(self, expected: str, actual: str, path: tuple[object, ...] = ()) -> None:
+        super().__init__(expected, actual)
+        self.expected, self.actual, self.path = expected, actual, list(path)[::-1]
 
     @property
     def where(self) -> str:
@@ -78,15 +78,7 @@ class WrongRecordError(ValueError):
 
     def __str__(self) -> str:
         place = f", at {self.where}" if self.path else ""
-        return f"expected {self.expected}, found {self.found}{place}"
-
-
-def shown(value: object) -> str:
-    """The begin of a value for a message, control characters escaped."""
-    if isinstance(value, (dict, list, tuple)):
-        return f"{'an object' if isinstance(value, dict) else 'a list'} of {len(value):,}"
-    text = repr(value[:61] if isinstance(value, str) else value)
-    return text if len(text) <= 62 else f"{text[:60]}…"
+        return f"expected {self.expected}, found {self.actual}{place}"
 
 
 # --- JSON text -------------------------------------------------------------------------------------------------------
@@ -135,10 +127,10 @@ def laid_out(value: object, newline: str = "\n") -> str:
 # --- records ---------------------------------------------------------------------------------------------------------
 
 
-def expect(holds: object, expected: str, found: object, *path: object) -> None:
+def expect(holds: object, expected: str, actual: object, *path: object) -> None:
     """Raises WrongRecordError unless ``holds``; for what a record's types cannot say."""
     if not holds:
-        raise WrongRecordError(expected, shown(found), path)
+        raise WrongRecordError(expected, shown(actual), path)
 
 
 def to_json(value: object) -> Any:
@@ -202,7 +194,7 @@ def _located(kind: Any, value: object, *path: object) -> WrongRecordError:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         if isinstance(cause := error.__cause__, WrongRecordError):
-            return WrongRecordError(cause.expected, cause.found, (*path, *reversed(cause.path)))
+            return WrongRecordError(cause.expected, cause.actual, (*path, *reversed(cause.path)))
         return _worded(kind, value, str(error), path)
     raise AssertionError(f"{kind}: expected an error of one of its members, found none")
 
@@ -245,7 +237,7 @@ def _worded(kind: Any, value: object, text: str, path: tuple[object, ...]) -> Wr
     if kinds := re.fullmatch("Expected `([^`]*)`, got .*", text):
         expected = " or ".join(WORDS.get(word, word) for word in kinds[1].split(" | "))
     elif typing.get_origin(_plain(kind)) is typing.Literal:
-        expected = " or ".join(map(repr, typing.get_args(_plain(kind))))
+        expected = " or ".join(map(shown, typing.get_args(_plain(kind))))
     else:
         words = [rule.description for rule in _rules(kind) if rule.description]
         expected = ", ".join(words) or text.removeprefix("Expected ")

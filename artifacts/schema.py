@@ -179,7 +179,7 @@ class Target(Record, frozen=True, kw_only=True):
     @property
     def state_bytes(self) -> int:
         """Bytes of the state on one device."""
-        return sum(each.nbytes // (self.tp if each.spec else 1) for each in self.state.arrays)
+        return sum(array.nbytes // (self.tp if array.spec else 1) for array in self.state.arrays)
 
     @property
     def text(self) -> str:

@@ -86,7 +86,7 @@ def read_signatures(folder: Path) -> tuple[Signature, ...]:
         return from_json(Signatures, parse_json(data, 64 << 10)).signatures
     except WrongRecordError as error:
         where = f" `{error.where}`" if error.path else ""
-        message = f"{SIGNATURES}{where}: expected {error.expected}, found {error.found}, in {folder}"
+        message = f"{SIGNATURES}{where}: expected {error.expected}, found {error.actual}, in {folder}"
     except ValueError as error:
         message = f"{SIGNATURES}: expected JSON, found {error}, in {folder}"
     raise TrustError(message, "sign the artifact again: ling3export sign ARTIFACT --key KEY")
@@ -137,7 +137,7 @@ def sign(artifact: Path, key: Path) -> str:
     private = _private_key(key)
     name = key_id(private.public_key())
     new = Signature(name, base64.b64encode(private.sign(seen[0])).decode())
-    others = [each for each in read_signatures(artifact) if each.key != name]
+    others = [signature for signature in read_signatures(artifact) if signature.key != name]
     body = to_json(Signatures(SCHEMA, (*others, new)))
     replace_file(artifact / SIGNATURES, (laid_out(body) + "\n").encode())
     return name
@@ -174,12 +174,12 @@ def read_trusted(artifact: Path, report: Callable[[str], None], name: str | None
         return read_manifest(artifact, lambda data: report(f"{name}: signed by {check(artifact, data, keys, name)}"))
     manifest = read_manifest(artifact)
     try:
-        named = [each.key for each in read_signatures(artifact)]
+        named = [signature.key for signature in read_signatures(artifact)]
     except ArtifactError:
-        said = f"{SIGNATURES} is damaged, not checked"
+        state = f"{SIGNATURES} is damaged, not checked"
     else:
-        said = f"signed by {listed(named)}, not checked" if named else "unsigned"
-    report(f"{name}: {said}")
+        state = f"signed by {listed(named)}, not checked" if named else "unsigned"
+    report(f"{name}: {state}")
     return manifest
 
 
@@ -191,20 +191,20 @@ def check(artifact: Path, data: bytes, keys: "Mapping[str, Ed25519PublicKey]", n
     """
     from cryptography.exceptions import InvalidSignature
 
-    found = read_signatures(artifact)
-    for each in found:
-        if each.key in keys:
+    signatures = read_signatures(artifact)
+    for signature in signatures:
+        if signature.key in keys:
             try:
-                keys[each.key].verify(base64.b64decode(each.ed25519), data)
+                keys[signature.key].verify(base64.b64decode(signature.ed25519), data)
             except InvalidSignature:
                 continue
-            return each.key
-    wrong = [each.key for each in found if each.key in keys]
+            return signature.key
+    wrong = [signature.key for signature in signatures if signature.key in keys]
     what = "none"
     if wrong:
         what = f"one by {wrong[0]} that is not of this {MANIFEST}"
-    elif found:
-        what = f"one by {listed([each.key for each in found])}"
+    elif signatures:
+        what = f"one by {listed([signature.key for signature in signatures])}"
     raise TrustError(
         f"artifact `{name}`: expected a signature by {listed(sorted(keys))}, found {what}, in {artifact}",
         "do not run it, unless you know who made it: then add the maker's public key to the trusted ones",
@@ -223,16 +223,16 @@ def read_keys(folder: Path) -> "dict[str, Ed25519PublicKey]":
     from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     try:
-        names = sorted(each.name for each in folder.iterdir() if each.suffix in (".pub", ".pem"))
+        names = sorted(file.name for file in folder.iterdir() if file.suffix in (".pub", ".pem"))
     except OSError as error:
         raise TrustError(f"trusted keys: expected a folder, found {error.strerror}, at {folder}", GIVEN) from error
     if not names:
         raise TrustError(f"trusted keys: expected files *.pub or *.pem, found none, in {folder}", GIVEN)
-    found = {}
+    by_id = {}
     for name in names:
         key: Ed25519PublicKey = _loaded(folder / name, "public", Ed25519PublicKey, load_pem_public_key)
-        found[key_id(key)] = key
-    return found
+        by_id[key_id(key)] = key
+    return by_id
 
 
 def _private_key(path: Path) -> "Ed25519PrivateKey":

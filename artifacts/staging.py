@@ -105,8 +105,8 @@ def _refuse(destination: Path, force: bool, mark: str) -> None:
 def _made_here(mark: Path) -> bool:
     """Whether a file says that ling3export wrote it: a name alone is no ground to remove a folder."""
     try:
-        found = read_json(mark)
-        producers = [found.get("producer"), found.get("metadata", {}).get("producer")]
+        record = read_json(mark)
+        producers = [record.get("producer"), record.get("metadata", {}).get("producer")]
     except (OSError, ValueError, AttributeError):
         return False
     return any(isinstance(producer, dict) and "ling3export" in producer for producer in producers)
@@ -131,8 +131,10 @@ def _rename(partial: Path, destination: Path) -> None:
 def swap_names(one: Path, other: Path) -> bool:
     """Exchanges two names at once; False where this system cannot, and nothing has changed."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
-    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
-    return renameat2 is not None and renameat2(here, os.fsencode(one), here, os.fsencode(other), exchange) == 0
+    at_folder, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    return (
+        renameat2 is not None and renameat2(at_folder, os.fsencode(one), at_folder, os.fsencode(other), exchange) == 0
+    )
 
 
 def _remove_leftovers(destination: Path) -> None:

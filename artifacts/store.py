@@ -62,16 +62,16 @@ class Store:
             ArtifactError: Bytes differ: names the tensor, the shard and the file; where several shards differ, the
                 largest of them. Or a file is missing, of another size, or has another header.
         """
-        shards = [(name, shard) for each in ranges for name, shard in self._shards(*each)]
+        shards = [(name, shard) for part in ranges for name, shard in self._shards(*part)]
         shards.sort(key=lambda item: -self.index[item[0]].shard_bytes)  # the long ones first: threads end together
         for file in dict.fromkeys(self.index[name].file for name, _ in shards):
             self._map(file)
         with ThreadPoolExecutor(threads or os.cpu_count() or 1) as pool:
-            list(pool.map(lambda each: self._check_shard(*each), shards))  # the first error cancels what has not begun
+            list(pool.map(lambda part: self._check_shard(*part), shards))  # the first error cancels what has not begun
 
     def nbytes(self, ranges: Iterable[ShardRange]) -> int:
         """Bytes of shards."""
-        return sum(self.index[name].shard_bytes for each in ranges for name, _ in self._shards(*each))
+        return sum(self.index[name].shard_bytes for part in ranges for name, _ in self._shards(*part))
 
     def _stored(self, name: str) -> Tensor:
         if name not in self.index:
@@ -89,11 +89,11 @@ class Store:
         stored = self.index[name]
         start = stored.offset + shard * stored.shard_bytes
         with memoryview(self._map(stored.file)) as data:
-            found = hashlib.sha256(data[start : start + stored.shard_bytes]).hexdigest()
-        if found != stored.sha256[shard]:
+            actual = hashlib.sha256(data[start : start + stored.shard_bytes]).hexdigest()
+        if actual != stored.sha256[shard]:
             raise ArtifactError(
                 f"tensor `{name}` shard {shard}: expected sha256 {stored.sha256[shard]}, "
-                f"found {found}, in {self.folder / stored.file}",
+                f"found {actual}, in {self.folder / stored.file}",
                 REBUILD,
             )
 
@@ -111,8 +111,8 @@ class Store:
         end = len(expected)
         for name, stored in tensors.items():
             if stored.offset != end:
-                found = f"expected byte offset {end}, found {stored.offset}"
-                raise ArtifactError(f"tensor `{name}`: {found}, in the index of {file}", REBUILD)
+                problem = f"expected byte offset {end}, found {stored.offset}"
+                raise ArtifactError(f"tensor `{name}`: {problem}, in the index of {file}", REBUILD)
             end += stored.nbytes
         what = f"weight file `{file}`"
         with open_regular(self.folder, file, what) as opened:

@@ -1,5 +1,8 @@
 """Errors a user can act on. The command line prints the message and the hint, and exits with ``exit_code``."""
 
+import json
+from itertools import islice
+
 
 def printable(text: str) -> str:
     """``text`` with all unprintable characters escaped but line ends: a terminal could obey them."""
@@ -85,3 +88,17 @@ def listed(items: list[str], limit: int = 5) -> str:
     """Joins names for a message: at most ``limit`` of them, "and 12 more" for the rest."""
     shown = ", ".join(items[:limit])
     return shown if len(items) <= limit else f"{shown} and {len(items) - limit} more"
+
+
+def shown(value: object, limit: int = 60) -> str:
+    """A wrong value for a message: as JSON, else as Python writes it, else its type; cut after ``limit`` characters."""
+    try:
+        pieces = json.JSONEncoder(ensure_ascii=False).iterencode(value[:limit] if isinstance(value, str) else value)
+        text = "".join(islice(pieces, limit + 1))  # not more of a large value than the message shows
+        text += "…" * (isinstance(value, str) and len(value) > limit)
+    except (TypeError, ValueError, RecursionError):
+        try:
+            text = repr(value)
+        except Exception:  # whatever the value's own class raises; a whole number of too many digits does, too
+            text = type(value).__name__
+    return printable(text if len(text) <= limit else f"{text[:limit]}…")

@@ -14,10 +14,10 @@ from typing import Annotated, Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from ling3export.foundation.errors import ConfigError, listed
+from ling3export.foundation.errors import ConfigError, listed, shown
 from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, DoubledKeyError, parse_json
-from ling3export.model.fields import FieldRule, at_least, is_int, is_number, only, refused, shown
+from ling3export.model.fields import FieldRule, at_least, is_int, is_number, only, refused
 from ling3export.model.quantization import quantization
 from ling3export.model.yarn import FIELDS as YARN_FIELDS
 from ling3export.model.yarn import Yarn, yarn_of

@@ -1,11 +1,10 @@
 """Rules for the fields of config.json, and the error for a field that breaks one."""
 
-import json
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ling3export.foundation.errors import ConfigError
+from ling3export.foundation.errors import ConfigError, shown
 
 
 class FieldRule(NamedTuple):
@@ -13,12 +12,6 @@ class FieldRule(NamedTuple):
 
     expected: str
     accepts: Callable[[Any], bool]
-
-
-def shown(value: Any, limit: int = 60) -> str:
-    """A value as JSON, cut to ``limit`` characters for a message."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def refused(name: str, expected: str, value: str, where: str, hint: str | None = None) -> ConfigError:

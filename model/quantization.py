@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ling3export.model.fields import only, refused, shown
+from ling3export.foundation.errors import shown
+from ling3export.model.fields import only, refused
 
 HINT = "the bf16 checkpoint is read, and the official FP8 (fp8) and INT4 (compressed-tensors) ones"
 

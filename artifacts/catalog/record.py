@@ -141,7 +141,7 @@ def typed(kind: type[T], raw: object, where: str, what: str) -> T:
         return from_json(kind, raw)
     except WrongRecordError as error:
         field = f" `{error.where}`" if error.path else ""
-        raise CatalogError(f"{what}{field}: expected {error.expected}, found {error.found}, in {where}") from error
+        raise CatalogError(f"{what}{field}: expected {error.expected}, found {error.actual}, in {where}") from error
 
 
 def check_paths(paths: Iterable[str], where: str) -> None:

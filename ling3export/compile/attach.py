@@ -17,8 +17,7 @@ from ling3export.artifacts.staging import staged
 from ling3export.checkpoint.convert import write_weights
 from ling3export.checkpoint.reader import Checkpoint
 from ling3export.compile.build import Reporter, copy_tokenizer, named, receipts
-from ling3export.foundation.errors import ArtifactError, CheckpointError, listed
-from ling3export.model.fields import shown
+from ling3export.foundation.errors import ArtifactError, CheckpointError, listed, shown
 from ling3export.plan.recorded import config_of, plan_of
 from ling3export.verify.vectors import write_vectors
 

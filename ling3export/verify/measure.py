@@ -115,9 +115,9 @@ def measure_apart(artifact: Path, target: str, manifest: Manifest, *, portable: 
         reply = children[0].receive()
         if reply is not None and "receipts" in reply:
             return from_json(PortableReceipts if portable else Receipts, reply["receipts"], free=True)
-        said = f"a process that {children[0].ended()[1]}" if reply is None else reply["refused"]
+        problem = f"a process that {children[0].ended()[1]}" if reply is None else reply["refused"]
     kind = MisfitError if reply is not None and reply["misfit"] else ArtifactError
-    raise kind(f"vectors of `{target}`: expected to run, found: {said}")
+    raise kind(f"vectors of `{target}`: expected to run, found: {problem}")
 
 
 def too_large(manifest: Manifest, name: str) -> str | None:
@@ -181,7 +181,7 @@ def not_run(target: Target, calls: Mapping[str, tuple[str, ...]]) -> dict[str, t
         cells = [cell for cell in target.cells.values() if cell.phase in phases and rows in (None, cell.rows)]
         return tuple(sorted({call for cell in cells for call in calls[cell.name]}))
 
-    found = {}
+    reasons = {}
     for name, cell in target.cells.items():
         needed = calls[name]
         if cell.phase in ON_LOGITS:
@@ -191,8 +191,8 @@ def not_run(target: Target, calls: Mapping[str, tuple[str, ...]]) -> dict[str, t
         elif cell.phase == "decode":
             needed += union(("prefill",))
         if needed:
-            found[name] = tuple(sorted(set(needed)))
-    return found
+            reasons[name] = tuple(sorted(set(needed)))
+    return reasons
 
 
 def main() -> None:
@@ -202,11 +202,11 @@ def main() -> None:
     try:
         manifest, folder, name = from_json(Manifest, job["manifest"]), Path(job["artifact"]), job["target"]
         if job["portable"]:
-            found: Receipts = measure_portable(folder, name, manifest)
+            receipts: Receipts = measure_portable(folder, name, manifest)
         else:
             hosts = None if job["hosts"] is None else Hosts(**job["hosts"])
-            found = measure_target(folder, name, manifest, hosts)
-        parent.send({"receipts": to_json(found)})
+            receipts = measure_target(folder, name, manifest, hosts)
+        parent.send({"receipts": to_json(receipts)})
     except Ling3Error as error:
         parent.send({"refused": str(error), "misfit": isinstance(error, MisfitError)})
 

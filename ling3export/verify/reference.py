@@ -175,7 +175,7 @@ class Reference:
         )
         self.margins = self.margins.smaller(routing.margins)
         limits = self.config.expert_swiglu_limit_list, self.config.share_expert_swiglu_limit_list
-        routed, shared = (0.0 if each is None else each[layer] for each in limits)
+        routed, shared = (0.0 if of_layers is None else of_layers[layer] for of_layers in limits)
         out = self._mlp(x, f"{prefix}shared_experts.", shared)
         for expert in np.unique(routing.experts):
             tokens, choice = np.nonzero(routing.experts == expert)

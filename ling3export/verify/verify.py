@@ -35,14 +35,14 @@ class Result:
     @property
     def passed(self) -> bool:
         """Whether every cell that runs here is within its tolerance."""
-        return all(found.passed for found in self.targets.values() if isinstance(found, Receipts))
+        return all(result.passed for result in self.targets.values() if isinstance(result, Receipts))
 
     @property
     def record(self) -> dict[str, Any]:
         """The result as JSON."""
         targets = {
-            name: {"reason": found} if isinstance(found, str) else to_json(found) | {"passed": found.passed}
-            for name, found in self.targets.items()
+            name: {"reason": result} if isinstance(result, str) else to_json(result) | {"passed": result.passed}
+            for name, result in self.targets.items()
         }
         times = {} if self.times is None else {"times": to_json(self.times[0])}
         return {"files": self.files, "shards": self.shards, "targets": targets, "passed": self.passed} | times
@@ -50,17 +50,17 @@ class Result:
     def table(self) -> str:
         """Each target's cells, the worst error first, and what the errors mean."""
         lines = [f"digests: {self.files} files and {self.shards} weight shards agree"]
-        for name, found in self.targets.items():
-            if isinstance(found, str):
-                lines.append(f"{name}: not run here: {found}")
+        for name, result in self.targets.items():
+            if isinstance(result, str):
+                lines.append(f"{name}: not run here: {result}")
                 continue
-            portable = isinstance(found, PortableReceipts)
+            portable = isinstance(result, PortableReceipts)
             rows: list[tuple[str, ...]] = [("cell", "status", "median", "worst", "absolute", "positions")]
-            for cell, row in sorted(found.cells.items(), key=lambda item: -item[1].relative):
-                errors = error_columns(cell, found)
+            for cell, row in sorted(result.cells.items(), key=lambda item: -item[1].relative):
+                errors = error_columns(cell, result)
                 rows.append((cell, row.status, *errors, f"{row.absolute:.1e}", str(row.positions)))
-            lines += [f"{name}{f', {PORTABLE}' * portable}:", *aligned(rows), *footnotes(told(found))]
-            for what, value in found.agreement.items():
+            lines += [f"{name}{f', {PORTABLE}' * portable}:", *aligned(rows), *footnotes(told(result))]
+            for what, value in result.agreement.items():
                 lines.append(f"  {what.replace('_', ' ')}: {value:.2e}")
         if self.times is not None:
             lines += times_table(*self.times)
@@ -80,10 +80,12 @@ def check_digests(artifact: Path, manifest: Manifest, target: str | None = None)
     """
     refuse_links(artifact, recorded_files(manifest))
     others = {
-        record.path for name, each in manifest.targets.items() if target not in (None, name) for record in each.files
+        record.path for name, other in manifest.targets.items() if target not in (None, name) for record in other.files
     }
     files = [
-        each for each in file_records(manifest) if each.path not in others or os.path.lexists(artifact / each.path)
+        record
+        for record in file_records(manifest)
+        if record.path not in others or os.path.lexists(artifact / record.path)
     ]
     for record in files:
         read_checked(artifact, record)
@@ -94,12 +96,12 @@ def check_digests(artifact: Path, manifest: Manifest, target: str | None = None)
 
 def _not_here(target: Target, proven: bool) -> str | None:
     """Why a target cannot be measured on this machine; None if it can. ``proven``: its portable programs were run."""
-    hosts, here = target.processes, platforms_here()
-    if target.platform in here and (hosts == 1 or target.platform == "cpu"):
+    hosts, platforms = target.processes, platforms_here()
+    if target.platform in platforms and (hosts == 1 or target.platform == "cpu"):
         return None
-    said = " and ".join(sorted({cell.status for cell in target.cells.values()})) + f" ({PORTABLE})" * proven
+    status = " and ".join(sorted({cell.status for cell in target.cells.values()})) + f" ({PORTABLE})" * proven
     wanted = f"{target.tp} devices of {target.text} on {hosts} host{'s' * (hosts > 1)}"
-    return f"{said}; it needs {wanted}, found {' and '.join(here)} in one process"
+    return f"{status}; it needs {wanted}, found {' and '.join(platforms)} in one process"
 
 
 def time_artifact(
@@ -150,8 +152,8 @@ def verify_artifact(
     manifest = read_trusted(artifact, report)
     names = list(manifest.targets) if target is None else [target]
     if unknown := [name for name in names if name not in manifest.targets]:
-        there = listed(list(manifest.targets))
-        raise ArtifactError(f"target `{unknown[0]}`: expected one of {there}, found none of that name, in {artifact}")
+        known = listed(list(manifest.targets))
+        raise ArtifactError(f"target `{unknown[0]}`: expected one of {known}, found none of that name, in {artifact}")
     files, shards = check_digests(artifact, manifest, target)
     targets: dict[str, Receipts | str] = {}
     misfits: list[MisfitError] = []
@@ -165,6 +167,6 @@ def verify_artifact(
         except MisfitError as error:  # built on another machine, beside one that was built for this one
             misfits.append(error)
             targets[name] = error.message.partition("\nhint: ")[0]
-    if misfits and not any(isinstance(found, Receipts) for found in targets.values()):
+    if misfits and not any(isinstance(result, Receipts) for result in targets.values()):
         raise misfits[0]
     return Result(files, shards, targets)

@@ -4,12 +4,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ling3export.foundation.errors import shown
 from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.engine.validation import SEEDS
 from ling3export.runners.serve.app import GENERATING
 from ling3export.runners.serve.completions import GenerationCall
-from ling3export.runners.serve.schema import ApiError, refusal, shown
+from ling3export.runners.serve.schema import ApiError, refusal
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine

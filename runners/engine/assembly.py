@@ -17,7 +17,7 @@ from ling3export.runners.text.tokenizer import TokenizerFiles
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.block_manager import BlockManager
-    from ling3export.runners.engine.core import EngineCore, EngineCoreRequest
+    from ling3export.runners.engine.core import EngineCore
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.state.prefix_cache import Event, PrefixCache
     from ling3export.runners.transfer.prefix_store import PrefixStore
@@ -150,19 +150,18 @@ def _assembled(
             follows = FollowingStore(channel)
 
     # Refers to no engine: the engine's thread keeps none alive.
-    def sequence(arrival: "EngineCoreRequest") -> Sequence:
-        number, request, at, carried, saved = arrival
+    def prepare(sequence: Sequence) -> None:
+        request = sequence.request
         kept = {"include_stop": request.include_stop_str_in_output, "skip_special": request.skip_special_tokens}
-        stream = tokenizer.stream(request.stop, **kept) if tokenizer else None
-        processor = None
+        stream, processor = tokenizer.stream(request.stop, **kept) if tokenizer else None, None
         if request.adjusts:
             matcher = files.grammars(limits.vocab_size).matcher(request.grammar) if request.grammar else None
             ends = {*request.stop_token_ids, *(() if request.ignore_eos else eos)}
             processor = LogitsProcessorState(request, matcher, ends)
-        return Sequence(request, number, limits.answer(request), eos, stream, at, processor, carried, saved)
+        sequence.prepare(limits.answer(request), eos, stream, processor)
 
     def core() -> EngineCore:
-        parts = (executor, shapes, blocks, limits.vocab_size, sequence)
+        parts = (executor, shapes, blocks, limits.vocab_size, prepare)
         options: dict[str, Any] = {
             "ahead": 1 if config.overlap else 0,
             "counters": counters,

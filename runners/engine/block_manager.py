@@ -103,7 +103,6 @@ class BlockManager:
         """A slot, and pages for ``tokens`` positions; None, and nothing taken, if they are not all free.
 
         Args:
-            tokens: Positions.
             shared: Pages of the first positions that others hold already, as many as ``tokens`` need or fewer.
             home: The home that the sequence must have; by default that of ``shared``, or the one that suits best.
         """

@@ -25,7 +25,7 @@ from ling3export.runners.engine.handle import broken
 from ling3export.runners.engine.mask_queue import MaskQueue, WaitingRow
 from ling3export.runners.engine.output_processor import OutputProcessor
 from ling3export.runners.engine.outputs import DeviceArray, InFlightSample, InFlightScore, NewToken, SchedulerOutput
-from ling3export.runners.engine.request import Request, request_of
+from ling3export.runners.engine.request import request_of
 from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
@@ -39,24 +39,6 @@ if TYPE_CHECKING:
 SHORT = 8  # bytes of a digest that travel with every step
 
 
-class EngineCoreRequest(NamedTuple):
-    """A request that was checked and accepted.
-
-    Attributes:
-        number: Its place in the order of arrival.
-        request: What was asked.
-        at: When it arrived, on the clock of ``sequence.now``; this is noted and decides nothing.
-        transferred: The state that it comes with, where it was begun elsewhere.
-        saved: Whether its state is taken along when it ends.
-    """
-
-    number: int
-    request: Request
-    at: float | None = None
-    transferred: TransferredState | None = None
-    saved: bool = False
-
-
 class StepInputs(NamedTuple):
     """What reached the engine since the last step: all that decides what the step does, beside the tokens.
 
@@ -67,7 +49,7 @@ class StepInputs(NamedTuple):
         saved: Numbers of arrivals that end where they are, so that they can go on elsewhere.
     """
 
-    arrivals: tuple[EngineCoreRequest, ...] = ()
+    arrivals: tuple[Sequence, ...] = ()
     cancelled: tuple[int, ...] = ()
     compare: bool = False
     saved: tuple[int, ...] = ()
@@ -97,7 +79,7 @@ class EngineCore:
         shapes: The paddings of the programs.
         blocks: Slots and pages.
         vocab_size: Token ids are below it; a sequence that samples another fails.
-        sequence: Makes a sequence of an arrival.
+        prepare: Gives a sequence that arrives what the artifact adds to it.
         ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
         counters: Those of an earlier core, to go on with.
         cache: Keeps beginnings of sequences for others; None shares nothing.
@@ -118,7 +100,7 @@ class EngineCore:
         shapes: Shapes,
         blocks: BlockManager,
         vocab_size: int,
-        sequence: Callable[[EngineCoreRequest], Sequence],
+        prepare: Callable[[Sequence], object],
         *,
         ahead: int = 1,
         counters: Counters | None = None,
@@ -136,7 +118,7 @@ class EngineCore:
         self._scheduler = Scheduler(shapes, blocks, self.counters, coordinator)
         self._processor = OutputProcessor(self._scheduler, coordinator, self.counters, vocab_size, shapes.chunk)
         self._masks = MaskQueue(vocab_size, self._processor.fail, channel)
-        self._sequence, self._ahead = sequence, ahead
+        self._prepare, self._ahead = prepare, ahead
         self.live: dict[int, Sequence] = {}
         self._flight: deque[InFlightSample | InFlightScore] = deque()
 
@@ -147,14 +129,12 @@ class EngineCore:
 
     def step(self, inputs: StepInputs) -> StepOutputs:
         """Takes the inputs, dispatches a call, and waits for the oldest ones where enough are in flight."""
-        for arrival in inputs.arrivals:
+        for sequence in inputs.arrivals:
+            self.live[sequence.number] = sequence
             try:
-                sequence = self._sequence(arrival)
+                self._prepare(sequence)
             except BaseException as error:
-                request = arrival.request
-                sequence = Sequence(request, arrival.number, request.max_tokens, frozenset(), arrived=arrival.at)
-                self.live[arrival.number] = sequence
-                self._processor.fail(sequence, broken(request, "it to be taken in", error))
+                self._processor.fail(sequence, broken(sequence.request, "it to be taken in", error))
             else:
                 self.submit(sequence)
         cancelled = [ended_early for number in inputs.cancelled if (ended_early := self.cancel(number)) is not None]
@@ -333,10 +313,11 @@ def encode(inputs: StepInputs) -> bytes:
     if inputs == StepInputs():
         return b""
     records, arrays = list[Any](), list[np.ndarray]()
-    for number, request, _, transferred, saved in inputs.arrivals:
+    for sequence in inputs.arrivals:
+        transferred = sequence.transferred
         state = None if transferred is None else transferred.state
         begun = None if transferred is None else [transferred.tokens, None if state is None else list(state.arrays)]
-        records.append([number, asdict(request), begun, saved])
+        records.append([sequence.number, asdict(sequence.request), begun, sequence.saved])
         arrays += [] if state is None else [state.tokens, *state.arrays.values()]
     return packed({**inputs._asdict(), "arrivals": records}, arrays)
 
@@ -353,7 +334,7 @@ def decode(payload: bytes) -> StepInputs:
             tokens, names = begun
             state = None if names is None else SequenceState({}, next(left), {name: next(left) for name in names})
             transferred = TransferredState(tuple(_token(*row) for row in tokens), state)
-        arrivals.append(EngineCoreRequest(number, request_of(fields), None, transferred, saved))
+        arrivals.append(Sequence(request_of(fields), number, None, transferred, saved))
     return StepInputs(tuple(arrivals), tuple(record["cancelled"]), record["compare"], tuple(record["saved"]))
 
 

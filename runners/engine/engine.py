@@ -9,13 +9,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ling3export.foundation.errors import RequestError
+from ling3export.foundation.errors import RequestError, shown
 from ling3export.runners.engine.assembly import load_parts
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.handle import EngineStopped, RequestDelta, RequestHandle
 from ling3export.runners.engine.request import Completion, Limits, Request, Sampling
 from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids, scored
-from ling3export.runners.engine.validation import shown, token_ids
+from ling3export.runners.engine.validation import token_ids
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
 from ling3export.runners.text.chat import Message

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.threads import GuardedThread
-from ling3export.runners.engine.core import EngineCore, EngineCoreRequest, StepInputs, StepOutputs
+from ling3export.runners.engine.core import EngineCore, StepInputs, StepOutputs
 from ling3export.runners.engine.handle import (
     EngineStalled,
     EngineStopped,
@@ -61,7 +61,7 @@ class Loop:
         store: "PrefixStore | None" = None,
     ) -> None:
         self._transfers, self._store = transfers, store
-        self._awaited: dict[int, EngineCoreRequest] = {}  # whose states are being loaded
+        self._awaited: dict[int, Sequence] = {}  # whose states are being loaded
         self._saving: dict[int, Future[Sequence]] = {}  # who waits for their states
         self._timings = timings
         self._max_requests = max_requests
@@ -78,7 +78,7 @@ class Loop:
 
     def _start(self, core: EngineCore) -> None:
         self.core: EngineCore | None = core
-        self._arrivals: list[EngineCoreRequest] = []
+        self._arrivals: list[Sequence] = []
         self._cancelled: list[int] = []
         self._saved: list[int] = []
         self._comparing: list[Future[tuple[bytes, ...]]] = []  # asked for in the next step
@@ -142,7 +142,7 @@ class Loop:
         """Hands over requests; they arrive together, in order.
 
         Args:
-            requests: Checked.
+            requests: Requests that ``Engine.check`` took.
             transferred: What the one request comes with, where it was begun elsewhere.
             saved: Gets the sequence of the one request once it ended, with its state.
 
@@ -157,34 +157,34 @@ class Loop:
             for request in requests:
                 handle = RequestHandle(request, self._count, self.cancel)
                 self._handles[handle.number] = handle
-                arrival = EngineCoreRequest(handle.number, request, at, transferred, saved is not None)
                 if saved is not None:
                     self._saving[handle.number] = saved
-                self._await(arrival)
+                self._await(Sequence(request, handle.number, at, transferred, saved is not None))
                 self._count += 1
                 handles.append(handle)
             self._changed.notify()
         return handles
 
-    def _await(self, arrival: EngineCoreRequest) -> None:
-        """Has a request arrive with its state, once that is here, or without it."""
-        number, request = arrival.number, arrival.request
+    def _await(self, sequence: Sequence) -> None:
+        """Has a sequence arrive with its state, once that is here, or without it."""
+        number, request = sequence.number, sequence.request
         source: TransferQueue | PrefixStore | None = None
         if request.do_remote_prefill:
             source = self._transfers  # there is one: the engine checks requests
-        elif arrival.transferred is None and request.score_from is None:
+        elif sequence.transferred is None and request.score_from is None:
             source = self._store
         if source is None:
-            self._arrivals.append(arrival)
+            self._arrivals.append(sequence)
             return
 
         def arrive(transferred: "TransferredState | None") -> None:
             with self._changed:
                 if self._awaited.pop(number, None) is not None:
-                    self._arrivals.append(arrival._replace(transferred=transferred))
+                    sequence.begin_from(transferred)
+                    self._arrivals.append(sequence)
                     self._changed.notify()
 
-        self._awaited[number] = arrival
+        self._awaited[number] = sequence
         source.load(number, request, arrive)
 
     def check_room(self, count: int) -> None:
@@ -231,10 +231,10 @@ class Loop:
 
     def _give_up_waiting(self, number: int) -> None:
         """Has a request arrive without the state that it waits for."""
-        if (arrival := self._awaited.pop(number, None)) is not None:
-            if arrival.request.do_remote_prefill and self._transfers is not None:
+        if (sequence := self._awaited.pop(number, None)) is not None:
+            if sequence.request.do_remote_prefill and self._transfers is not None:
                 self._transfers.drop(number)
-            self._arrivals.append(arrival)
+            self._arrivals.append(sequence)
 
     def compare(self) -> tuple[bytes, ...]:
         """Has the hosts compare the tokens that they read since the last time; waits for their digests, by host.

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ling3export.foundation.errors import RequestError
+from ling3export.foundation.errors import RequestError, shown
 from ling3export.runners.engine.validation import (
     BOUNDS,
     MAX_TOKENS,
@@ -21,7 +21,6 @@ from ling3export.runners.engine.validation import (
     TOP_LOGPROBS,
     NumberRange,
     biases,
-    shown,
     stop_strings,
     token_ids,
 )
@@ -138,7 +137,7 @@ class Request:
         put("cache_salt", str(self.cache_salt))
         for flag in ("ignore_eos", "logits", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, flag), bool):
-                raise RequestError(f"{name}: expected {flag} to be True or False, found {shown(getattr(self, flag))}")
+                raise RequestError(f"{name}: expected {flag} to be true or false, found {shown(getattr(self, flag))}")
         if self.logprobs is not None:
             put("logprobs", TOP_LOGPROBS.number(self.logprobs, f"{name}: logprobs"))
         if self.grammar is not None:

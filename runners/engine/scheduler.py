@@ -32,7 +32,7 @@ from ling3export.runners.engine.coordinator import PrefixCacheCoordinator
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.inputs import Span, fitting
 from ling3export.runners.engine.outputs import ScheduledRow, ScheduledSpan, SchedulerOutput
-from ling3export.runners.engine.sequence import DispatchedCall, Sequence, now
+from ling3export.runners.engine.sequence import DispatchedCall, Sequence, Status, now
 
 ORDER = attrgetter("order")  # by priority, then by arrival
 Settle = Callable[[], bool]  # reads all calls in flight, which may end sequences; False if there were none
@@ -66,7 +66,7 @@ class Scheduler:
     def submit(self, sequence: Sequence) -> None:
         """Queues a new sequence, after those of its priority that arrived before it."""
         self._coordinator.enter(sequence)
-        insort(self._waiting, sequence, key=ORDER)
+        self._wait(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Takes a sequence that ended out of every queue; what it holds is free at once."""
@@ -98,8 +98,10 @@ class Scheduler:
             admitted.append((sequence.slot, sequence.request.sampling))
             if sequence.num_computed_tokens and sequence.generated and sequence.num_tokens_to_prefill == 1:
                 sequence.next_token = sequence.generated[-1]  # its state was kept
+                sequence.status = Status.RUNNING
                 self._running.append(sequence)
             else:
+                sequence.status = Status.PREFILLING
                 insort(self._prefilling, sequence, key=ORDER)
         output.admitted = admitted
 
@@ -125,6 +127,8 @@ class Scheduler:
         for sequence, span, row in spans:
             tokens = len(span.tokens)
             call = DispatchedCall(output.at, output.phase, output.padding, tokens)
+            if not sequence.num_tokens_to_prefill:
+                sequence.status = Status.RUNNING
             if scores or sequence.num_tokens_to_prefill:
                 sequence.calls.append(call)
                 continue
@@ -214,9 +218,14 @@ class Scheduler:
         self._counters.preempted += 1
         self._coordinator.preempt(sequence)
         self._dequeue(sequence)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        sequence.status = Status.WAITING
         insort(self._waiting, sequence, key=ORDER)
 
     def _dequeue(self, sequence: Sequence) -> None:
-        for queue in (self._waiting, self._prefilling, self._running):
-            if sequence in queue:
-                queue.remove(sequence)
+        queues = {Status.WAITING: self._waiting, Status.PREFILLING: self._prefilling, Status.RUNNING: self._running}
+        queue = queues.get(sequence.status, [])
+        if sequence in queue:  # one that scores is in none once its last call is dispatched
+            queue.remove(sequence)

@@ -1,5 +1,6 @@
-"""A request on its way through the scheduler."""
+"""A request on its way through the engine, from its arrival to its end."""
 
+import enum
 from collections.abc import Callable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -16,6 +17,15 @@ if TYPE_CHECKING:
     from ling3export.runners.load.sharded import ShardedState
     from ling3export.runners.state.sequence_state import SequenceState, TransferredState
     from ling3export.runners.text.vocabulary import TextStream
+
+
+class Status(enum.Enum):
+    """Where a sequence is."""
+
+    ARRIVED = enum.auto()  # not in the scheduler yet; maybe its state is being loaded
+    WAITING = enum.auto()  # for a slot and pages
+    PREFILLING = enum.auto()
+    RUNNING = enum.auto()  # its whole prompt is dispatched
 
 
 class DispatchedCall(NamedTuple):
@@ -48,15 +58,16 @@ class Sequence:
     Args:
         request: Already checked.
         number: Its place in the order of arrival.
-        max_new_tokens: How many tokens may be generated.
-        eos: Ids that end it.
-        stream: Turns tokens into text and watches for stop strings; None without a tokenizer.
-        arrived: When it was submitted; None for now.
-        logits_processor: What changes its logits before a token is sampled; None where nothing does.
+        arrived: When it was submitted, on the clock of ``now``; None for now. This is noted and decides nothing.
         transferred: What it comes with, where it was begun elsewhere.
         saved: Whether its state is exported when it ends.
 
     Attributes:
+        status: Where it is.
+        max_new_tokens: How many tokens may be generated.
+        eos: Ids that end it.
+        stream: Turns tokens into text and watches for stop strings; None without a tokenizer.
+        logits_processor: What changes its logits before a token is sampled; None where nothing does.
         output: What it has generated.
         generated: The token ids of ``output``.
         num_sampled: Tokens whose sampling was dispatched: those of ``generated``, and at most a few in flight.
@@ -79,32 +90,26 @@ class Sequence:
         self,
         request: Request,
         number: int,
-        max_new_tokens: int,
-        eos: frozenset[int],
-        stream: "TextStream | None" = None,
         arrived: float | None = None,
-        logits_processor: "LogitsProcessorState | None" = None,
         transferred: "TransferredState | None" = None,
         saved: bool = False,
     ) -> None:
         self.request = request
         self.number = number
-        self.max_new_tokens = max_new_tokens
-        self.eos = frozenset() if request.ignore_eos else eos
-        self.stream = stream
-        self.logits_processor = logits_processor
-        self.transferred = transferred
+        self.arrived = now() if arrived is None else arrived
         self.saved = saved
-        self.output = SequenceOutput(text=None if stream is None else "")
+        self.status = Status.ARRIVED
+        self.max_new_tokens = request.max_tokens
+        self.eos: frozenset[int] = frozenset()
+        self.stream: TextStream | None = None
+        self.logits_processor: LogitsProcessorState | None = None
+        self.output = SequenceOutput()
         self.generated = self.output.token_ids
         self.num_sampled = 0
-        self.num_computed_tokens = 0 if transferred is None else transferred.stored
-        self.num_prefilled = self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
         self.table: BlockTable | None = None
         self.next_token = -1
         self.stop_reason: str | None = None
         self.error: Exception | None = None
-        self.arrived = now() if arrived is None else arrived
         self.started: float | None = None
         self.times: list[float] = []
         self.calls: list[DispatchedCall] = []
@@ -113,6 +118,26 @@ class Sequence:
         self.awaits_mask = False
         # By position: log-probabilities of the next token and of the best one there, and the latter's id.
         self._scores: dict[int, Logprobs] = {}
+        self.begin_from(transferred)
+
+    def begin_from(self, transferred: "TransferredState | None") -> None:
+        """Begins with what was computed elsewhere, before it reaches the scheduler."""
+        self.transferred = transferred
+        self.num_computed_tokens = 0 if transferred is None else transferred.stored
+        self.num_prefilled = self.num_cached_tokens = min(self.num_computed_tokens, self.num_prompt_tokens)
+
+    def prepare(
+        self,
+        max_new_tokens: int,
+        eos: frozenset[int],
+        stream: "TextStream | None" = None,
+        logits_processor: "LogitsProcessorState | None" = None,
+    ) -> "Sequence":
+        """Sets what the artifact adds to its request; returns it."""
+        self.max_new_tokens, self.eos = max_new_tokens, frozenset() if self.request.ignore_eos else eos
+        self.stream, self.logits_processor = stream, logits_processor
+        self.output.text = None if stream is None else ""
+        return self
 
     @property
     def order(self) -> tuple[int, int]:

@@ -6,19 +6,9 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
-from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError, shown
 
 SEEDS = 1 << 32
-SHOWN = 60  # characters of a wrong value that a message repeats
-
-
-def shown(value: object) -> str:
-    """A wrong value in a message: how Python writes it, cut; its type where Python cannot write it."""
-    try:
-        text = repr(value)
-    except Exception:  # whatever the value's own class raises; a whole number of too many digits does, too
-        text = type(value).__name__
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
 
 
 @dataclass(frozen=True)

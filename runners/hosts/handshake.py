@@ -37,7 +37,6 @@ NONCE = re.compile("[0-9a-f]{32}")
 GREETING = 5.0  # seconds that a caller has for everything up to what it wants
 CALLERS = 64  # that have not proven the secret yet; while there are more, the first of them is dropped
 PAUSE = 0.1  # seconds until the next caller is taken where the system lacks something
-SHOWN = 100  # characters of another end's words that a message repeats
 
 
 class SecretError(Ling3Error):
@@ -217,7 +216,7 @@ def prove(peer: socket.socket, secret: str, number: int, until: float, roles: tu
     challenge_fields = hear(peer, CHALLENGE, until, protocol=int, nonce=str)
     if challenge_fields["protocol"] != PROTOCOL or not NONCE.fullmatch(challenge_fields["nonce"]):
         raise SecretError(
-            f"{roles[1]}: expected protocol {PROTOCOL}, found {shown(challenge_fields['protocol'])}",
+            f"{roles[1]}: expected protocol {PROTOCOL}, found {str(challenge_fields['protocol'])[:100]}",
             "install the same version of ling3export on every host",
         )
     nonces = (challenge_fields["nonce"], mine)
@@ -228,8 +227,3 @@ def prove(peer: socket.socket, secret: str, number: int, until: float, roles: tu
     wanted = proof_of(secret, roles[1], nonces, number).encode()
     if kind == REFUSED or not hmac.compare_digest(payload, wanted):
         raise SecretError(f"{roles[1]}: expected it to have this host's secret, found that it has another one", SHARE)
-
-
-def shown(value: object, most: int = SHOWN) -> str:
-    """What another host said, short and without what a terminal would obey."""
-    return "".join(letter if letter.isprintable() else "?" for letter in str(value)[:most])

@@ -32,7 +32,6 @@ from ling3export.runners.hosts.handshake import (
     prove,
     receive,
     send,
-    shown,
     tell,
 )
 from ling3export.runners.hosts.hosts import Hosts
@@ -220,14 +219,14 @@ def free_port(hosts: Hosts) -> int:
 def _refusal(greeting: Greeting, hosts: Hosts, identity: Identity) -> Refusal | None:
     number, count, theirs = greeting
     if count != hosts.count:
-        what = f"hosts: expected {hosts.count} as on host 0, found {shown(count)} on host {shown(number)}"
+        what = f"hosts: expected {hosts.count} as on host 0, found {str(count)[:100]} on host {str(number)[:100]}"
         return Refusal(what, what)
     if not 0 < number < hosts.count:
-        what = f"hosts: expected ids from 1 to {hosts.count - 1} of those that call, found {shown(number)}"
+        what = f"hosts: expected ids from 1 to {hosts.count - 1} of those that call, found {str(number)[:100]}"
         return Refusal(what, what)
     for name, mine in identity.items():
         if (other := theirs.get(name)) != mine:
-            where, what = f"host {number}: expected {name}", f"as on host 0, found {shown(other)}"
+            where, what = f"host {number}: expected {name}", f"as on host 0, found {str(other)[:100]}"
             return Refusal(f"{where} {mine} {what}", f"{where} {what}")
     return None
 
@@ -313,7 +312,7 @@ def _introduce(peer: socket.socket, hosts: Hosts, identity: Identity) -> int:
     if kind == WELCOME:
         return int(payload)
     verb = "gave up" if kind == FAILED else "refused this host"
-    raise HostsError(f"host 0 {verb}: {shown(payload.decode(errors='replace'), SMALL)}")
+    raise HostsError(f"host 0 {verb}: {payload.decode(errors='replace')[:SMALL]}")
 
 
 def _system(error: Exception) -> str:

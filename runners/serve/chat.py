@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
 
+from ling3export.foundation.errors import shown
 from ling3export.runners.serve.completions import GenerationCall, check_choices, generation, refusing
 from ling3export.runners.serve.schema import (
     CHOICES,
@@ -16,7 +17,6 @@ from ling3export.runners.serve.schema import (
     TemplateBody,
     TopLogprobs,
     refusal,
-    shown,
     text_of_parts,
     validated,
 )

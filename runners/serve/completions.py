@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, cast
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError, RequestError, shown
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.validation import BOUNDS, SEEDS, TOP_LOGPROBS
-from ling3export.runners.serve.schema import COUNT, MOST, ApiError, Flag, GenerationBody, Ids, refusal, shown, validated
+from ling3export.runners.serve.schema import COUNT, MOST, ApiError, Flag, GenerationBody, Ids, refusal, validated
 from ling3export.runners.serve.structure import NO_TOOLS, Tools, grammar_field
 from ling3export.runners.text.answer import THOUGHT, AnswerFormat
 from ling3export.runners.text.grammar import grammar_of

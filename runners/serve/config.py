@@ -4,8 +4,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling3export.foundation.errors import RequestError
-from ling3export.runners.engine.validation import NumberRange, shown
+from ling3export.foundation.errors import RequestError, shown
+from ling3export.runners.engine.validation import NumberRange
 
 MOST = (1 << 31) - 1
 ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")

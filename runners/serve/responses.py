@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
+from ling3export.foundation.errors import shown
 from ling3export.runners.engine.handle import RequestDelta
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.chat import ChatBody
@@ -24,7 +25,6 @@ from ling3export.runners.serve.schema import (
     ListedObject,
     TopLogprobs,
     refusal,
-    shown,
     text_of_parts,
 )
 from ling3export.runners.serve.translation import Event, TranslatedAnswer, TranslatedBody

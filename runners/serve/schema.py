@@ -22,11 +22,11 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from starlette.responses import Response
 
+from ling3export.foundation.errors import shown
 from ling3export.foundation.strict_json import DoubledKeyError, parse_json
 from ling3export.runners.engine.validation import BIAS, BIASES, BOUNDS, PRIORITY, TOP_LOGPROBS
 
 STOPS, STOP_LENGTH = 16, 1000
-SHOWN = 60  # characters of a wrong value that a message repeats
 LEVELS = 128  # of objects and lists within each other
 ELEMENTS = 1 << 16  # lists and objects of a body, and elements in a row; as many as the context has tokens if more
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -109,14 +109,6 @@ def refusal(param: str, wanted: str, actual: str, code: str = "invalid_value", s
     return ApiError(status, f"`{param}`: expected {wanted}, found {actual}", param=param, code=code)
 
 
-def shown(value: object) -> str:
-    """A wrong value in a message: a short one itself, else what kind it is."""
-    if value and isinstance(value, (list, dict)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = json.dumps(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
-
-
 class JsonObject(BaseModel):
     """A JSON object whose fields are all known. A field that is null counts as one that is not there."""
 
@@ -141,8 +133,8 @@ class JsonObject(BaseModel):
             return
         if name not in cls.neutral:
             known = sorted({*cls.model_fields, *cls.passed})
-            near = difflib.get_close_matches(name[:SHOWN], known, 3) or known
-            raise refusal(name[:SHOWN], f"one of the fields {', '.join(near)}", "another", "unsupported_parameter")
+            near = difflib.get_close_matches(name[:60], known, 3) or known
+            raise refusal(name[:60], f"one of the fields {', '.join(near)}", "another", "unsupported_parameter")
         if repr(value) not in map(repr, cls.neutral[name]):  # by repr, since 1 equals True
             wanted = " or ".join(map(json.dumps, cls.neutral[name]))
             actual = f"{shown(value)}: not supported here"

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from ling3export.runners.serve.schema import TOOL_CHOICE, GenerationBody, refusal, shown
+from ling3export.foundation.errors import shown
+from ling3export.runners.serve.schema import TOOL_CHOICE, GenerationBody, refusal
 from ling3export.runners.text.answer import (
     CALL,
     CALLED,
@@ -224,7 +225,6 @@ def one_keyed_call(functions: Functions, called: Sequence[str], *, within: bool,
 
     Args:
         functions: The schema of each one's arguments.
-        called: Names.
         within: It stands behind a thought that is open, or ends it.
         free: Any text may stand before it, and there may be no call.
 

@@ -254,7 +254,6 @@ def collect(
     its lease has to be over, too.
 
     Args:
-        folder: Where.
         dry_run: Remove nothing.
         clock: Seconds since 1970.
     """

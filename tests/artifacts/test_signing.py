@@ -108,7 +108,7 @@ UNTRUSTED = {
     ),
     "truncated": (
         lambda toy, key, folder: (sign(toy, key), edited(toy, lambda raw: raw["signatures"][0].update(ed25519="AAAA"))),
-        f"{SIGNATURES} `signatures[0].ed25519`: expected 64 bytes in base64, found 'AAAA'",
+        f'{SIGNATURES} `signatures[0].ed25519`: expected 64 bytes in base64, found "AAAA"',
     ),
     "garbage": (
         lambda toy, key, folder: (toy / SIGNATURES).write_bytes(bytes(range(256))),

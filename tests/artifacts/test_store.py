@@ -184,11 +184,11 @@ def test_misuse_is_named(tmp_path: Path, write: Callable[[StoreWriter], None], m
 def test_a_plan_with_a_doubled_name_or_a_wrong_axis_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tensor `b`: expected one, found two, in y"):
         StoreWriter(tmp_path, {"x": TINY, "y": TINY})
-    with pytest.raises(WrongRecordError, match="expected a leading axis of 4 shards, found a list of 2, at shape"):
+    with pytest.raises(WrongRecordError, match=r"expected a leading axis of 4 shards, found \[2, 4\], at shape"):
         Tensor((2, 4), "float32", 4)
     with pytest.raises(WrongRecordError, match="expected no empty axis"):
         Tensor((0, 4), "float32")
-    with pytest.raises(WrongRecordError, match=r"expected bfloat16 or float32 .*, found 'float64'"):
+    with pytest.raises(WrongRecordError, match=r'expected bfloat16 or float32 .*, found "float64"'):
         Tensor((4,), "float64")
     with pytest.raises(ArtifactError, match="expected a path below the artifact's folder"):
         StoreWriter(tmp_path, {"../x": TINY})
@@ -266,8 +266,8 @@ def test_layout_is_checked_before_anything_is_mapped(
         ("shape", [2, -3], "expected a number from 0 to 9,007,199,254,740,992, found -3, at shape"),
         ("shape", [2, 0], "expected a number from 1 to 1,099,511,627,776, found 0, at shape"),
         ("offset", 4370, "tensor `a`: expected byte offset 4368, found 4370, in the index of"),
-        ("file", "../x", "expected a path below the artifact's folder.*found '../x', at file"),
-        ("sha256", None, "expected a list, found None, at sha256"),
+        ("file", "../x", 'expected a path below the artifact.s folder.*found "../x", at file'),
+        ("sha256", None, "expected a list, found null, at sha256"),
     ],
 )
 def test_a_crafted_index_is_refused(tmp_path: Path, field: str, value: Any, message: str) -> None:

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from ling3export.checkpoint.synth import config_fields
-from ling3export.foundation.errors import ConfigError
+from ling3export.foundation.errors import ConfigError, shown
 from ling3export.model.config import Config
-from ling3export.model.fields import shown
 from ling3export.model.quantization import HINT, quantization
 
 TINY = config_fields("full", {})

@@ -7,7 +7,6 @@ import tokenizers
 
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Request
-from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.load.loader import Timings
 from ling3export.runners.text.vocabulary import TextStream
 from tests.support.fake_backend import VOCAB, FakeBackend, answer
@@ -83,10 +82,9 @@ class Rig(CoreRig):
         self.core = self.make_core()
         return self.core
 
-    def sequence(self, arrival):
-        request = arrival.request
-        stream = TextStream(LETTERS, request.stop)
-        return Sequence(request, arrival.number, self.limits.answer(request), frozenset(), stream, arrival.at)
+    def prepare(self, sequence):
+        request = sequence.request
+        return sequence.prepare(self.limits.answer(request), frozenset(), TextStream(LETTERS, request.stop))
 
     def submit(self, *requests):
         return self.loop.submit(requests)

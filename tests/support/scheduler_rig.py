@@ -46,7 +46,7 @@ class Rig:
         self.counters, self._channel = Counters(), channel
         shapes = Shapes(prefill, decode, chunk, score=score)
         executor = ModelExecutor(self.backend, chunk, self.blocks, VOCAB, self.counters)
-        self._parts = executor, shapes, self.blocks, VOCAB, self.sequence
+        self._parts = executor, shapes, self.blocks, VOCAB, self.prepare
         copies = snapshots > 0
         self._options = {"ahead": ahead, "cache": self.cache, "supports_state_copy": copies, "store": store}
         self.core = self.make_core()
@@ -61,15 +61,14 @@ class Rig:
             SharedCore(self._channel, *self._parts, **options) if self._channel else EngineCore(*self._parts, **options)
         )
 
-    def sequence(self, arrival):
-        """What the core makes of an arrival; tests that hand over sequences use ``add``."""
-        request = arrival.request
-        return Sequence(request, arrival.number, self.limits.answer(request), frozenset())
+    def prepare(self, sequence):
+        """What the core does with an arrival; tests that hand over sequences use ``add``."""
+        return sequence.prepare(self.limits.answer(sequence.request), frozenset())
 
     def submit(self, prompt, max_tokens, eos=frozenset(), sampling=None, **options):
         request = Request(tuple(prompt), max_tokens, sampling or Sampling(), **options)
         self.limits.check(request)
-        return self.add(Sequence(request, len(self.sequences), self.limits.answer(request), eos))
+        return self.add(Sequence(request, len(self.sequences)).prepare(self.limits.answer(request), eos))
 
     def add(self, sequence):
         self.sequences.append(sequence)

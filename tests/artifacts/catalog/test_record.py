@@ -56,14 +56,14 @@ def test_what_is_no_version_is_refused(text):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"schema": "ling3.catalog/2"}, "record `schema`: expected 'ling3.catalog/1'"),
+        ({"schema": "ling3.catalog/2"}, 'record `schema`: expected "ling3.catalog/1"'),
         ({"id": "Toy"}, "record `id`: expected 2 to 64 of a-z"),
         ({"id": "t"}, "record `id`"),
         ({"id": "-toy"}, "record `id`"),
         ({"version": "1.0"}, "record `version`: expected a semantic version"),
         ({"kind": "cat"}, "record `kind`"),
         ({"created_at": "yesterday"}, "record `created_at`: expected an ISO 8601 date"),
-        ({"colour": "red"}, "record: expected only the fields schema, .*, found 'colour'"),
+        ({"colour": "red"}, 'record: expected only the fields schema, .*, found "colour"'),
         ({"files": [{"path": "a", "size": -1, "sha256": "0" * 64}]}, r"record `files\[0\]\.size`"),
         ({"name": "\x1b[31m"}, "record `name`: expected a printable text"),
     ],

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from ling3export.foundation.errors import RankDivergence
-from ling3export.runners.engine.core import EngineCoreRequest, StepInputs
+from ling3export.runners.engine.core import StepInputs
 from ling3export.runners.engine.handle import RequestBroken, RequestHandle
 from ling3export.runners.engine.logits_processor import LogitsProcessorState
 from ling3export.runners.engine.request import Limits, Request, Sampling
@@ -163,10 +163,10 @@ async def read(handle: RequestHandle) -> None:
 def test_tokens_that_a_request_comes_with_may_fail_it_alone(monkeypatch):
     rig = Rig()
     transferred = TransferredState(((3, None), (4, None)), None)
-    mine = Sequence(Request((1, 2), 9, name="mine"), 0, 9, frozenset(), transferred=transferred)
+    mine = Sequence(Request((1, 2), 9, name="mine"), 0, transferred=transferred)
     monkeypatch.setattr(mine, "accept", Mock(side_effect=IndexError("mine")))
     rig.core.submit(mine)
-    rig.add(Sequence(Request((5,), 7), 1, 7, frozenset()))
+    rig.add(Sequence(Request((5,), 7), 1))
     rig.run()
     rig.check()
     assert isinstance(mine.error, RequestBroken) and mine.error.message.startswith("mine: expected its token")
@@ -191,31 +191,29 @@ class Wire:
 
 
 class Host(Rig):
-    """A host of several on the fake model; making a sequence raises what it is told to."""
+    """A host of several on the fake model; preparing a sequence raises what it is told to."""
 
     def __init__(self, number: int, error: Exception | None) -> None:
         self.wire, self.error = Wire(number), error
         super().__init__(channel=self.wire)
 
-    def sequence(self, arrival: EngineCoreRequest) -> Sequence:
-        if arrival.request.name == "mine" and self.error is not None:
+    def prepare(self, sequence: Sequence) -> Sequence:
+        if sequence.request.name == "mine" and self.error is not None:
             raise self.error
-        return super().sequence(arrival)
+        return super().prepare(sequence)
 
 
 def hosts(*errors: Exception | None) -> list[Host]:
     return [Host(number, error) for number, error in enumerate(errors)]
 
 
-ARRIVALS = (
-    EngineCoreRequest(0, Request((1, 2), 5, name="mine")),
-    EngineCoreRequest(1, Request((3, 4), 5, name="other")),
-)
+def arrivals() -> StepInputs:
+    return StepInputs((Sequence(Request((1, 2), 5, name="mine"), 0), Sequence(Request((3, 4), 5, name="other"), 1)))
 
 
 def test_hosts_that_fail_a_request_alike_go_on_together():
     lead, follower = hosts(ValueError("both"), ValueError("both"))
-    inputs, ended = StepInputs(ARRIVALS), []
+    inputs, ended = arrivals(), []
     while lead.core.busy or inputs.arrivals:
         ended += lead.core.step(inputs).ended
         ended += follower.core.received(lead.wire.sent[-1]).ended
@@ -229,7 +227,7 @@ def test_hosts_that_fail_a_request_alike_go_on_together():
 @pytest.mark.parametrize("errors", [(ValueError("one"), None), (None, ValueError("one"))])
 def test_a_host_that_fails_a_request_alone_ends_all_before_its_next_call(errors):
     lead, follower = hosts(*errors)
-    lead.core.step(StepInputs(ARRIVALS))
+    lead.core.step(arrivals())
     follower.core.received(lead.wire.sent[-1])
     lead.core.step(StepInputs())
     before = list(follower.backend.calls)
@@ -243,4 +241,4 @@ def test_an_error_of_a_machine_ends_all_hosts(error):
     """The others do not meet it: what one of them does next is not what they do."""
     (lead,) = hosts(error)
     with pytest.raises(type(error)):
-        lead.core.step(StepInputs(ARRIVALS))
+        lead.core.step(arrivals())

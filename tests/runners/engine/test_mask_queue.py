@@ -49,7 +49,7 @@ class Backend(FakeBackend):
 def restricted(rig: Rig, tokens: list[int], count: int, matcher: Any) -> Sequence:
     request = Request(tuple(tokens), count, name=f"request {len(rig.sequences)}")
     processor = LogitsProcessorState(request, matcher)
-    return rig.add(Sequence(request, len(rig.sequences), count, frozenset(), logits_processor=processor))
+    return rig.add(Sequence(request, len(rig.sequences)).prepare(count, frozenset(), None, processor))
 
 
 def test_slow_grammars_of_all_other_rows_slow_a_plain_sequence_by_a_mask_or_two_a_step():

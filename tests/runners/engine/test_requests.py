@@ -13,10 +13,11 @@ from msgspec.structs import replace
 from ling3export.artifacts.manifest import read_manifest, write_manifest
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.generate import read_prompts
-from ling3export.runners.engine.core import EngineCoreRequest, StepInputs, decode, encode
+from ling3export.runners.engine.core import StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestHandle
 from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.load.model_runner import ModelRunner
 from tests.support import toy_artifact
 from tests.support.manifests import changed_targets
@@ -84,8 +85,8 @@ def test_temperatures_next_to_0_take_the_best_token(built):
         ([[1]], {"max_tokens": 0}, "prompt 0: max_tokens: expected a whole number from 1 to 2147483647, found 0"),
         ([[1]], {"temperature": -1.0}, "sampling `temperature`: expected a number from 0 to 2, found -1.0"),
         ([[1]], {"temperature": 2.5}, "sampling `temperature`: expected a number from 0 to 2, found 2.5"),
-        ([[1]], {"temperature": float("nan")}, "sampling `temperature`: expected a number from 0 to 2, found nan"),
-        ([[1]], {"temperature": True}, "sampling `temperature`: expected a number from 0 to 2, found True"),
+        ([[1]], {"temperature": float("nan")}, "sampling `temperature`: expected a number from 0 to 2, found NaN"),
+        ([[1]], {"temperature": True}, "sampling `temperature`: expected a number from 0 to 2, found true"),
         ([[1]], {"top_k": 2.0}, "sampling `top_k`: expected a whole number from 0 to 2147483647, found 2.0"),
         ([[1]], {"top_p": 0.0}, "sampling `top_p`: expected a number above 0, at most 1, found 0.0"),
         ([[1]], {"min_p": 1.5}, "sampling `min_p`: expected a number from 0 to 1, found 1.5"),
@@ -95,12 +96,12 @@ def test_temperatures_next_to_0_take_the_best_token(built):
         ([1, 2], {}, "prompts: expected a list of prompts, found a single one"),
         (None, {}, "prompts: expected a list of prompts, found a single one"),
         ([[1]], {"stop": [5]}, "prompt 0: expected stop strings, found 5 among them"),
-        ([[1]], {"stop": None}, "prompt 0: expected stop strings, found None"),
-        ([[1]], {"stop": "\ud83d"}, "prompt 0: expected stop strings in Unicode, found half a character in '\\ud83d'"),
+        ([[1]], {"stop": None}, "prompt 0: expected stop strings, found null"),
+        ([[1]], {"stop": "\ud83d"}, 'prompt 0: expected stop strings in Unicode, found half a character in "\\ud83d"'),
         ([[1]], {"max_tokens": 3.5}, "max_tokens: expected a whole number from 1 to 2147483647, found 3.5"),
-        ([[1]], {"max_tokens": float("nan")}, "max_tokens: expected a whole number from 1 to 2147483647, found nan"),
-        ([[1]], {"max_tokens": True}, "max_tokens: expected a whole number from 1 to 2147483647, found True"),
-        ([[1]], {"ignore_eos": 1}, "prompt 0: expected ignore_eos to be True or False, found 1"),
+        ([[1]], {"max_tokens": float("nan")}, "max_tokens: expected a whole number from 1 to 2147483647, found NaN"),
+        ([[1]], {"max_tokens": True}, "max_tokens: expected a whole number from 1 to 2147483647, found true"),
+        ([[1]], {"ignore_eos": 1}, "prompt 0: expected ignore_eos to be true or false, found 1"),
         ([b"abc"], {}, "prompt 0: expected token ids, found b'abc'"),
         ([np.array([[1, 2]])], {}, "prompt 0: expected token ids, found [1, 2] at place 0"),
     ],
@@ -156,7 +157,7 @@ def test_whatever_a_request_is_made_of_the_engine_lives_on(engine, field):
             assert len(request.message) < 200 and ": expected " in request.message
             continue
         taken.append(request)
-        travelled = decode(encode(StepInputs((EngineCoreRequest(0, request),))))
+        travelled = decode(encode(StepInputs((Sequence(request, 0),))))
         assert travelled.arrivals[0].request == request
         if request.score_from is None:
             (completion,) = engine.complete([request])
@@ -191,7 +192,7 @@ def test_the_same_is_refused_wherever_it_enters(engine, tmp_path):
     said = "expected token ids, found 1.5 at place 1"
     with pytest.raises(RequestError, match=said):
         Request((1, 1.5), 4)  # type: ignore[arg-type]
-    sent = encode(StepInputs((EngineCoreRequest(0, Request((1, 2), 4)),))).replace(b"[1, 2]", b"[1, 1.5]")
+    sent = encode(StepInputs((Sequence(Request((1, 2), 4), 0),))).replace(b"[1, 2]", b"[1, 1.5]")
     with pytest.raises(RequestError, match=said):
         decode(sent)
     (tmp_path / "prompts").write_text('{"prompt_ids": [1, 1.5]}\n')
@@ -241,7 +242,7 @@ def test_a_step_timeout_is_a_number_of_seconds(built, value):
 
 
 def test_only_requests_are_submitted(engine):
-    with pytest.raises(RequestError, match="request: expected a Request, found 'hello'"):
+    with pytest.raises(RequestError, match='request: expected a Request, found "hello"'):
         engine.submit("hello")  # type: ignore[arg-type]
     assert engine.stats()["live"] == 0
 

@@ -16,10 +16,11 @@ from ling3export.machine.targets import choose_target
 from ling3export.model.config import Config
 from ling3export.plan.targets import TargetSpec, parse_target
 from ling3export.runners.engine import assembly
-from ling3export.runners.engine.core import EngineCoreRequest, StepInputs, decode, encode
+from ling3export.runners.engine.core import StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
 from ling3export.runners.transfer.options import PrefixFolder
 from tests.support.artifacts_fixture import run
@@ -119,9 +120,11 @@ def test_inputs_travel_whole():
     request = Request((1, 2), 5, Sampling(0.5, 3, 0.9, 7), ("\n", "é"), True, True, "line 3", cache_salt="a")
     how = Sampling(logit_bias={3: 2.0}, presence_penalty=0.5, repetition_penalty=1.5)
     more = Request((3,), 1, how, logprobs=3, grammar=("regex", "a")), Request((1, 2, 3), 0, score_from=2)
-    others = EngineCoreRequest(5, more[0]), EngineCoreRequest(7, more[1])
-    found = decode(encode(StepInputs((EngineCoreRequest(4, request, 12.5), *others), (2, 3), True)))
-    assert found == StepInputs((EngineCoreRequest(4, request), *others), (2, 3), True)
+    sent = {4: request, 5: more[0], 7: more[1]}
+    arrivals = tuple(Sequence(request, number) for number, request in sent.items())
+    found = decode(encode(StepInputs(arrivals, (2, 3), True)))
+    assert {sequence.number: sequence.request for sequence in found.arrivals} == sent
+    assert found._replace(arrivals=()) == StepInputs((), (2, 3), True)
     assert decode(encode(StepInputs(compare=True))) == StepInputs(compare=True)
     assert encode(StepInputs()) == b""
     assert decode(b"") == StepInputs()

@@ -18,10 +18,11 @@ import pytest
 from ling3export.foundation.errors import ArtifactError, Ling3Error, RankDivergence
 from ling3export.foundation.processes import free_port
 from ling3export.runners.engine import core as cores
-from ling3export.runners.engine.core import EngineCoreRequest, SharedCore, StepInputs
+from ling3export.runners.engine.core import SharedCore, StepInputs
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.loop import Loop
 from ling3export.runners.engine.request import Request
+from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.evals.trials import tokens_digest
 from ling3export.runners.hosts import channel as channels
 from ling3export.runners.hosts import handshake, rendezvous
@@ -517,7 +518,7 @@ def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, los
         first, other = core(one, ahead), rig(two, ahead)
         second: Any = other.core
         backend: Any = other.backend
-        inputs = StepInputs((EngineCoreRequest(0, Request((1, 2, 3), 20)),))
+        inputs = StepInputs((Sequence(Request((1, 2, 3), 20), 0),))
         for _ in range(3):
             mine, found = first.step(inputs), second.received(two.take()[1])
             assert [each.token for each in mine.emitted] == [each.token for each in found.emitted]
@@ -541,7 +542,7 @@ def test_hosts_compare_digests_of_the_little_endian_tokens(no_service):
     with connected([]) as (one, two):
         first, second = core(one, 0), core(two, 0)
         tokens: list[int] = []
-        inputs = StepInputs((EngineCoreRequest(0, Request((1, 2, 3), 20)),))
+        inputs = StepInputs((Sequence(Request((1, 2, 3), 20), 0),))
         for compare in (False, False, True, True):
             inputs = inputs._replace(compare=compare)
             mine, _ = in_threads(lambda asked=inputs: first.step(asked), lambda: second.received(two.take()[1]))
@@ -566,7 +567,7 @@ def test_what_host_0_cannot_send_ends_the_others(no_service, lost, monkeypatch):
         first, _ = core(one, 0), core(two, 0)
         monkeypatch.setattr(cores, "encode", lambda inputs: 1 / 0)
         with pytest.raises(ZeroDivisionError):
-            first.step(StepInputs((EngineCoreRequest(0, Request((1, 2, 3), 20)),)))
+            first.step(StepInputs((Sequence(Request((1, 2, 3), 20), 0),)))
         until(lambda: bool(lost and ended))
     text = "a step failed: division by zero"
     assert lost == [(f"host 0 ended: {text}", 1)] and ended == [(text, 1)]

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.engine.core import EngineCoreRequest, StepInputs, decode, encode
+from ling3export.runners.engine.core import StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.load.sharded import PAGED, ShardedState, Shards, packed, unpacked
 from ling3export.runners.state.layout import CONV, LATENT, RECURRENT
 from ling3export.runners.state.sequence_state import SequenceState, TransferredState
@@ -63,16 +64,17 @@ def test_arrays_travel_bit_for_bit():
 def test_the_states_that_requests_come_with_reach_every_host():
     tokens = ((3, (-0.5, ((3, -0.5), (4, -1.5)))), (4, None))
     arrivals = (
-        EngineCoreRequest(
-            1, Request((1, 2), 5), 7.5, TransferredState(tokens, sequence_state(5), {"queue": 1.0}), True
-        ),
-        EngineCoreRequest(2, Request((1,), 1)),
-        EngineCoreRequest(3, Request((1, 2), 5), None, TransferredState((), sequence_state(0))),
-        EngineCoreRequest(4, Request((1, 2), 5), None, TransferredState(tokens, None)),
+        Sequence(Request((1, 2), 5), 1, 7.5, TransferredState(tokens, sequence_state(5), {"queue": 1.0}), True),
+        Sequence(Request((1,), 1), 2),
+        Sequence(Request((1, 2), 5), 3, None, TransferredState((), sequence_state(0))),
+        Sequence(Request((1, 2), 5), 4, None, TransferredState(tokens, None)),
     )
     found = decode(encode(StepInputs(arrivals, saved=(7,))))
     assert found.saved == (7,) and [each.saved for each in found.arrivals] == [True, False, False, False]
-    assert found.arrivals[1] == arrivals[1]
+    assert [(each.number, each.request) for each in found.arrivals] == [
+        (each.number, each.request) for each in arrivals
+    ]
+    assert found.arrivals[1].transferred is None
     for mine, its in zip(arrivals, found.arrivals, strict=True):
         if mine.transferred is not None:
             assert (its.transferred.tokens, its.transferred.stored) == (

@@ -157,7 +157,7 @@ def test_what_a_template_does_not_write_cannot_be_continued():
         ({"chat_template_kwargs": {"messages": []}}, "variables of the chat template's own, found `messages`"),
         ({"chat_template_kwargs": {"tools": 1}}, "found `tools`"),
         ({"chat_template_kwargs": {"add_generation_prompt": 1}}, "found `add_generation_prompt`"),
-        ({"chat_template_kwargs": [1]}, "expected an object, found a list"),
+        ({"chat_template_kwargs": [1]}, "expected an object, found [1]"),
         ({"reasoning_effort": "huge"}, '"low", "medium", "high", "xhigh" or "max", found "huge"'),
         ({"reasoning_effort": 1}, "found 1"),
         ({"continue_final_message": 1}, "expected true or false, found 1"),

@@ -51,7 +51,7 @@ def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
     ("choice", "message"),
     [
         ({"tool_choice": "required"}, '`tool_choice`: expected "auto" or "none" beside `{}`, found "re'),
-        ({"tool_choice": NAMED}, '`tool_choice`: expected "auto" or "none" beside `{}`, found an object'),
+        ({"tool_choice": NAMED}, '`tool_choice`: expected "auto" or "none" beside `{}`, found {{"type'),
         ({"parallel_tool_calls": False}, "`parallel_tool_calls`: expected true beside `{}`, f"),
     ],
 )
