@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ling3export.cli.layers import bisect
 from ling3export.cli.options import JSON
 from ling3export.runners.cli.command import NOT_DETERMINISTIC as DIFFERENT
 from ling3export.runners.cli.command import Group
@@ -23,12 +24,15 @@ LARGEST_BUDGETS = 2**20  # bytes
 OUTPUT = click.option("--output", type=PATH, help="Write to this file.  [default: standard output]")
 
 
-@click.group(cls=Group, sections={"Look": ("summary", "diff", "memory", "view"), "Check": ("audit",)})
+@click.group(cls=Group, sections={"Look": ("summary", "diff", "memory", "view"), "Check": ("audit", "bisect")})
 def graph() -> None:
-    """Look into ARTIFACT's programs, compare two, check them. No device and no weights are needed.
+    """Look into ARTIFACT's programs, compare two, check them. Only bisect runs them; others need no device, no weights.
 
     A CELL is one program: a phase and its padding, such as decode@16. `ling3export inspect ARTIFACT` lists them.
     """
+
+
+graph.add_command(bisect)
 
 
 def chosen(artifact: Path, cells: tuple[str, ...], target: str | None) -> "tuple[Manifest, str, list[str]]":

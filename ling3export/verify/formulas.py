@@ -102,7 +102,7 @@ def kda_log_decay(f: Array, a_log: Array, dt_bias: Array, lower_bound: float | N
     return lower_bound * sigmoid(rate * (f + dt_bias))
 
 
-def kda_recurrence(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) -> Array:
+def kda_recurrence(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) -> tuple[Array, Array]:
     """The delta rule of one sequence from a zero state S [K, V] per head.
 
     S = exp(g) S (each key channel);  r = v - kᵀS;  S = S + (beta k) rᵀ;  o = qᵀS, read after the write.
@@ -114,7 +114,7 @@ def kda_recurrence(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) 
         beta: [T, H].
 
     Returns:
-        [T, H, V].
+        o [T, H, V], and the last state [H, K, V].
     """
     heads, width = k.shape[1:]
     state = np.zeros((heads, width, v.shape[2]), v.dtype)
@@ -126,7 +126,7 @@ def kda_recurrence(q: Array, k: Array, v: Array, log_decay: Array, beta: Array) 
         rest = v[t] - (k[t, :, None, :] @ state)[:, 0]
         state += write[t, :, :, None] * rest[:, None, :]
         out[t] = (q[t, :, None, :] @ state)[:, 0]
-    return out
+    return out, state
 
 
 def rope_angles(length: int, width: int, theta: float, yarn: Mapping[str, float] | None = None) -> NDArray[np.float32]:

@@ -41,12 +41,17 @@ class Reference:
 
     Attributes:
         margins: The closest routing decisions over all tokens and layers of the last call.
+        observer: Gets values inside the model: ``(layer, name, value)``. Names are ``embed`` (layer -1), ``attention``
+            and ``mlp``: the residual stream of all tokens [T, D] after that step, which must not be kept. And the state
+            after each sequence, in order: ``kda_conv`` [W-1, 3, H, K], ``kda_recurrent`` [H, K, V], and ``mla_latent``
+            [T, R + P].
     """
 
     def __init__(self, config: Config, read: Callable[[str], Array], dtype: DTypeLike = np.float64) -> None:
         self.config = config
         self.dtype = np.dtype(dtype)
         self.margins = NO_MARGINS
+        self.observer: Callable[[int, str, Array], None] | None = None
         self._read = read
 
     def logits(self, token_ids: Sequence[int]) -> Array:
@@ -73,17 +78,23 @@ class Reference:
         spans = [slice(int(end) - len(sequence), int(end)) for sequence, end in zip(sequences, ends, strict=True)]
         self.margins = NO_MARGINS
         x = self._read("model.word_embeddings.weight")[ids].astype(self.dtype)
+        self._observe(-1, "embed", x)
         for layer in range(self.config.num_hidden_layers):
             prefix = f"model.layers.{layer}."
             normed = self._norm(x, f"{prefix}input_layernorm")
             attend = self._mla if self._is_mla(layer) else self._kda
-            x += attend(normed, spans, f"{prefix}attention.")
+            x += attend(normed, spans, layer, f"{prefix}attention.")
+            self._observe(layer, "attention", x)
             normed = self._norm(x, f"{prefix}post_attention_layernorm")
             dense = layer < self.config.first_k_dense_replace
             x += self._mlp(normed, f"{prefix}mlp.") if dense else self._moe(normed, layer, f"{prefix}mlp.")
-        x = self._norm(x, "model.norm")
+            self._observe(layer, "mlp", x)
         wanted = [x[span] if positions is None else x[span][list(positions[i])] for i, span in enumerate(spans)]
-        return self._lm_head(wanted)
+        return self.head(wanted)
+
+    def _observe(self, layer: int, name: str, value: Array) -> None:
+        if self.observer is not None:
+            self.observer(layer, name, value)
 
     def _checked(self, sequences: Sequence[Sequence[int]]) -> NDArray[np.int64]:
         ids = np.array([token for sequence in sequences for token in sequence], np.int64)
@@ -108,14 +119,17 @@ class Reference:
     def _norm(self, x: Array, name: str, eps: float | None = None) -> Array:
         return formulas.rms_norm(x, self._weight(name), self.config.rms_norm_eps if eps is None else eps)
 
-    def _kda(self, x: Array, spans: list[slice], prefix: str) -> Array:
+    def _kda(self, x: Array, spans: list[slice], layer: int, prefix: str) -> Array:
         """Kimi delta attention of all sequences: x [T, D] → [T, D]."""
         heads, width = self.config.num_attention_heads, self.config.head_dim
         split = (len(x), heads, width)
-        mixed = {}
-        for name in "qkv":
+        mixed, before = {}, self.config.short_conv_kernel_size - 1
+        tails = np.zeros((len(spans), before, 3, heads, width), self.dtype)
+        for at, name in enumerate("qkv"):
             raw, taps = self._linear(x, f"{prefix}{name}_proj"), self._weight(f"{prefix}{name}_conv1d")[:, 0]
-            for span in spans:
+            for span, tail in zip(spans, tails, strict=True):
+                last = raw[span][-before:].reshape(-1, heads, width)
+                tail[before - len(last) :, at] = last
                 raw[span] = formulas.silu(formulas.causal_conv(raw[span], taps))
             mixed[name] = raw.reshape(split)
         q, k = formulas.l2_norm(mixed["q"]) * width**-0.5, formulas.l2_norm(mixed["k"])
@@ -127,12 +141,14 @@ class Reference:
         )
         beta = formulas.sigmoid(self._linear(x, f"{prefix}b_proj"))
         out = mixed["v"]
-        for span in spans:
-            out[span] = formulas.kda_recurrence(q[span], k[span], out[span], log_decay[span], beta[span])
+        for span, tail in zip(spans, tails, strict=True):
+            out[span], state = formulas.kda_recurrence(q[span], k[span], out[span], log_decay[span], beta[span])
+            self._observe(layer, "kda_conv", tail)
+            self._observe(layer, "kda_recurrent", state)
         gate = formulas.sigmoid(self._linear(x, f"{prefix}g_proj")).reshape(split)
         return self._linear((self._norm(out, f"{prefix}o_norm") * gate).reshape(len(x), -1), f"{prefix}o_proj")
 
-    def _mla(self, x: Array, spans: list[slice], prefix: str) -> Array:
+    def _mla(self, x: Array, spans: list[slice], layer: int, prefix: str) -> Array:
         """Gated multi-head latent attention of all sequences, keys and values expanded: x [T, D] → [T, D]."""
         config, tokens = self.config, len(x)
         heads, nope, rank = config.num_attention_heads, config.qk_nope_head_dim, config.kv_lora_rank
@@ -151,7 +167,9 @@ class Reference:
         factor, scale = formulas.yarn_magnitude(yarn, "mscale") / whole, q.shape[-1] ** -0.5 * whole**2
         for span in spans:
             angles = formulas.rope_angles(span.stop - span.start, config.qk_rope_head_dim, config.rope_theta, yarn)
-            shared = np.repeat(formulas.rope(kv[span, None, rank:], angles, factor), heads, axis=1)
+            roped = formulas.rope(kv[span, None, rank:], angles, factor)
+            self._observe(layer, "mla_latent", np.concatenate([latent[span], roped[:, 0]], axis=-1))
+            shared = np.repeat(roped, heads, axis=1)
             keys = np.concatenate([expanded[span, :, :nope], shared], axis=-1)
             queries = np.concatenate([q[span, :, :nope], formulas.rope(q[span, :, nope:], angles, factor)], axis=-1)
             out[span] = formulas.causal_attention(queries, keys, expanded[span, :, nope:], scale)
@@ -183,8 +201,9 @@ class Reference:
             out[tokens] += weights * self._mlp(x[tokens], f"{prefix}experts.{expert}.", routed)
         return out
 
-    def _lm_head(self, rows: list[Array]) -> list[Array]:
-        """Logits of each [T, D], converting a block of the vocabulary at a time."""
+    def head(self, rows: list[Array]) -> list[Array]:
+        """Logits of residual streams, each [T, D], converting a block of the vocabulary at a time."""
+        rows = [self._norm(x, "model.norm") for x in rows]
         weight = self._read("lm_head.weight")
         out = [np.empty((len(x), len(weight)), self.dtype) for x in rows]
         for start in range(0, len(weight), VOCAB_BLOCK):

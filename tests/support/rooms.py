@@ -36,6 +36,7 @@ RECORDS = {"model.parameters": {"artifacts"}}
 FROM_RUNNERS = {
     "cli": {"runners.cli", "runners.hosts"},
     "opened": {"runners.load"},
+    "verify.probe": {"runners.calibrate", "runners.load"},
     "verify.measure": {"runners.calibrate", "runners.hosts", "runners.load", "runners.text"},
     "verify.verify": {"runners.hosts"},
 }
