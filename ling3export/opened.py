@@ -51,20 +51,21 @@ class Artifact:
         """
         name, record = cells.target_of(self.manifest, target)
         cells.cell_of(record, cell)
-        return Program(self, name, cell)
+        return Program(self.folder, self.manifest, name, cell)
 
 
 class Program:
     """A program of an artifact.
 
     Attributes:
-        artifact: The artifact.
-        target: Name of its target.
+        folder: The artifact.
+        manifest: Its manifest.
+        target: Name of one of its targets.
         cell: ``decode@16``.
     """
 
-    def __init__(self, artifact: Artifact, target: str, cell: str) -> None:
-        self.artifact, self.target, self.cell = artifact, target, cell
+    def __init__(self, folder: Path, manifest: Manifest, target: str, cell: str) -> None:
+        self.folder, self.manifest, self.target, self.cell = folder, manifest, target, cell
 
     def graph(self, *, portable: bool = False) -> "Graph":
         """Its operations with their costs, of the optimized program, or of the portable one (StableHLO).
@@ -72,8 +73,7 @@ class Program:
         Raises:
             ArtifactError: The program is missing, damaged, or has a form that this version does not read.
         """
-        artifact = self.artifact
-        return cells.graph_of(artifact.folder, artifact.manifest, self.target, self.cell, from_portable=portable)
+        return cells.graph_of(self.folder, self.manifest, self.target, self.cell, from_portable=portable)
 
     def text(self, *, portable: bool = False) -> str:
         """Optimized HLO, or StableHLO if the artifact does not keep it or ``portable`` asks for it.
@@ -83,11 +83,10 @@ class Program:
         """
         from ling3export.machine.portable import module
 
-        artifact = self.artifact
-        record = artifact.manifest.targets[self.target].cells[self.cell]
+        record = self.manifest.targets[self.target].cells[self.cell]
         if record.graph is not None and not portable:
-            return cells.text_of(artifact.folder, record, f"{artifact.folder.name}: {self.target} {self.cell}")
-        with module(read_checked(artifact.folder, record.stablehlo)) as parsed:
+            return cells.text_of(self.folder, record, f"{self.folder.name}: {self.target} {self.cell}")
+        with module(read_checked(self.folder, record.stablehlo)) as parsed:
             return str(parsed)
 
     def load(self, *, programs: str = "prebuilt-only", check: str = "all") -> "Step":
@@ -103,8 +102,8 @@ class Program:
         """
         from ling3export.runners.load.loader import load
 
-        phase = self.artifact.manifest.targets[self.target].cells[self.cell].phase
-        loaded = load(self.artifact.folder, target=self.target, programs=programs, check=check, phases={phase})
+        phase = self.manifest.targets[self.target].cells[self.cell].phase
+        loaded = load(self.folder, target=self.target, programs=programs, check=check, phases={phase})
         return Step(loaded, self.cell)
 
 

@@ -24,7 +24,7 @@ LARGEST_BUDGETS = 2**20  # bytes
 OUTPUT = click.option("--output", type=PATH, help="Write to this file.  [default: standard output]")
 
 
-@click.group(cls=Group, sections={"Look": ("summary", "diff", "memory", "view"), "Check": ("audit", "bisect")})
+@click.group(cls=Group, sections={"Look": ("summary", "show", "diff", "memory", "view"), "Check": ("audit", "bisect")})
 def graph() -> None:
     """Look into ARTIFACT's programs, compare two, check them. Only bisect runs them; others need no device, no weights.
 
@@ -119,13 +119,22 @@ def diff(
 
     CELL_AFTER names another cell of AFTER: `diff A A decode@16 decode@64` shows what does not scale.
     """
+    from ling3export.foundation.tables import footnotes
     from ling3export.graph import diff as tables
+    from ling3export.report.cells import file_changes, graph_of
 
-    (one,) = read(before, (cell,), target, portable)
-    (other,) = read(after, (cell_after or cell,), target_after or target, portable)
-    difference = tables.compare(one, other)
-    text = json.dumps(tables.document(difference), indent=1) if as_json else None
-    write(text or "\n".join(tables.table(difference, markdown=markdown)), output)
+    manifest, name, (cell,) = chosen(before, (cell,), target)
+    manifest_after, name_after, (cell_after,) = chosen(after, (cell_after or cell,), target_after or target)
+    difference = tables.compare(
+        graph_of(before, manifest, name, cell, from_portable=portable),
+        graph_of(after, manifest_after, name_after, cell_after, from_portable=portable),
+    )
+    notes = file_changes((manifest, name, cell), (manifest_after, name_after, cell_after))
+    if as_json:
+        text = json.dumps({**tables.document(difference), "files": notes}, indent=1)
+    else:
+        text = "\n".join([*tables.table(difference, markdown=markdown), *(notes if markdown else footnotes(notes))])
+    write(text, output)
     if not difference.equal:
         raise SystemExit(DIFFERENT)
 

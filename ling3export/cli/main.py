@@ -17,7 +17,7 @@ from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.catalog import catalog, keygen, sign
 from ling3export.cli.graph import graph
 from ling3export.cli.options import IGNORE, JSON, ROUNDING, WIDE, build_options
-from ling3export.cli.view import view
+from ling3export.cli.view import show, view
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
@@ -252,6 +252,7 @@ def plan(
 
 main.add_command(cache)
 main.add_command(graph)
+graph.add_command(show)
 graph.add_command(view)
 main.add_command(catalog)
 main.add_command(keygen)

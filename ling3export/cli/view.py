@@ -1,4 +1,4 @@
-"""``ling3export graph view``: an artifact's programs as a page for a browser, or as files for Model Explorer."""
+"""``ling3export graph view`` and ``show``: a program as a page for a browser, its operations and its text."""
 
 import json
 from pathlib import Path
@@ -6,6 +6,7 @@ from pathlib import Path
 import click
 
 from ling3export.cli.graph import OUTPUT, PORTABLE, TARGET, chosen, read, write
+from ling3export.cli.options import JSON
 from ling3export.runners.cli.options import PATH
 from ling3export.runners.cli.references import ARTIFACT
 
@@ -57,3 +58,36 @@ def view(
         return
     for path, document in files.documents(explorer, shown[0].graph, shown[0].difference).items():
         write(json.dumps(document), path)
+
+
+@click.command()
+@click.argument("artifact", type=ARTIFACT)
+@click.argument("cell")
+@click.argument("pattern", default="")
+@TARGET
+@PORTABLE
+@JSON
+@click.option("--text", "as_text", is_flag=True, help="Print the program's text: optimized HLO, or StableHLO.")
+def show(
+    artifact: Path, cell: str, pattern: str, target: str | None, portable: bool, as_json: bool, as_text: bool
+) -> None:
+    """Show the operations of CELL that contain PATTERN, a few of them with everything that is known.
+
+    PATTERN is a part of a name, opcode, kind of work, layer kind, scope, weight or type, or "layer 7".
+    """
+    from ling3export.graph import show as tables
+    from ling3export.opened import Program
+    from ling3export.report.cells import limits_of
+
+    if as_text and (pattern or as_json):
+        raise click.UsageError("--text prints the whole program, without PATTERN and --json.")
+    manifest, name, (cell,) = chosen(artifact, (cell,), target)
+    if as_text:
+        click.echo(Program(artifact, manifest, name, cell).text(portable=portable))
+        return
+    (graph,) = read(artifact, (cell,), name, portable)
+    operations, limits = tables.matching(graph, pattern), limits_of(manifest, name)
+    if as_json:
+        click.echo(json.dumps(tables.document(graph, operations, limits), indent=1))
+    else:
+        click.echo("\n".join(tables.table(graph, operations, limits)))

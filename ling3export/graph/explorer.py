@@ -4,12 +4,12 @@ The formats are those of github.com/google-ai-edge/model-explorer: ``GraphCollec
 ``SyncNavigationData``.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ling3export.graph.diff import Difference
 from ling3export.graph.record import Graph, Operation
+from ling3export.graph.show import ranges
 from ling3export.graph.view import path
 
 GRADIENT = [{"stop": 0, "bgColor": "#f6f3ee"}, {"stop": 1, "bgColor": "#e9a15b"}]
@@ -86,15 +86,3 @@ def _node(one: Operation, names: set[str]) -> dict[str, Any]:
             {"id": str(number), "attrs": [{"key": "shape", "value": shape}]} for number, shape in enumerate(one.shapes)
         ],
     }
-
-
-def ranges(layers: Sequence[int]) -> str:
-    """``layer 7``, ``layers 0-2, 4-6``."""
-    runs: list[list[int]] = []
-    for layer in layers:
-        if runs and runs[-1][-1] == layer - 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(parts)}"

@@ -222,6 +222,7 @@ class _Walk:
             scope=scope_of(module, instruction),
             times=times,
             result_bytes=instruction.bytes,
+            fused=_fused(module, instruction),
             digest=self._digest(instruction, [origins.get(name) for name in instruction.operands]),
         )
         if opcode.removesuffix("-start") in BETWEEN_DEVICES:
@@ -248,6 +249,19 @@ class _Walk:
         if (clock := self._context.clock) and instruction.cycles is not None and opcode not in MOVED:
             return replace(operation, seconds=instruction.cycles / clock, source="compiler")
         return replace(operation, seconds=_bytes(instruction, operands) / bandwidth, source="roofline")
+
+
+def _fused(module: Module, instruction: Instruction) -> tuple[str, ...]:
+    """Opcodes inside a fusion, those of fusions inside it, too."""
+    if instruction.opcode != "fusion":
+        return ()
+    inner = module.computations[instruction.called["calls"][0]].instructions.values()
+    return tuple(
+        opcode
+        for one in inner
+        for opcode in (_fused(module, one) if one.opcode == "fusion" else (one.opcode,))
+        if opcode not in FREE
+    )
 
 
 def _bound(computation: Computation, operands: Sequence[Origin]) -> dict[str, Origin]:

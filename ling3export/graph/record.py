@@ -38,6 +38,7 @@ class Operation:
         copied: Bytes of a copy from one place of the device's memory to another; 0 for anything else.
         overlapped: Whether it runs at the same time as other operations: its seconds do not add to a call's.
         target: The target of a custom call.
+        fused: Opcodes inside a fusion that do work, in their order.
         digest: Of what it computes: opcode, types, attributes, the names of inputs that it reads, and everything inside
             a fusion; names of operations do not count.
     """
@@ -62,6 +63,7 @@ class Operation:
     copied: int = 0
     overlapped: bool = False
     target: str | None = None
+    fused: tuple[str, ...] = ()
     digest: str = ""
 
     @property

@@ -222,7 +222,7 @@ function describe(node) {
         100 * total(kid) / (total(parts[0]) || 1))}px` }); bar.append(show[metric](total(kid))); }
     return; }
   for (const [name, text] of [["opcode", op.opcode], ["work", op.work], ["layer kind", op.kind], ["scope", op.scope],
-    ["layers", op.layers?.join(", ")], ["result", op.shapes], ["runs", `${+(op.runs || 0).toFixed(3)} in a call`],
+    ["fused", op.fused?.join(", ")], ["layers", op.layers?.join(", ")], ["result", op.shapes], ["runs", `${+(op.runs || 0).toFixed(3)} in a call`],
     ["time from", op.source], ["bound by", bound(op)], ["moved", op.moved && show.bytes(op.moved)],
     ["custom call", op.target], ["overlapped", op.overlapped && "runs at the same time as other operations"],
     ["weights", op.weights?.join(", ")]]) row(name, text);

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -10,6 +11,7 @@ from typing import Any
 from ling3export.graph.diff import Difference, document
 from ling3export.graph.memory import Timeline
 from ling3export.graph.record import Graph, Operation
+from ling3export.graph.show import Limits
 from ling3export.graph.summary import SOURCES
 
 # Steps of a scope that jax adds: control flow, jitted functions, equations of products.
@@ -23,15 +25,13 @@ class Shown:
     Attributes:
         graph: Its program.
         memory: Memory over program order; None if no optimized program is kept.
-        flops: FLOPs a second that the device reaches at most; None if nothing tells.
-        bandwidth: Bytes a second of the device's memory; None if nothing tells.
+        limits: Those of the device; None if nothing tells.
         difference: The changes since another program; None without one.
     """
 
     graph: Graph
     memory: Timeline | None = None
-    flops: float | None = None
-    bandwidth: float | None = None
+    limits: Limits | None = None
     difference: Difference | None = None
 
 
@@ -61,8 +61,7 @@ def _cell(shown: Shown) -> dict[str, Any]:
         "target": graph.target,
         "form": graph.form,
         "source": SOURCES[source] if source else None,
-        "flops": shown.flops,
-        "bandwidth": shown.bandwidth,
+        **({} if shown.limits is None else vars(shown.limits)),
         "peak": graph.peak_bytes,
         "operations": [_operation(one) for one in graph.operations],
         "memory": memory
@@ -104,6 +103,7 @@ def _operation(one: Operation) -> dict[str, Any]:
         "moved": one.times * one.collective_bytes,
         "weights": one.weights,
         "target": one.target,
+        "fused": [f"{opcode} {n}" if n > 1 else opcode for opcode, n in Counter(one.fused).items()],
         "overlapped": one.overlapped,
     }
-    return {name: value for name, value in values.items() if value not in (None, "", 0, False, ())}
+    return {name: value for name, value in values.items() if value not in (None, "", 0, False, (), [])}

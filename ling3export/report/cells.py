@@ -17,6 +17,7 @@ from ling3export.graph.diff import compare
 from ling3export.graph.hlo import unpacked
 from ling3export.graph.memory import Timeline, timeline
 from ling3export.graph.record import Graph
+from ling3export.graph.show import Limits
 from ling3export.graph.view import Shown
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
@@ -99,15 +100,33 @@ def memory_of(folder: Path, manifest: Manifest, target: str, name: str) -> Timel
 
 def shown_of(folder: Path, manifest: Manifest, target: str, graph: Graph, before: Graph | None = None) -> Shown:
     """A cell for the page: its graph, its memory if its program is scheduled, and changes since another program."""
+    memory = memory_of(folder, manifest, target, graph.cell) if graph.form == "optimized" else None
+    difference = None if before is None else compare(before, graph)
+    return Shown(graph, memory, limits_of(manifest, target), difference)
+
+
+def file_changes(before: tuple[Manifest, str, str], after: tuple[Manifest, str, str]) -> list[str]:
+    """Why the files of two cells differ although their programs may be equal; each is manifest, target, cell."""
+    old, new = before[0].targets[before[1]], after[0].targets[after[1]]
+    one, other = old.cells[before[2]], new.cells[after[2]]
+    versions = [
+        f"{package} {old.toolchain.get(package, 'none')} → {new.toolchain.get(package, 'none')}"
+        for package in sorted({*old.toolchain, *new.toolchain})
+        if old.toolchain.get(package) != new.toolchain.get(package)
+    ]
+    notes = [f"other versions: {listed(versions)}"] if versions else []
+    if one.stablehlo.sha256 != other.stablehlo.sha256:
+        notes.append("the portable programs have other bytes; names of scopes are a part of them")
+    if one.exec is not None and other.exec is not None and one.exec.sha256 != other.exec.sha256:
+        notes.append("the executables have other bytes; a compiler may give other bytes for the same program")
+    return notes
+
+
+def limits_of(manifest: Manifest, target: str) -> Limits | None:
+    """The limits of a target's device; None if no table has it."""
     record = manifest.targets[target]
     chip = CHIPS.get((record.platform, record.kind)) if record.kind else None
-    return Shown(
-        graph,
-        memory_of(folder, manifest, target, graph.cell) if graph.form == "optimized" else None,
-        None if chip is None else chip.flops,
-        None if chip is None else chip.bandwidth,
-        None if before is None else compare(before, graph),
-    )
+    return None if chip is None else Limits(chip.flops, chip.bandwidth)
 
 
 def leaves(cell: Cell, *, compiled: bool) -> tuple[str, ...]:

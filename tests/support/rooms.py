@@ -19,7 +19,8 @@ RUNNERS = (
     ("runners.endpoint", "runners.stacks"),
 )
 BUILD = (
-    ("cli", "opened"),
+    ("cli",),
+    ("opened",),
     ("compile", "savedmodel", "report"),
     ("cache", "verify"),
     ("plan",),

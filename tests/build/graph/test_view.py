@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from msgspec import structs
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli.main import main
-from ling3export.graph import diff, explorer, memory
+from ling3export.graph import diff, explorer, memory, show
 from ling3export.graph.record import Graph, Operation
 from ling3export.graph.view import Shown, page, path
+from ling3export.report.cells import file_changes
 from tests.build.graph.test_graph import lowered
 from tests.support.browser import Page, browser
 
@@ -41,7 +43,7 @@ ALIVE = memory.Timeline(
 
 
 def shown(before: Graph | None = None) -> Shown:
-    return Shown(TOY, ALIVE, 1e14, 1e12, None if before is None else diff.compare(before, TOY))
+    return Shown(TOY, ALIVE, show.Limits(1e14, 1e12), None if before is None else diff.compare(before, TOY))
 
 
 def slower(graph: Graph) -> Graph:
@@ -84,7 +86,7 @@ def test_model_explorer_files_name_operations_that_are_there(tmp_path):
         *({"leftNodeIds": [name], "rightNodeIds": [name]} for name in nodes),
         {"leftNodeIds": ["gone"], "rightNodeIds": ["removed: gone"]},
     ]
-    assert explorer.ranges((0, 1, 2, 4, 5)) == "layers 0-2, 4-5"
+    assert show.ranges((0, 1, 2, 4, 5)) == "layers 0-2, 4-5"
 
 
 def test_the_command_writes_pages_and_files(artifact, tmp_path):
@@ -188,3 +190,51 @@ def test_a_full_size_program_opens_fast_and_fits_a_narrow_screen(tab, tmp_path, 
     tab.width(1100)
     assert tab.evaluate("document.documentElement.scrollWidth") <= 1100
     assert tab.errors == []
+
+
+def test_operations_are_found_and_shown_with_what_is_known():
+    product = dataclasses.replace(OPERATIONS[1], fused=("convert", "convert", "dot"))
+    graph = dataclasses.replace(TOY, operations=(OPERATIONS[0], product, OPERATIONS[2]))
+    limits = show.Limits(1e14, 1e12)
+    assert show.matching(graph, "KDA.q") == show.matching(graph, "layer 1 ") == [product]
+    lines = "\n".join(show.table(graph, [product], limits))
+    for text in (
+        "kda, layers 0-1",
+        "convert 2, dot",
+        "2 in a call",
+        "1,000.000 MFLOP, reads 1.00 MB, 10.00 µs (compiler)",
+    ):
+        assert text in lines
+    assert "bound by compute" in lines and f"read by     {HOSTILE}" in lines
+    (row,) = show.document(graph, [OPERATIONS[2]], limits)
+    assert (row["bound_by"], row["operands"], row["read_by"]) == ("memory", ("loop/q.1",), [])
+    many = dataclasses.replace(TOY, operations=tuple(dataclasses.replace(product, name=f"f{i}") for i in range(7)))
+    assert show.table(many, many.operations, limits)[2].split() == [
+        "f0", "kda", "0-1", "matrix", "products", "2", "20.00", "2.00", "MB", "-", "compute"
+    ]  # fmt: skip
+
+
+def test_files_that_differ_without_another_program_are_explained(artifact):
+    manifest = read_manifest(artifact(NAME))
+    ((name, target),) = manifest.targets.items()
+    cell = next(iter(target.cells))
+    other = structs.replace(target.cells[cell], exec=structs.replace(target.cells[cell].exec, sha256="0" * 64))
+    toolchain = {**target.toolchain, "jaxlib": "0.0.1"}
+    changed = structs.replace(target, toolchain=toolchain, cells={**target.cells, cell: other})
+    after = structs.replace(manifest, targets={name: changed})
+    assert file_changes((manifest, name, cell), (manifest, name, cell)) == []
+    assert file_changes((manifest, name, cell), (after, name, cell)) == [
+        f"other versions: jaxlib {target.toolchain['jaxlib']} → 0.0.1",
+        "the executables have other bytes; a compiler may give other bytes for the same program",
+    ]
+
+
+def test_the_text_of_a_program_is_printed(artifact):
+    folder = str(artifact(NAME))
+    run = CliRunner().invoke(main, ["graph", "show", folder, "decode@8", "--text"])
+    assert (run.exit_code, run.stdout[:9]) == (0, "HloModule")
+    run = CliRunner().invoke(main, ["graph", "show", folder, "decode@8", "collectives", "--json"])
+    rows = json.loads(run.stdout)
+    assert {row["layer_kind"] for row in rows} >= {"kda", "mla"} and all(row["collective_bytes"] for row in rows)
+    run = CliRunner().invoke(main, ["graph", "show", folder, "decode@8", "kda", "--text"])
+    assert (run.exit_code, "without PATTERN" in run.output) == (2, True)

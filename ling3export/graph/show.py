@@ -1,0 +1,139 @@
+"""Single operations of a program: where each belongs, what it costs, what is fused in it, and what it reads."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ling3export.foundation.tables import footnotes, selected
+from ling3export.graph.record import Graph, Operation
+
+DETAILED = 5  # operations that are shown with everything
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a device reaches at most: FLOPs a second, and bytes a second of its memory."""
+
+    flops: float
+    bandwidth: float
+
+    def bound(self, operation: Operation) -> str:
+        """``memory`` or ``compute``, whichever takes longer at these limits; empty for an operation without costs."""
+        seconds = operation.bytes / self.bandwidth, operation.flops / self.flops
+        return "" if not any(seconds) else "memory" if seconds[0] >= seconds[1] else "compute"
+
+
+def matching(graph: Graph, pattern: str) -> list[Operation]:
+    """Operations whose name, opcode, kind, scope, layer, weight or custom call contains a text, in program order."""
+    wanted = pattern.lower()
+
+    def texts(one: Operation) -> list[str]:
+        layers = [f"layer {number} " for number in one.layers]
+        own = [one.name, one.opcode, one.kind, one.layer_kind or "other", one.scope, one.target or ""]
+        return [*own, *layers, *one.weights, *one.shapes]
+
+    return [one for one in graph.operations if any(wanted in text.lower() for text in texts(one))]
+
+
+def document(graph: Graph, operations: Sequence[Operation], limits: Limits | None) -> list[dict[str, Any]]:
+    """Operations as JSON values; costs are those of one run."""
+    users = readers(graph)
+    return [
+        {
+            **{name: value for name, value in vars(one).items() if name not in ("read", "written", "digest")},
+            "read": dict(one.read),
+            "written": dict(one.written),
+            "bound_by": limits.bound(one) if limits else None,
+            "read_by": users.get(one.name, []),
+        }
+        for one in operations
+    ]
+
+
+def readers(graph: Graph) -> Mapping[str, list[str]]:
+    """Names of the operations that read the result of one, by its name."""
+    users: dict[str, list[str]] = {}
+    for one in graph.operations:
+        for name in dict.fromkeys(one.operands):
+            users.setdefault(name, []).append(one.name)
+    return users
+
+
+def table(graph: Graph, operations: Sequence[Operation], limits: Limits | None) -> list[str]:
+    """Operations for a person: a line each, or everything about a few."""
+    title = f"{graph.target} {graph.cell}, {graph.form}: {len(operations)} of {len(graph.operations)} operations"
+    if not operations:
+        return [title]
+    if len(operations) <= DETAILED:
+        users = readers(graph)
+        return [title, *(line for one in operations for line in ["", *_details(one, users.get(one.name, []), limits)])]
+    rows = [
+        {
+            "operation": one.name,
+            "layer kind": one.layer_kind or "other",
+            "layers": _layers(one),
+            "work": one.kind,
+            "runs": f"{one.times:g}",
+            "µs": "-" if one.seconds is None else f"{one.times * one.seconds * 1e6:,.2f}",
+            "bytes": size(one.times * one.bytes),
+            "moved": size(one.times * one.collective_bytes),
+            "bound by": (limits.bound(one) if limits else "") or "-",
+        }
+        for one in operations
+    ]
+    return [title, *selected(rows, list(rows[0])), *footnotes(["µs and bytes are those of all runs in a call"])]
+
+
+def _layers(one: Operation) -> str:
+    return ranges(one.layers).partition(" ")[2] if one.layers else "-"
+
+
+def _details(one: Operation, users: Sequence[str], limits: Limits | None) -> list[str]:
+    costs = [f"{one.flops / 1e6:,.3f} MFLOP"] if one.flops else []
+    for verb, count in (
+        ("reads", sum(one.read.values())),
+        ("writes", sum(one.written.values())),
+        ("moves between devices", one.collective_bytes),
+    ):
+        if count:
+            costs.append(f"{verb} {size(count)}")
+    if one.seconds is not None:
+        costs.append(f"{one.seconds * 1e6:,.2f} µs ({one.source})")
+    if limits and (bound := limits.bound(one)):
+        costs.append(f"bound by {bound}")
+    fused = ", ".join(f"{opcode} {count}" if count > 1 else opcode for opcode, count in Counter(one.fused).items())
+    values = {
+        "layer kind": f"{one.layer_kind or 'none'}, {ranges(one.layers)}" if one.layers else one.layer_kind or "none",
+        "work": f"{one.kind} ({one.opcode})",
+        "scope": one.scope,
+        "result": ", ".join(one.shapes),
+        "runs": f"{one.times:g} in a call",
+        "one run": ", ".join(costs),
+        "fused": fused,
+        "custom call": one.target or "",
+        "weights": ", ".join(one.weights),
+        "reads": ", ".join(dict.fromkeys(one.operands)),
+        "read by": ", ".join(users),
+    }
+    return [one.name, *(f"  {name:<12}{value}" for name, value in values.items() if value)]
+
+
+def size(count: float) -> str:
+    """Bytes with a decimal unit; ``-`` for none."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count:.0f} B" if count else "-"
+
+
+def ranges(layers: Sequence[int]) -> str:
+    """``layer 7``, ``layers 0-2, 4-6``."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(parts)}"
