@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 COMMON = "model max_tokens temperature seed shard force target programs ray replicas".split()
 
 
-@click.command(cls=Command, from_file=True, common=COMMON)
+@click.command(cls=Command, common=COMMON)
 @click.argument("artifact", type=ARTIFACT)
 @click.argument("source", metavar="INPUT", type=PATH)
 @click.argument("output", type=PATH)

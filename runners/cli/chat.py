@@ -12,7 +12,7 @@ import click
 
 from ling3export.foundation.errors import Ling3Error, RequestError, printable
 from ling3export.runners.cli.command import Command, given, section
-from ling3export.runners.cli.options import answer_options, engine_options, switch
+from ling3export.runners.cli.options import engine_options, sampling_options, switch
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
 
@@ -215,7 +215,7 @@ def _obey(conversation: Conversation, line: str) -> None:
         raise RequestError(f"command: expected /think on|off, /system TEXT, /save FILE or /help, found {line[:60]}")
 
 
-@click.command(cls=Command, from_file=True, common=COMMON)
+@click.command(cls=Command, common=COMMON)
 @click.argument("artifact", type=ARTIFACT)
 @section(
     "Conversation",
@@ -231,7 +231,7 @@ def _obey(conversation: Conversation, line: str) -> None:
         type=click.IntRange(1),
         help="Most tokens of one.  [default: what generation_config.json says, else what the context leaves]",
     ),
-    *answer_options(seed="Seed of each answer's sampling.  [default: another each time]"),
+    *sampling_options(seed="Seed of each answer's sampling.  [default: another each time]"),
 )
 @engine_options("target", "programs", "prefix_cache")
 def chat(

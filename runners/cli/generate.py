@@ -11,7 +11,7 @@ import click
 from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.command import Command, Once, given, section
 from ling3export.runners.cli.hosts import leading
-from ling3export.runners.cli.options import PATH, answer_options, engine_options
+from ling3export.runners.cli.options import PATH, engine_options, sampling_options, stop_option
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.request import Completion
@@ -32,7 +32,7 @@ def _ids(text: str) -> tuple[int, ...]:
         raise click.BadParameter(f"expected whole numbers with commas between, found {text!r}.") from None
 
 
-@click.command(cls=Command, from_file=True, common=COMMON)
+@click.command(cls=Command, common=COMMON)
 @click.argument("artifact", type=ARTIFACT)
 @section(
     "Prompts (one of these)",
@@ -61,7 +61,9 @@ def _ids(text: str) -> tuple[int, ...]:
         default=256,
         help="Generate at most this many tokens; the end of the context ends an answer, too.",
     ),
-    *answer_options(),
+    *sampling_options(),
+    stop_option,
+    click.option("--ignore-eos", is_flag=True, help="Go on after an end-of-text token."),
 )
 @section(
     "Form of the answer (one of these)",

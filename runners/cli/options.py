@@ -251,14 +251,6 @@ def sampling_option(name: str, text: str) -> Decorator:
     return field_option(Sampling, name, Setting(name), text)
 
 
-def _bias(text: str) -> tuple[int, float]:
-    token, _, number = text.partition("=")
-    try:
-        return int(token), float(number)
-    except ValueError:
-        raise click.BadParameter(f"expected ID=NUMBER, found {text!r}.") from None
-
-
 def shard_option(text: str) -> Decorator:
     """``--shard``; ``text`` says which share it is."""
     text = f"{text}; auto in a Slurm array, auto/N in an indexed job."
@@ -278,38 +270,11 @@ SAMPLING = {
 }
 temperature_option = sampling_option("temperature", SAMPLING["temperature"])
 stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
-# Those of fields of Request that are the same for every prompt, and of a bias.
-ENDS = (
-    stop_option,
-    click.option(
-        "--stop-token-id",
-        "stop_token_ids",
-        type=int,
-        multiple=True,
-        metavar="ID",
-        help="End the text with this token; may be repeated.",
-    ),
-    click.option("--min-tokens", type=click.IntRange(0), default=0, help="Do not end before so many tokens."),
-    click.option("--ignore-eos", is_flag=True, help="Go on behind an end-of-text token."),
-    click.option("--include-stop-str-in-output", is_flag=True, help="The text has what ended it."),
-    click.option("--skip-special-tokens/--no-skip-special-tokens", default=True, help="Special tokens have no text."),
-    click.option(
-        "--logit-bias",
-        type=_bias,
-        multiple=True,
-        metavar="ID=NUMBER",
-        help="Add this number to the logit of a token; may be repeated.",
-    ),
-)
 
 
-def answer_options(**texts: str) -> Sequence[Decorator]:
-    """The options that say how tokens are taken and what ends an answer.
-
-    Args:
-        texts: What options of SAMPLING do in this command, by field.
-    """
-    return (*(sampling_option(name, text) for name, text in (SAMPLING | texts).items()), *ENDS)
+def sampling_options(**texts: str) -> Sequence[Decorator]:
+    """The options that say how tokens are taken; ``texts`` replaces what some of SAMPLING do in this command."""
+    return [sampling_option(name, text) for name, text in (SAMPLING | texts).items()]
 
 
 target_option, programs_option, check_option = map(engine_option, ("target", "programs", "check"))

@@ -81,11 +81,6 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
                 multiple=True,
                 metavar="ORIGIN",
             ),
-            _option(
-                "generation_config",
-                click.Choice(["auto", "none"]),
-                "Sampling where a request does not say: the checkpoint's generation_config.json, or OpenAI's defaults.",
-            ),
         )(limits(configured))
 
     return add
@@ -94,7 +89,15 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
 @click.command(cls=Command, from_file=True, common=COMMON)
 @click.argument("artifact", type=ARTIFACT)
 @server_options()
-@section("Clients", _option("model", None, "Name that clients ask for.  [default: the artifact's, without .ling3]"))
+@section(
+    "Clients",
+    _option(
+        "generation_config",
+        click.Choice(["auto", "none"]),
+        "Sampling where a request does not say: the checkpoint's generation_config.json, or OpenAI's defaults.",
+    ),
+    _option("model", None, "Name that clients ask for.  [default: the artifact's, without .ling3]"),
+)
 @section(
     "Limits",
     _option(

@@ -65,8 +65,8 @@ def test_wheel_metadata(wheel):
     assert "Tag: py3-none-any" in text("WHEEL")
     assert text("entry_points.txt").split("\n")[:3] == [
         "[console_scripts]",
-        "ling3-runner = ling3export.runners.cli.main:main",
-        "ling3export = ling3export.cli.main:main",
+        "ling3-runner = ling3export.runners.cli.__main__:run",
+        "ling3export = ling3export.cli.__main__:run",
     ]
 
 

@@ -122,9 +122,9 @@ def test_help_of_chat_has_at_most_15_options():
 
 
 def test_a_conversation_with_an_artifact_hits_the_prefix_cache(artifact, tmp_path):
-    """The command itself, in a process of its own: settings come from a file, turns from a pipe."""
-    (tmp_path / "chat.toml").write_text('max-tokens = 8\nsystem = "Be brief, and always say what you mean to say."\n')
-    words = ["chat", str(artifact("micro-tp1-snapshots")), "--config", str(tmp_path / "chat.toml"), "--think", "off"]
+    """The command itself, in a process of its own: turns come from a pipe."""
+    system = ["--system", "Be brief, and always say what you mean to say."]
+    words = ["chat", str(artifact("micro-tp1-snapshots")), "--max-tokens", "8", *system, "--think", "off"]
     command = [sys.executable, "-m", "ling3export.runners.cli", *words]
     done = subprocess.run(command, input=f"Hi\nGo\n/save {tmp_path / 'talk'}\n", capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

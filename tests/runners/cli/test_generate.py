@@ -87,39 +87,28 @@ def test_what_the_api_takes_generate_takes_by_the_same_names():
     # Of one caller among several, of the form of its answer, and names that the commands have for the same.
     http = {"model", "stream", "stream_options", "priority", "cache_salt", "structured_outputs", "response_format", "n"}
     http |= {"max_completion_tokens", "kv_transfer_params", "return_token_ids", "truncate_prompt_tokens"}
-    fields = GenerationBody.model_fields.keys() - http
+    http_only = {"skip_special_tokens", "include_stop_str_in_output", "min_tokens", "stop_token_ids"}
+    fields = GenerationBody.model_fields.keys() - http - http_only - {"logit_bias"}
     assert fields <= taken
     assert taken >= {"json_schema", "regex", "grammar"}  # which say the same
-    assert fields & taken <= talked
-    of_python = {"name", "score_from", "kv_transfer_params", "sampling"}
-    assert {field.name for field in dataclasses.fields(Request)} - taken == http & {
+    of_python = {"name", "score_from", "kv_transfer_params", "sampling"} | http_only
+    assert {field.name for field in dataclasses.fields(Request)} - taken == of_python | http & {
         "priority",
         "cache_salt",
-    } | of_python
-    assert {field.name for field in dataclasses.fields(Sampling)} <= taken & talked
+    }
+    assert {field.name for field in dataclasses.fields(Sampling)} - {"logit_bias"} <= taken & talked
 
 
 def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, tmp_path):
     """One by one: `generate` had none of them."""
     prompt, how = [1, 2, 3], {"max_tokens": 12, "ignore_eos": True}
     ask = ("--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json")
-    tokens, _ = toy_artifact.answer(prompt, 12)
     (tmp_path / "schema").write_text('{"enum": ["yes", "no"]}')
     (tmp_path / "lark").write_text('start: "x" "y"')
     cases: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
-        (("--stop-token-id", tokens[5], "--stop-token-id", 0), {"stop_token_ids": (tokens[5], 0)}),
-        (("--stop-token-id", tokens[0], "--min-tokens", 4), {"stop_token_ids": (tokens[0],), "min_tokens": 4}),
         (
-            ("--stop-token-id", tokens[3], "--include-stop-str-in-output"),
-            {"stop_token_ids": (tokens[3],), "include_stop_str_in_output": True},
-        ),
-        (
-            ("--logit-bias", "7=100", "--no-skip-special-tokens"),
-            {"logit_bias": ((7, 100.0),), "skip_special_tokens": False},
-        ),
-        (
-            ("--logit-bias", "7=9", "--repetition-penalty", 2, "--presence-penalty", 1, "--frequency-penalty", 1),
-            {"logit_bias": ((7, 9.0),), "repetition_penalty": 2, "presence_penalty": 1, "frequency_penalty": 1},
+            ("--repetition-penalty", 0.1, "--presence-penalty", 1, "--frequency-penalty", 1),
+            {"repetition_penalty": 0.1, "presence_penalty": 1, "frequency_penalty": 1},
         ),
         (("--temperature", 1.5, "--min-p", 0.3, "--seed", 4), {"temperature": 1.5, "min_p": 0.3, "seed": 4}),
         (("--regex", "[ab]{3}"), {"grammar": Grammar("regex", "[ab]{3}")}),
@@ -183,7 +172,7 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
         (["--max-tokens", "1", "--resume", "a", "--seed", "1"], 2, "--max-tokens alone with it, found --seed."),
         (["--max-tokens", "1", "--resume", "a", "--save", "b"], 2, "expected one prompt with it, found --resume."),
         (["--max-tokens", "1", "--prompt-ids", "1,x"], 2, "expected whole numbers with commas between, found '1,x'."),
-        (["--max-tokens", "1", "--resume", "a", "--stop-token-id", "1"], 2, "alone with it, found --stop-token-id."),
+        (["--max-tokens", "1", "--resume", "a", "--stop", "1"], 2, "alone with it, found --stop."),
         (["--max-tokens", "1", "--resume", "a", "--regex", "a"], 2, "--max-tokens alone with it, found --regex."),
         (["--prompt-ids", "1", "--regex", "a", "--grammar", __file__], 2, "--regex and --grammar, found 2."),
         (
@@ -192,7 +181,6 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
             "form of the answer `no-such`: expected a readable file",
         ),
         (["--prompt-ids", "1", "--logprobs", "1"], 2, "--logprobs: expected --json with it, found none."),
-        (["--prompt-ids", "1", "--logit-bias", "1:2"], 2, "expected ID=NUMBER, found '1:2'."),
         (["--max-tokens", "0", "--prompt-ids", "1"], 2, "0 is not in the range x>=1"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--top-p", "0"], 2, "expected a number above 0, at most 1, found"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--programs", "maybe"], 2, "'maybe' is not one of"),

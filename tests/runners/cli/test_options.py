@@ -1,7 +1,9 @@
 """What every command of both command lines does alike: options given twice, Ctrl-C, ``python -m``."""
 
+import signal
 import subprocess
 import sys
+import time
 
 import click
 import pytest
@@ -71,6 +73,33 @@ def test_what_ends_a_command_is_said_on_stderr(raised: BaseException, code: int,
 
     told = CliRunner().invoke(Group(commands={"go": click.Command("go", callback=go)}), ["go"])
     assert (told.exit_code, told.stdout, told.stderr) == (code, "", said)
+
+
+def test_an_interrupted_import_is_no_traceback():
+    """numpy's extension modules raise ImportError where Ctrl-C comes while they are loaded."""
+
+    def go():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as error:
+            raise ImportError("numpy") from error
+
+    told = CliRunner().invoke(Group(commands={"go": click.Command("go", callback=go)}), ["go"])
+    assert (told.exit_code, told.stderr) == (130, "interrupted\n")
+
+
+@pytest.mark.parametrize("module", ["ling3export.cli.main", "ling3export.runners.cli.main"])
+def test_ctrl_c_at_any_time_of_the_start_is_no_traceback(module: str):
+    """Within the first 0.3 s it was a traceback of whatever was being imported."""
+    code = f"from ling3export.foundation import starting; print(flush=True); starting.start({module!r})"
+    for seconds in (0.02, 0.1, 0.2, 0.3):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 2 or (process.returncode, stderr) == (130, b"interrupted\n")  # 2: shows its help
 
 
 def test_the_package_runs_as_a_module():
