@@ -35,6 +35,7 @@ from ling3export.model.mla.paged import (
     masked_softmax,
     merge,
     merge_devices,
+    weighted_mean,
 )
 from ling3export.model.native import calls
 from ling3export.model.products import column_parallel, dot, dot_heads, per_head, replicated, row_parallel
@@ -129,9 +130,9 @@ class GatedMLA(nnx.Module):
             latent = self._one_by_one(query, pool, layer, rows)
         elif self.geometry.striped:
             query = lax.all_gather(query, AXIS, axis=1, tiled=True)  # all heads, on every device
-            latent = merge_devices(attend_list(query, pool, layer, rows.pages, rank))
+            latent = merge_devices(attend_list(query, pool, layer, rows.pages, rank), rank)
         else:
-            latent = attend_list(query, pool, layer, rows.pages, rank).normalized
+            latent = weighted_mean(attend_list(query, pool, layer, rows.pages, rank), rank)
         return self._output(self._release(latent, layer, x.dtype), p, layer), state | {"mla_latent": pool}
 
     @jax.named_scope("attention")

@@ -259,15 +259,17 @@ def attend_expanded(
     return jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), part)
 
 
-def attend_list(query: Float[Array, "B H row"], pool: Pool, layer: Index, pages: PageList, rank: int) -> OnlineSoftmax:
+def attend_list(
+    query: Float[Array, "B H row"], pool: Pool, layer: Index, pages: PageList, rank: int
+) -> Float32[Array, "B H row"]:
     """Absorbed attention of every row of a decode step over the listed pages; ``query`` and ``rank`` as above.
 
     Returns:
-        ``m [B, H]``, ``l [B, H]``, ``acc [B, H, R]``.
+        A softmax over these keys in one array: R columns of ``acc``, then ``l``, then ``m``; the rest means nothing.
     """
     count = query.shape[0]
 
-    def tile(i: Index, part: OnlineSoftmax | None) -> OnlineSoftmax:
+    def tile(i: Index, part: jax.Array | None) -> jax.Array:
         row, number, length = (lax.dynamic_index_in_dim(x, i, keepdims=False) for x in pages[:3])
 
         def counts(x: jax.Array, axis: int) -> jax.Array:
@@ -281,25 +283,24 @@ def attend_list(query: Float[Array, "B H row"], pool: Pool, layer: Index, pages:
         scores = jnp.where(counts(scores, 2), scores, MASKED)
         highest = jnp.where(owner[:, :, None], jnp.max(scores, axis=-1), MASKED)  # [B, tile, H]
         m = jnp.max(highest, axis=1)
-        m = m if part is None else jnp.maximum(part.m, m)
+        before = None if part is None else part[..., rank + 1]
+        m = m if before is None else jnp.maximum(before, m)
         weights = jnp.exp(scores - m.at[row].get(mode=IN_BOUNDS)[..., None])
         weights = jnp.where(counts(weights, 2), weights, 0.0)
-        share = owner.astype(jnp.float32)
+        # The column after the latent is 1 here, so that its weighted sum is l: a sum of its own would take as long.
         # Values of a freed page past the end must not count, not even a NaN, which a weight of zero would keep.
-        latent = cached[..., :rank]
-        latent = jnp.where(counts(latent, 1), latent, jnp.zeros((), pool.dtype))
-        values = einsum("phl,plr->phr", weights.astype(pool.dtype), latent)
-        # A share of zero would keep a NaN of another row; in its own, it is in the largest score, and so in the sum.
+        value = jnp.where(lax.broadcasted_iota(jnp.int32, cached.shape, 2) == rank, jnp.ones((), pool.dtype), cached)
+        value = jnp.where(counts(value, 1), value, jnp.zeros((), pool.dtype))
+        values = einsum("phl,plr->phr", weights.astype(pool.dtype), value)
+        # A share of zero would keep a NaN of another row; in its own, it is in the largest score.
         values = jnp.where(jnp.isfinite(values), values, 0.0)
-        sums = jnp.sum(weights, axis=-1)
-        sums = jnp.where(jnp.isfinite(sums), sums, 0.0)
-        total = jnp.einsum("bp,ph->bh", share, sums, precision=lax.Precision.HIGHEST)
-        total = jnp.where(jnp.isfinite(m), total, jnp.nan)
+        share = owner.astype(jnp.float32)
         gained = jnp.einsum("bp,phr->bhr", share, values, precision=lax.Precision.HIGHEST)
-        if part is None:
-            return OnlineSoftmax(m, total + SEEN, gained)
-        kept = jnp.exp(part.m - m)
-        return OnlineSoftmax(m, part.l * kept + total, part.acc * kept[..., None] + gained)
+        if part is not None:
+            gained += part * jnp.exp(before - m)[..., None]
+        column = lax.broadcasted_iota(jnp.int32, gained.shape, 2)
+        gained = jnp.where(column == rank, gained + SEEN, gained)
+        return jnp.where(column == rank + 1, m[..., None], gained)
 
     first = tile(0, None)  # outside of the loop: most lists have no other, and a loop's results have to be made first
     with jax.named_scope("page_tiles"):
@@ -329,17 +330,23 @@ def attend_tables(
     return OnlineSoftmax(m, l, einsum("bhs,bsr->bhr", weights.astype(pool.dtype), cached)).normalized[..., :rank]
 
 
-def merge_devices(part: OnlineSoftmax) -> Float32[Array, "B h R"]:
+def weighted_mean(part: Float32[Array, "B H row"], rank: int) -> Float32[Array, "B H R"]:
+    """The weighted mean of what :func:`attend_list` gives, NaN where a score was; zero where no key was seen."""
+    m = part[..., rank + 1]
+    l = jnp.where(jnp.isfinite(m), part[..., rank], jnp.nan)  # noqa: E741
+    return part[..., :rank] / l[..., None]
+
+
+def merge_devices(part: Float32[Array, "B H row"], rank: int) -> Float32[Array, "B h R"]:
     """Parts of all heads over each device's pages, to the weighted means of this device's heads over all pages.
 
-    One all-to-all takes m and l with acc, from shapes ``[B, H]``, ``[B, H, R]``. Zero where no key was seen.
+    ``part`` is what :func:`attend_list` gives; one all-to-all moves it. Zero where no key was seen.
     """
-    packed = jnp.concatenate([part.acc, part.m[..., None], part.l[..., None]], axis=-1)
-    count, heads, width = packed.shape
+    count, heads, width = part.shape
     devices = lax.axis_size(AXIS)
-    packed = packed.reshape(count, devices, heads // devices, width)
+    packed = part.reshape(count, devices, heads // devices, width)
     packed = lax.all_to_all(packed, AXIS, split_axis=1, concat_axis=1, tiled=True)  # [B, devices, h, width]
-    acc, m, l = jnp.split(packed, (width - 2, width - 1), axis=-1)  # noqa: E741
+    acc, l, m = packed[..., :rank], packed[..., rank], packed[..., rank + 1]  # noqa: E741
     # Each part is divided by the sum over all parts, relative to its own `m`: infinite where the part has no keys.
     sums = jnp.sum(l[:, None] * jnp.exp(m[:, None] - m[:, :, None]), axis=2)
-    return jnp.sum(acc / sums, axis=1)
+    return jnp.sum(acc / sums[..., None], axis=1)
