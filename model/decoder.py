@@ -80,7 +80,9 @@ class Ling3(nnx.Module):
     @jax.named_scope("logits")
     def logits(self, x: Float32[Array, "R D"]) -> Float32[Array, "R v"]:
         """Logits of this device's v = V/TP rows of the vocabulary, from ``x`` before the final norm."""
-        x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps, self.geometry.sums).astype(jnp.dtype(self.geometry.dtype))
+        x = rms_norm(x, self.embeddings["norm"][...], self.config.rms_norm_eps, self.geometry.sums).astype(
+            jnp.dtype(self.geometry.dtype)
+        )
         filled = fill_rows(x, self.geometry.fewest_rows)
         return vocab_parallel(filled, self.embeddings["lm_head"], self.geometry)[: x.shape[0]]
 
