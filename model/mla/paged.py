@@ -283,8 +283,7 @@ def attend_list(
         scores = jnp.where(counts(scores, 2), scores, MASKED)
         highest = jnp.where(owner[:, :, None], jnp.max(scores, axis=-1), MASKED)  # [B, tile, H]
         m = jnp.max(highest, axis=1)
-        before = None if part is None else part[..., rank + 1]
-        m = m if before is None else jnp.maximum(before, m)
+        m = m if part is None else jnp.maximum(part[..., rank + 1], m)
         weights = jnp.exp(scores - m.at[row].get(mode=IN_BOUNDS)[..., None])
         weights = jnp.where(counts(weights, 2), weights, 0.0)
         # The column after the latent is 1 here, so that its weighted sum is l: a sum of its own would take as long.
@@ -297,7 +296,7 @@ def attend_list(
         share = owner.astype(jnp.float32)
         gained = jnp.einsum("bp,phr->bhr", share, values, precision=lax.Precision.HIGHEST)
         if part is not None:
-            gained += part * jnp.exp(before - m)[..., None]
+            gained += part * jnp.exp(part[..., rank + 1] - m)[..., None]
         column = lax.broadcasted_iota(jnp.int32, gained.shape, 2)
         gained = jnp.where(column == rank, gained + SEEN, gained)
         return jnp.where(column == rank + 1, m[..., None], gained)
