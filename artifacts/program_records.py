@@ -146,7 +146,6 @@ class Estimate(Record, frozen=True):
     instructions: dict[str, int]
     tokens_a_sequence: int
     clock_hz: float
-    memory_bytes: int | None = None
 
     @property
     def unseen(self) -> int:

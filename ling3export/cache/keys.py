@@ -18,7 +18,7 @@ ROOT = Path(ling3export.__file__).parent
 # The model, and every other module that a compiling process imports.
 SOURCES = "model/**/*.py artifacts/*.py compile/accelerators.py compile/lower.py cost/*.py foundation/*.py".split()
 SOURCES += "machine/*.py plan/targets.py".split()
-SOURCES += [f"graph/{name}.py" for name in ("context", "flops", "hlo", "optimized", "record")]
+SOURCES += [f"graph/{name}.py" for name in ("context", "flops", "hlo", "native", "optimized", "record")]
 TRACING = ("flax", "ml_dtypes", "numpy")  # packages that take part in tracing, besides jax and jaxlib
 
 

@@ -19,12 +19,13 @@ from msgspec import structs
 from ling3export.artifacts.program_records import Lowering
 from ling3export.compile.lower import Compiled, compiled_by, mesh_of, prepared
 from ling3export.cost.chips import CARDS, target_config
-from ling3export.cost.estimates import estimate
-from ling3export.cost.roofline import TOKENS, expert_times, loop_trips, roofline_bound
+from ling3export.cost.estimates import context_of, estimate
+from ling3export.cost.roofline import TOKENS, expert_times, roofline_bound
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.phases import GIVERS
 from ling3export.foundation.tables import readable
 from ling3export.graph.hlo import packed
+from ling3export.graph.optimized import read
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.targets import TargetSpec
@@ -121,16 +122,19 @@ def priced(
     """``record`` with estimates, which follow from the compiler's ``text``, and bounds."""
     assert target.chip is not None
     tokens = min(TOKENS, geometry.max_pages * geometry.page_size)
+    graph = read(text, f"{phase}@{padding}", "", context_of(config, geometry, phase, padding, (), target.chip))
+    total = graph.totals()
     record = structs.replace(
         record,
+        flops=total.flops,
+        bytes_accessed=total.bytes,
         collectives={},
         lowering=Lowering(direct=True, forward_compatible=False),
         floor=roofline_bound(config, geometry, phase, padding, target.chip, tokens),
     )
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return record
-    trips = loop_trips(config, geometry, phase, padding, tokens)
-    estimated, collectives = estimate(text, target.chip, trips, tokens)
+    estimated, collectives = estimate(graph, target.chip, tokens)
     experts = None
     if phase in GIVERS and config.layers("moe"):
         experts = expert_times(config, geometry, padding, target.chip)

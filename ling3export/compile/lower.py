@@ -186,7 +186,7 @@ def compile_state(rows: Sequence[StateArray], mesh: Mesh) -> bytes:
 
 
 def compiled_by(make: Callable[[], Any], seconds: float = 0.0) -> tuple[bytes, Compiled, Any]:
-    """A serialized executable, its record, and jax's object. The compiler counts a loop's body once.
+    """A serialized executable, its record, and jax's object.
 
     ``seconds`` were spent before ``make`` compiles.
     """
@@ -194,7 +194,7 @@ def compiled_by(make: Callable[[], Any], seconds: float = 0.0) -> tuple[bytes, C
     with pjrt.no_compilation_cache():
         compiled = make()
         raw, executable = pjrt.serialized(compiled)
-    analysis, memory = compiled.cost_analysis() or {}, compiled.memory_analysis()
+    memory = compiled.memory_analysis()
     sizes = ("argument_size", "output_size", "temp_size", "alias_size", "generated_code_size")
     counted = [getattr(memory, f"{size}_in_bytes") for size in sizes]
     peak = getattr(memory, "peak_memory_in_bytes", 0)  # older versions of jaxlib have none
@@ -202,7 +202,5 @@ def compiled_by(make: Callable[[], Any], seconds: float = 0.0) -> tuple[bytes, C
         executable=executable,
         compile_seconds=round(seconds + time.perf_counter() - started, 3),
         memory=Memory(*counted, compiler_peak=peak or None),  # type: ignore[misc]
-        flops=analysis.get("flops"),
-        bytes_accessed=analysis.get("bytes accessed"),
     )
     return raw, record, compiled

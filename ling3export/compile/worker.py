@@ -134,6 +134,24 @@ def run_cell(job: CompileJob, cell: PlannedCell) -> dict[str, Any]:
     return {"built": to_json(built), "messages": messages}
 
 
+def _counted(
+    result: "tuple[bytes, Compiled, bytes]", job: CompileJob, cell: PlannedCell
+) -> "tuple[bytes, Compiled, bytes]":
+    """A program compiled for processors, with the FLOPs and bytes of its graph."""
+    from msgspec.structs import replace
+
+    from ling3export.cost.chips import device
+    from ling3export.cost.estimates import context_of
+    from ling3export.graph.hlo import unpacked
+    from ling3export.graph.optimized import read
+
+    raw, record, text = result
+    chip = device(job.target.platform, None, job.geometry.tp)
+    context = context_of(job.config, job.geometry, cell.phase, cell.padding, (), chip)
+    total = read(unpacked(text), cell.name, "", context).totals()
+    return raw, replace(record, flops=total.flops, bytes_accessed=total.bytes), text
+
+
 def _compiler(lowered: "Lowered", job: CompileJob, cell: PlannedCell) -> tuple[dict[str, Any], "Compile"]:
     """Everything that decides the executable of a lowered cell, and the function that compiles it."""
     from ling3export.compile.lower import compile_cell, compile_with_kernels, device_mesh
@@ -143,11 +161,14 @@ def _compiler(lowered: "Lowered", job: CompileJob, cell: PlannedCell) -> tuple[d
     if target.chip is None:
         mesh = device_mesh(geometry.tp)
         if not geometry.kernels or not PHASES[cell.phase].kernels:
-            return program_fields(target, lowering, modules, devices_of(mesh)), lambda: compile_cell(lowered, mesh)
+            fields = program_fields(target, lowering, modules, devices_of(mesh))
+            return fields, lambda: _counted(compile_cell(lowered, mesh), job, cell)
         register((job.folder / KERNELS).read_bytes(), geometry.kernels)
         modules |= {"kernels": geometry.kernels, "model": job.sources.model}  # the text does not say where kernels are
         fields = program_fields(target, lowering, modules, devices_of(mesh))
-        return fields, lambda: compile_with_kernels(job.config, geometry, cell.phase, cell.padding, mesh)
+        return fields, lambda: _counted(
+            compile_with_kernels(job.config, geometry, cell.phase, cell.padding, mesh), job, cell
+        )
     from ling3export.compile.accelerators import compile_for, lower_for
 
     arguments = (job.config, geometry, cell.phase, cell.padding, target)

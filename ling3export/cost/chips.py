@@ -11,7 +11,7 @@ units) and the data sheets that ``CHIPS`` cites.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,18 @@ CHIPS = {
              ("https://www.nvidia.com/en-us/data-center/h200/",)),
     )
 }  # fmt: skip
+# The processor whose bounds price programs for cpu: one socket of 56 cores, 1,024 bf16 operations a cycle and core at
+# 2 GHz, 8 channels of DDR5-4800. Its virtual devices share it.
+PROCESSOR = Chip("cpu", "processor", 512 * GIB, 307.2e9, 56 * 2e9 * 1024, 1, 1, (), 1, 2e9,
+    ("https://www.intel.com/content/www/us/en/products/sku/231746/specifications.html",))  # fmt: skip
+
+
+def device(platform: str, kind: str | None, count: int) -> Chip | None:
+    """A target's device; of a cpu target, one of ``count`` that share a processor. None for an unknown kind."""
+    if platform == "cpu":
+        return replace(PROCESSOR, bandwidth=PROCESSOR.bandwidth / count, flops=PROCESSOR.flops / count)
+    return CHIPS.get((platform, kind or ""))
+
 
 CAPABILITY = (9, 0)  # Hopper
 # https://docs.nvidia.com/cuda/cuda-c-programming-guide/#features-and-technical-specifications

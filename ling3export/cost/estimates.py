@@ -1,7 +1,7 @@
-"""What a compiled TPU program costs: sums over its graph, which has the compiler's own estimate of each operation.
+"""The workload that programs are counted for, and the estimate of a compiled TPU program: sums over its graph.
 
-An operation without an estimate is bounded by its bytes over the memory's bandwidth, and listed. Collectives and custom
-calls stand apart: the compiler estimates neither.
+An operation without the compiler's cycles is bounded by its bytes or FLOPs, and listed. Collectives stand apart: the
+compiler estimates none.
 """
 
 from collections import Counter, defaultdict
@@ -9,28 +9,45 @@ from collections.abc import Iterable, Mapping
 
 from ling3export.artifacts.program_records import Collective, Estimate, LoopRecord
 from ling3export.cost.chips import Chip
+from ling3export.cost.roofline import TOKENS, loop_trips
 from ling3export.graph.context import Context
-from ling3export.graph.optimized import read
+from ling3export.graph.native import Workload
 from ling3export.graph.record import Graph, Operation
+from ling3export.model.config import Config
+from ling3export.model.geometry import Geometry
+from ling3export.model.scopes import LAYER_KINDS, WEIGHTS, looped_layers
 
 LARGE = 10**6  # bytes of a copy worth counting
 
 
-def estimate(text: str, chip: Chip, trips: Mapping[str, float], tokens: int) -> tuple[Estimate, dict[str, Collective]]:
+def context_of(
+    config: Config, geometry: Geometry, phase: str, padding: int, inputs: tuple[str, ...], chip: Chip | None
+) -> Context:
+    """What the readers know of a cell's program apart from its text; decoding sequences have cached ``TOKENS``."""
+    return Context(
+        inputs=inputs,
+        kinds=frozenset(LAYER_KINDS),
+        weights=WEIGHTS,
+        layers=looped_layers(config, geometry),
+        dense=frozenset(config.layers("dense")),
+        trips=loop_trips(config, geometry, phase, padding, TOKENS),
+        clock=None if chip is None else chip.clock,
+        bandwidth=None if chip is None else chip.bandwidth,
+        peak=None if chip is None else chip.flops,
+        workload=Workload(config.num_experts, -(-TOKENS // geometry.page_size)),
+    )
+
+
+def estimate(graph: Graph, chip: Chip, tokens: int) -> tuple[Estimate, dict[str, Collective]]:
     """The estimate of a program and its collectives by kind, as the manifest records them.
 
     ``seconds`` are estimates and bounds together, or the time of all prefetches if that is more.
 
     Args:
-        text: ``Compiled.as_text()``.
-        chip: The device it was compiled for.
-        trips: By scope, the trips of loops that the batch decides.
-        tokens: Cached tokens of a sequence that ``trips`` stand for.
-
-    Raises:
-        ValueError: The text has no entry computation.
+        graph: The program, compiled for ``chip``.
+        chip: The device.
+        tokens: Cached tokens of a sequence that loops over pages are counted for.
     """
-    graph = read(text, "", "", Context(trips=trips, clock=chip.clock, bandwidth=chip.bandwidth))
     timed = [one for one in graph.operations if one.seconds is not None and not one.overlapped]
     estimated = _seconds((one.opcode, one) for one in timed if one.source == "compiler")
     bounded = _seconds((_bounded_kind(one), one) for one in timed if one.source == "roofline")
@@ -41,7 +58,6 @@ def estimate(text: str, chip: Chip, trips: Mapping[str, float], tokens: int) -> 
         by_opcode=_rounded(estimated),
         bounded=_rounded(bounded),
         by_kind=_rounded(_seconds((one.kind, one) for one in timed)),
-        memory_bytes=int(sum(one.times * one.bytes for one in graph.operations)),
         overlapped=overlapped,
         custom_calls=_counted((one.target, one) for one in graph.operations if one.target is not None),
         copies={one.name: one.copied for one in graph.operations if one.copied > LARGE},

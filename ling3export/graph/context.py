@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ling3export.graph.hlo import Instruction, Module
+from ling3export.graph.native import Workload
 from ling3export.graph.record import UNKNOWN, Operation
 
 
@@ -22,6 +23,8 @@ class Context:
             branch is not taken.
         clock: Cycles a second, for the compiler's estimates; None if it makes none.
         bandwidth: Bytes a second of the device's memory; None if nothing is estimated.
+        peak: FLOPs a second of the device; None bounds operations by their bytes.
+        workload: The batch that native kernels are counted for.
     """
 
     inputs: Sequence[str] = ()
@@ -32,6 +35,8 @@ class Context:
     trips: Mapping[str, float] = field(default_factory=dict)
     clock: float | None = None
     bandwidth: float | None = None
+    peak: float | None = None
+    workload: Workload = field(default_factory=Workload)
 
     def counted(self, known: int | None, scope: str) -> tuple[float, str]:
         """The trips of a loop and their source: of the program, of the workload, or once."""
@@ -40,6 +45,13 @@ class Context:
         if scope in self.trips:
             return self.trips[scope], f"the workload's `{scope}`"
         return 1.0, UNKNOWN
+
+    def bounded(self, operation: Operation) -> Operation:
+        """The operation with the seconds of its bytes or its FLOPs, whichever are more, on this device."""
+        if self.bandwidth is None:
+            return operation
+        seconds = max(operation.bytes / self.bandwidth, operation.flops / self.peak if self.peak else 0.0)
+        return replace(operation, seconds=seconds, source="roofline")
 
 
 def enclosing(label: str) -> str:

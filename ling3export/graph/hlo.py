@@ -312,11 +312,6 @@ def access(module: Module, computation: Computation, instruction: Instruction) -
     return Access(tuple(large_bytes(operand.shape) for operand in operands), written)
 
 
-def traffic(module: Module, computation: Computation, instruction: Instruction) -> int:
-    """Bytes of :func:`access`."""
-    return access(module, computation, instruction).bytes
-
-
 def _called(module: Module, fusion: Instruction) -> Computation:
     return module.computations[fusion.called["calls"][0]]
 

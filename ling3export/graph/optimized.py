@@ -6,7 +6,7 @@ number of its trips. A fusion counts as one operation.
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from ling3export.graph.context import Context, attributed, enclosing, scope_of
@@ -26,6 +26,7 @@ from ling3export.graph.hlo import (
     parse,
     trip_count,
 )
+from ling3export.graph.native import cost
 from ling3export.graph.record import Graph, Loop, Operation
 
 CUSTOM_CALLS = "custom calls"
@@ -212,7 +213,7 @@ class _Walk:
         origins: Mapping[str, Origin],
         prefix: str,
     ) -> Operation | None:
-        module, opcode, bandwidth = self._module, instruction.opcode, self._context.bandwidth
+        module, opcode = self._module, instruction.opcode
         operation = Operation(
             name=f"{prefix}{instruction.name}",
             opcode=opcode,
@@ -227,11 +228,9 @@ class _Walk:
         )
         if opcode.removesuffix("-start") in BETWEEN_DEVICES:
             return replace(operation, kind=COLLECTIVES, collective_bytes=instruction.bytes)
-        if opcode == "custom-call":
-            target = instruction.attributes.partition('custom_call_target="')[2].partition('"')[0]
-            weights = _weights(instruction, origins)
-            return None if target == ALLOCATION else replace(operation, target=target, weights=weights)
         operands = [computation.instructions[name] for name in instruction.operands]
+        if opcode == "custom-call":
+            return self._custom_call(operation, instruction, operands, origins)
         moved = access(module, computation, instruction)
         read, written = _places(moved, instruction, origins)
         operation = replace(
@@ -244,11 +243,32 @@ class _Walk:
             read=read,
             written=written,
         )
-        if bandwidth is None:
-            return operation
         if (clock := self._context.clock) and instruction.cycles is not None and opcode not in MOVED:
             return replace(operation, seconds=instruction.cycles / clock, source="compiler")
-        return replace(operation, seconds=_bytes(instruction, operands) / bandwidth, source="roofline")
+        return self._context.bounded(operation)
+
+    def _custom_call(
+        self, operation: Operation, call: Instruction, operands: Sequence[Instruction], origins: Mapping[str, Origin]
+    ) -> Operation | None:
+        target = call.attributes.partition('custom_call_target="')[2].partition('"')[0]
+        if target == ALLOCATION:
+            return None
+        shapes = [operand.shape for operand in operands]
+        counted = cost(target, shapes, call.shape, call.attributes, self._context.workload)
+        results = origins.get(call.name)
+        updated = results if isinstance(results, tuple) else (results,) * len(counted.written)
+        read = _by_place(counted.read, [origins.get(name) for name in call.operands])
+        written = _by_place(counted.written, updated)
+        operation = replace(operation, target=target, flops=counted.flops, read=read, written=written)
+        return self._context.bounded(replace(operation, weights=_weights(call, origins)))
+
+
+def _by_place(sizes: Iterable[float], origins: Iterable[Origin]) -> dict[str, float]:
+    places: dict[str, float] = {}
+    for size, origin in zip(sizes, origins, strict=False):
+        if size:
+            places[place_of(origin)] = places.get(place_of(origin), 0.0) + size
+    return places
 
 
 def _fused(module: Module, instruction: Instruction) -> tuple[str, ...]:
@@ -320,11 +340,7 @@ def _places(
     moved: Access, instruction: Instruction, origins: Mapping[str, Origin]
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Bytes read and bytes written, by place."""
-    read: dict[str, float] = {}
-    for name, count in zip(instruction.operands, moved.read, strict=True):
-        if count:
-            place = place_of(origins.get(name))
-            read[place] = read.get(place, 0.0) + count
+    read = _by_place(moved.read, [origins.get(name) for name in instruction.operands])
     updated = None if moved.updated is None else origins.get(instruction.operands[moved.updated])
     return read, {place_of(updated): float(moved.written)} if moved.written else {}
 
@@ -356,15 +372,3 @@ def _cost(operation: Operation) -> float:
 def taken(operation: Operation, share: float, layers: tuple[int, ...]) -> Operation:
     """An operation of a branch that is not always taken."""
     return replace(operation, times=operation.times * share, layers=layers or operation.layers)
-
-
-def _bytes(instruction: Instruction, operands: Sequence[Instruction]) -> int:
-    """Bytes that an instruction reads and writes; an update in place does not move what it leaves as it is."""
-    opcode, name, sizes = instruction.opcode, instruction.name, [operand.bytes for operand in operands]
-    if opcode in ("dynamic-update-slice", "scatter") or "scatter" in name:
-        return 2 * sum(sizes[1:])
-    if opcode in ("dynamic-slice", "slice", "gather") or "gather" in name:
-        return 2 * instruction.bytes
-    if opcode in MOVED:  # (operand, result, context)
-        return max(0, instruction.bytes - sum(sizes)) if "slice" in opcode else sum(sizes)
-    return instruction.bytes + sum(sizes)

@@ -9,8 +9,8 @@ from ling3export.graph.record import Graph, Row
 SCHEMA = "ling3.graph/1"
 BY = {"operation-kind": "operation_kind", "layer": "layer", "part": "part", "operation": "operation"}
 SOURCES = {
-    "compiler": "the compiler's estimate; operations without one by their bytes over the memory's bandwidth",
-    "roofline": "bytes over the memory's bandwidth",
+    "compiler": "the compiler's estimate; operations without one by the roofline",
+    "roofline": "the roofline of the device: bytes over its bandwidth, or FLOPs over its peak",
     "measured": "measured",
 }
 

@@ -6,39 +6,21 @@ from pathlib import Path
 
 from ling3export.artifacts.manifest import named_target, read_checked
 from ling3export.artifacts.schema import Cell, Manifest, Target
-from ling3export.cost.chips import CHIPS, Chip
-from ling3export.cost.roofline import TOKENS, expected_collectives, loop_trips
+from ling3export.cost.chips import device
+from ling3export.cost.estimates import context_of
+from ling3export.cost.roofline import expected_collectives
 from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.foundation.phases import PHASES
 from ling3export.graph import optimized, portable
 from ling3export.graph.audit import Expected
-from ling3export.graph.context import Context
 from ling3export.graph.diff import compare
 from ling3export.graph.hlo import unpacked
 from ling3export.graph.memory import Timeline, timeline
 from ling3export.graph.record import Graph
 from ling3export.graph.show import Limits
 from ling3export.graph.view import Shown
-from ling3export.model.config import Config
-from ling3export.model.geometry import Geometry
-from ling3export.model.scopes import LAYER_KINDS, WEIGHTS, looped_layers
+from ling3export.model.scopes import LAYER_KINDS
 from ling3export.plan.recorded import config_of, plan_of
-
-
-def context_of(
-    config: Config, geometry: Geometry, phase: str, padding: int, inputs: tuple[str, ...], chip: Chip | None
-) -> Context:
-    """What the readers know of a cell's program apart from its text; decoding sequences have cached ``TOKENS``."""
-    return Context(
-        inputs=inputs,
-        kinds=frozenset(LAYER_KINDS),
-        weights=WEIGHTS,
-        layers=looped_layers(config, geometry),
-        dense=frozenset(config.layers("dense")),
-        trips=loop_trips(config, geometry, phase, padding, TOKENS),
-        clock=None if chip is None else chip.clock,
-        bandwidth=None if chip is None else chip.bandwidth,
-    )
 
 
 def target_of(manifest: Manifest, name: str | None) -> tuple[str, Target]:
@@ -81,7 +63,7 @@ def graph_of(folder: Path, manifest: Manifest, target: str, name: str, *, from_p
     record = manifest.targets[target]
     cell, where = record.cells[name], f"{folder.name}: {target} {name}"
     config, plan = config_of(manifest), plan_of(manifest, target)
-    chip = CHIPS.get((record.platform, record.kind)) if record.kind else None
+    chip = device(record.platform, record.kind, record.tp)
     compiled = not from_portable and cell.graph is not None
     context = context_of(config, plan.geometry, cell.phase, cell.padding, leaves(cell, compiled=compiled), chip)
     with known_form(where):
@@ -125,7 +107,7 @@ def file_changes(before: tuple[Manifest, str, str], after: tuple[Manifest, str, 
 def limits_of(manifest: Manifest, target: str) -> Limits | None:
     """The limits of a target's device; None if no table has it."""
     record = manifest.targets[target]
-    chip = CHIPS.get((record.platform, record.kind)) if record.kind else None
+    chip = device(record.platform, record.kind, record.tp)
     return None if chip is None else Limits(chip.flops, chip.bandwidth)
 
 

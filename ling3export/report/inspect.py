@@ -55,7 +55,7 @@ def _estimates(target: Target, wide: bool) -> list[str]:
                 "estimates": cell.name,
                 "ms": f"{estimate.at_least}{estimate.seconds * 1e3:.3f}",
                 "bound ms": f"{bound.seconds * 1e3:.3f}",
-                "moved MB": "-" if estimate.memory_bytes is None else _megabytes(estimate.memory_bytes),
+                "moved MB": "-" if cell.bytes_accessed is None else _megabytes(cell.bytes_accessed),
                 "bound MB": _megabytes(bound.moved),
                 "without estimate ms": f"{sum(estimate.bounded.values()) * 1e3:.3f}",
                 "copies > 1 MB": str(len(estimate.copies)),

@@ -68,8 +68,8 @@ def compile_cells() -> dict[str, Program]:
 
 def moved(program: Program) -> float:
     """Bytes through the large memory over those that must move."""
-    assert program.floor is not None and program.estimate is not None
-    return (program.estimate.memory_bytes or 0) / program.floor.moved
+    assert program.floor is not None
+    return (program.bytes_accessed or 0) / program.floor.moved
 
 
 def quantities(program: Program) -> Quantities:

@@ -2,15 +2,19 @@
 
 import dataclasses
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 
 import numpy as np
 import pytest
 
-from ling3export.artifacts.program_records import Collective, Experts, LoopRecord
+from ling3export.artifacts.program_records import Collective, Estimate, Experts, LoopRecord
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import estimate
 from ling3export.cost.roofline import expert_times, loop_trips, roofline_bound
+from ling3export.graph import optimized
+from ling3export.graph.context import Context
 from ling3export.model.config import Config
 from ling3export.model.moe import form_of
 from ling3export.plan.options import Options
@@ -90,8 +94,13 @@ def module(bound: str = "%four", scope: str = "pages") -> str:
     return re.sub(r"AT\((\S+)\)", r'metadata={op_name="\1"}', text)
 
 
+def estimated(text: str, trips: Mapping[str, float] = MappingProxyType({})) -> tuple[Estimate, dict[str, Collective]]:
+    context = Context(trips=trips, clock=CHIP.clock, bandwidth=CHIP.bandwidth, peak=CHIP.flops)
+    return estimate(optimized.read(text, "", "", context), CHIP, 512)
+
+
 def test_loops_count_as_often_as_they_run():
-    found, collectives = estimate(module(), CHIP, {}, 512)
+    found, collectives = estimated(module())
     # 6 × 4 × 100 cycles of the fusion, 5000 of the dearer branch, 7 of the copy, at 1 GHz; the sort moves 64 bytes.
     assert found.by_opcode == {"fusion": 7400e-9, "copy": 7e-9}
     assert found.bounded["sort"] == 64e-9
@@ -105,7 +114,7 @@ def test_loops_count_as_often_as_they_run():
 
 
 def test_pieces_of_a_prefetch_seen_as_one_array_take_no_time():
-    found, _ = estimate(module().replace("tpu_custom_call", "ConcatBitcast"), CHIP, {}, 512)
+    found, _ = estimated(module().replace("tpu_custom_call", "ConcatBitcast"))
     assert found.custom_calls == {"ConcatBitcast": Collective(1, 32)}
     assert (found.unseen, found.at_least) == (0, "")
 
@@ -138,13 +147,13 @@ def test_a_chip_reads_some_experts_of_flash_where_few_sequences_run():
 
 def test_a_bound_that_the_batch_decides_takes_the_stated_workload():
     dynamic = module("%a.1")
-    found, _ = estimate(dynamic, CHIP, {"pages": 10, "cached": 0}, 512)
+    found, _ = estimated(dynamic, {"pages": 10, "cached": 0})
     assert found.by_opcode["fusion"] == pytest.approx(6 * 10 * 100e-9)  # and the branch is not taken
     assert found.loops[1] == LoopRecord("b/pages/while", 10, "the workload's `pages`", 6.0)
 
 
 def test_a_bound_that_nobody_states_is_counted_once_and_said_so():
-    found, _ = estimate(module("%a.1"), CHIP, {}, 512)
+    found, _ = estimated(module("%a.1"))
     assert (found.loops[1].source, found.loops[1].trips) == ("unknown: counted once", 1)
 
 
@@ -164,7 +173,7 @@ def test_what_runs_on_a_sparse_core_counts_where_it_starts():
 }
 
 ENTRY"""
-    found, _ = estimate(text.replace("ENTRY", there), CHIP, {}, 512)
+    found, _ = estimated(text.replace("ENTRY", there))
     assert found.by_opcode["scatter"] == 300e-9
 
 

@@ -6,9 +6,12 @@ import pytest
 
 from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import estimate
-from ling3export.graph.hlo import KINDS, kind, large_bytes, parse, traffic
+from ling3export.graph.context import Context
+from ling3export.graph.hlo import KINDS, access, kind, large_bytes, parse
+from ling3export.graph.optimized import read
 
 CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)
+CONTEXT = Context(clock=CHIP.clock, bandwidth=CHIP.bandwidth, peak=CHIP.flops)
 
 # S(1) is the fast memory; a layout without it lies in the large one. W: 18 layers of 8 x 16 bf16, 256 bytes each.
 MODULE = """\
@@ -114,7 +117,7 @@ MB = 4 * 1024 * 1024
 )
 def test_bytes_through_the_large_memory(name, expected, what):
     module = parse(MODULE)
-    assert traffic(module, module.entry, module.entry.instructions[name]) == expected, what
+    assert access(module, module.entry, module.entry.instructions[name]).bytes == expected, what
 
 
 @pytest.mark.parametrize(
@@ -135,17 +138,18 @@ def test_kinds_of_operations(names, expected):
 
 
 def test_an_estimate_sums_both():
-    found, _ = estimate(MODULE, CHIP, {}, 512)
+    graph = read(MODULE, "", "", CONTEXT)
+    found, _ = estimate(graph, CHIP, 512)
     module = parse(MODULE)
     each = [i for i in module.entry.instructions.values() if i.opcode not in ("parameter", "copy-done")]
-    assert found.memory_bytes == sum(traffic(module, module.entry, i) for i in each)
+    assert graph.totals().bytes == sum(access(module, module.entry, i).bytes for i in each)
     assert sum(found.by_kind.values()) == pytest.approx(sum(found.bounded.values()), rel=1e-3)  # no cycles here
     assert set(found.by_kind) == set(KINDS)
 
 
 def test_a_move_from_or_to_the_fast_memory_is_no_copy():
     """The copies of 1 MB within the large memory counted the writing back of what was worked on in the fast one."""
-    assert estimate(MODULE, CHIP, {}, 512)[0].copies == {"across": MB, "twin": MB}
+    assert estimate(read(MODULE, "", "", CONTEXT), CHIP, 512)[0].copies == {"across": MB, "twin": MB}
 
 
 def test_bytes_of_a_tuple_by_memory():

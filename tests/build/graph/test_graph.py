@@ -12,6 +12,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli.main import main
 from ling3export.compile.lower import lower_cell
+from ling3export.cost.estimates import context_of
 from ling3export.cost.roofline import expected_collectives
 from ling3export.foundation.errors import PlanError
 from ling3export.graph import audit, diff, hlo, memory, optimized, portable, summary
@@ -21,7 +22,7 @@ from ling3export.model.config import Config
 from ling3export.model.scopes import LAYER_KINDS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
-from ling3export.report.cells import context_of, graph_of, memory_of
+from ling3export.report.cells import graph_of, memory_of
 
 NAME = "micro-tp2"
 

@@ -27,8 +27,8 @@ def test_inspect_keeps_one_unit_a_table_and_footnotes_within_80_columns():
     }
     for line in below[below.index(header) + 1 :][: len(cells)]:
         name, *_, moved, least, collectives = line.split()
-        cell, estimate, bound = cells[name]
-        assert moved == f"{estimate.memory_bytes / 1e6:,.2f}" and least == f"{bound.moved / 1e6:,.2f}"
+        cell, _, bound = cells[name]
+        assert moved == f"{cell.bytes_accessed / 1e6:,.2f}" and least == f"{bound.moved / 1e6:,.2f}"
         assert int(collectives) == sum(each.count for each in cell.collectives.values())
     assert "The column has all of a program; the 8 that the layers of a step" in " ".join(text.split())
 
