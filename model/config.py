@@ -31,6 +31,10 @@ def _is_limits(value: Any) -> bool:
     return value is None or numbers
 
 
+def _is_numbers(value: Any) -> bool:
+    return isinstance(value, list) and all(is_int(item) and item >= 0 for item in value)
+
+
 def _is_token_ids(value: Any) -> bool:
     return is_int(value) or (isinstance(value, list) and bool(value) and all(is_int(item) for item in value))
 
@@ -50,6 +54,10 @@ YARN = (
 )
 Limits = Annotated[
     tuple[float, ...] | None, FieldRule("null, or a list of numbers, one a layer; 0 or null for no limit", _is_limits)
+]
+Numbers = Annotated[
+    tuple[int, ...] | None,
+    FieldRule("null, or a list of layer numbers", lambda value: value is None or _is_numbers(value)),
 ]
 # Sixteen tokens of decay at -5 stay within e^-80, which fp32 still holds: the chunked form of KDA rests on it.
 DecayBound = Annotated[
@@ -102,6 +110,7 @@ class Config:
     rope_scaling: Annotated[Yarn | None, FieldRule(YARN, lambda value: value is None or yarn_of(value) is not None)]
     expert_swiglu_limit_list: Limits
     share_expert_swiglu_limit_list: Limits
+    full_attn_layers: Numbers  # the layers with MLA, where they do not follow from layer_group_size
 
     @classmethod
     def from_dict(cls, d: dict[str, Any], *, ignore: Iterable[str] = (), where: str = "config.json") -> "Config":
@@ -142,9 +151,19 @@ class Config:
 
     @property
     def attention_kinds(self) -> tuple[AttentionKind, ...]:
-        """Per layer: MLA closes each group and fills an incomplete last one; all others are KDA."""
+        """Per layer: MLA closes each group and fills an incomplete last one; all others are KDA.
+
+        ``full_attn_layers`` names the layers with MLA instead.
+        """
         count, size = self.num_hidden_layers, self.layer_group_size
+        if self.full_attn_layers is not None:
+            return tuple("mla" if i in self.full_attn_layers else "kda" for i in range(count))
         return tuple("mla" if (i + 1) % size == 0 or i >= count // size * size else "kda" for i in range(count))
+
+    @property
+    def groups(self) -> int:
+        """How many whole groups of KDA layers and one MLA layer there are, which programs may run in a loop."""
+        return 0 if self.full_attn_layers is not None else self.num_hidden_layers // self.layer_group_size
 
     @property
     def mlp_kinds(self) -> tuple[MlpKind, ...]:
@@ -237,7 +256,7 @@ FIXED: dict[str, Any] = {
 
 # Fields that are read, and as good absent as null.
 LIMITS = ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list")
-OPTIONAL = ("rope_scaling", *LIMITS)
+OPTIONAL = ("rope_scaling", *LIMITS, "full_attn_layers")
 
 # Carried along by the public releases, some from sibling architectures: without effect at these values or where empty.
 PUBLISHED: dict[str, Any] = {
@@ -354,6 +373,12 @@ def _check_structure(config: Config, where: str) -> None:
     ):
         if getattr(c, name) > most:
             raise refused(name, f"at most {most}, {what}", str(getattr(c, name)), where)
+    if c.full_attn_layers and c.full_attn_layers[-1:] != (max(c.full_attn_layers),):
+        raise refused("full_attn_layers", "ascending numbers", shown(list(c.full_attn_layers)), where)
+    if c.full_attn_layers and max(c.full_attn_layers) >= c.num_hidden_layers:
+        raise refused(
+            "full_attn_layers", f"numbers below {c.num_hidden_layers}", shown(list(c.full_attn_layers)), where
+        )
     for token in c.eos_token_ids:
         if not 0 <= token < c.vocab_size:
             raise refused("eos_token_id", f"an id from 0 to {c.vocab_size - 1}", str(token), where)

@@ -61,7 +61,7 @@ class Ling3(nnx.Module):
             into[last] = nnx.Param(jnp.zeros(shape, parameter.dtype))
         self.embeddings, self.layers = nnx.Dict(weights["embeddings"]), nnx.Dict(weights["layers"])
         self.kda = KimiDeltaAttention(config, geometry, weights["kda"]) if "kda" in weights else None
-        self.mla = GatedMLA(config, geometry, weights["mla"])
+        self.mla = GatedMLA(config, geometry, weights["mla"]) if "mla" in weights else None
         self.moe = MixtureOfExperts(config, geometry, weights["moe"]) if "moe" in weights else None
         self.dense = nnx.Dict(weights["dense"]) if "dense" in weights else None
 
@@ -155,7 +155,7 @@ class Ling3(nnx.Module):
         The loop compiles each kind of layer once, whatever the depth.
         """
         config, size = self.config, self.config.layer_group_size
-        groups = config.num_hidden_layers // size if not self.geometry.tiled else 0
+        groups = config.groups if not self.geometry.tiled else 0
         carry = (self._without_padding(x, batch), state)
         if groups:
             carry = lax.fori_loop(0, groups, self._group(batch), carry)

@@ -41,8 +41,7 @@ LOOPS = {"kda": "layers_kda", "mla": "layers_mla"}
 
 def looped_layers(config: Config, geometry: Geometry) -> Mapping[str, tuple[int, ...]]:
     """The numbers of the layers that the body of a loop runs, by the scope of the loop."""
-    size = config.layer_group_size
-    looped = 0 if geometry.tiled else config.num_hidden_layers // size * size
+    looped = 0 if geometry.tiled else config.groups * config.layer_group_size
     return {
         scope: tuple(number for number in range(looped) if config.attention_kinds[number] == kind)
         for kind, scope in LOOPS.items()

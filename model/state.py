@@ -49,7 +49,7 @@ def state_arrays(config: Config, geometry: Geometry) -> list[StateArray]:
             "pages" if geometry.striped else None,
         ),
     ]
-    return [row for row in rows if kda or not row.name.startswith("kda")]
+    return [row for row in rows if row.shape[0]]  # none of a kind that no layer has
 
 
 def snapshot_bytes(config: Config, geometry: Geometry) -> int:

@@ -72,9 +72,11 @@ def attend_kda(layers: kda.KimiDeltaAttention, x: jax.Array, layer: int) -> jax.
 
 def attend_mla(model: Ling3, x: jax.Array, layer: int, chunks: Chunks) -> jax.Array:
     """``x [T, D]`` to ``[T, D]``."""
-    p = model.mla._project(x, layer, chunks.position)
-    part = model.mla._within(p, layer, chunks)
-    return model.mla._output(part.acc / part.l[..., None], p, layer)
+    mla = model.mla
+    assert mla is not None
+    p = mla._project(x, layer, chunks.position)
+    part = mla._within(p, layer, chunks)
+    return mla._output(part.acc / part.l[..., None], p, layer)
 
 
 def all_experts(model: Ling3, x: jax.Array, index: int) -> tuple[jax.Array, jax.Array]:

@@ -16,8 +16,6 @@ from ling3export.artifacts import schema
 from ling3export.artifacts.parameters import FORMS, PLAIN, Tensor
 from ling3export.artifacts.store import StoreWriter
 from ling3export.checkpoint.quantize import Pair, packed, quantize
-from ling3export.checkpoint.reader import Checkpoint
-from ling3export.checkpoint.synth_weights import DummyWeights
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
@@ -28,7 +26,23 @@ WORKERS = 2  # hashing and copying both release the interpreter lock
 Read = Callable[[str], np.ndarray]
 Stored = Callable[[str], Pair | None]
 Piece = tuple[int | None, tuple[np.ndarray, ...]]
-WeightSource = Checkpoint | DummyWeights
+
+
+class WeightSource(Protocol):
+    """The weights of a model by their published names, in torch's order."""
+
+    @property
+    def config(self) -> Config:
+        """The model."""
+        ...
+
+    def tensor(self, name: str) -> np.ndarray:
+        """A whole tensor; raises a Ling3Error if there is none of that name."""
+        ...
+
+    def stored(self, name: str) -> Pair | None:
+        """q and scale of a tensor that is int4 in the checkpoint; None of any other."""
+        ...
 
 
 class Progress(Protocol):

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ling3export.cli.layers import bisect
+from ling3export.cli.layers import bisect, extract
 from ling3export.cli.options import JSON
 from ling3export.runners.cli.command import NOT_DETERMINISTIC as DIFFERENT
 from ling3export.runners.cli.command import Group
@@ -24,15 +24,23 @@ LARGEST_BUDGETS = 2**20  # bytes
 OUTPUT = click.option("--output", type=PATH, help="Write to this file.  [default: standard output]")
 
 
-@click.group(cls=Group, sections={"Look": ("summary", "show", "diff", "memory", "view"), "Check": ("audit", "bisect")})
+@click.group(
+    cls=Group,
+    sections={
+        "Look": ("summary", "show", "diff", "memory", "view"),
+        "Check": ("audit", "bisect"),
+        "Take apart": ("extract",),
+    },
+)
 def graph() -> None:
-    """Look into ARTIFACT's programs, compare two, check them. Only bisect runs them; others need no device, no weights.
+    """Look into ARTIFACT's programs, compare two, check them. Only bisect and extract need weights and run them.
 
     A CELL is one program: a phase and its padding, such as decode@16. `ling3export inspect ARTIFACT` lists them.
     """
 
 
 graph.add_command(bisect)
+graph.add_command(extract)
 
 
 def chosen(artifact: Path, cells: tuple[str, ...], target: str | None) -> "tuple[Manifest, str, list[str]]":

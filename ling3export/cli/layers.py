@@ -1,4 +1,4 @@
-"""``ling3export graph bisect``: programs layer by layer. These commands run programs."""
+"""``ling3export graph bisect`` and ``extract``: programs layer by layer. These commands run and build programs."""
 
 import json
 from pathlib import Path
@@ -8,6 +8,7 @@ import click
 from ling3export.cli.options import JSON
 from ling3export.runners.cli.command import NOT_DETERMINISTIC as DIFFERENT
 from ling3export.runners.cli.command import Command
+from ling3export.runners.cli.options import FOLDER
 from ling3export.runners.cli.references import ARTIFACT
 
 
@@ -50,3 +51,27 @@ def bisect(
     click.echo(json.dumps(result.document, indent=1) if as_json else result.table())
     if result.first is not None:
         raise SystemExit(DIFFERENT)
+
+
+@click.command(cls=Command)
+@click.argument("artifact", type=ARTIFACT)
+@click.argument("cell")
+@click.argument("out", type=FOLDER)
+@click.option("--layers", required=True, metavar="N[-M]", help="The layer, or a range of layers; the first is 0.")
+@click.option("--target", metavar="TARGET", help="The target of ARTIFACT, if it has several.")
+@click.option("--dummy-weights", type=int, metavar="SEED", help="Random weights, for an artifact of programs only.")
+@click.option("--force", is_flag=True, help="Replace OUT if it is there.")
+def extract(
+    artifact: Path, cell: str, out: Path, layers: str, target: str | None, dummy_weights: int | None, force: bool
+) -> None:
+    """Build OUT, an artifact of some layers of ARTIFACT: their programs, weights, inputs and expected outputs.
+
+    Every command takes OUT: `ling3export verify OUT` compares it with the numpy reference, and `verify OUT --time`
+    times CELL. Its inputs are those that the vectors of ARTIFACT bring to the first layer.
+    """
+    from ling3export.cli.progress import Console
+    from ling3export.compile.extract import extract as build
+
+    with Console() as console:
+        manifest = build(artifact, target, cell, layers, out, console, dummy=dummy_weights, force=force)
+        console.summary(out, manifest)

@@ -249,7 +249,7 @@ def bisect(
         ArtifactError: There is no such target or cell, a program does not run, or the two hold different models.
     """
     manifest = read_trusted(artifact, lambda _: None)
-    name = chosen(manifest, target)
+    name = chosen_target(manifest, target)
     record = manifest.targets[name]
     cell = cell or f"decode@{record.paddings('decode')[0]}"
     phase = cell.partition("@")[0]
@@ -278,13 +278,13 @@ def bisect(
             if config_of(second).semantic() != config.semantic():
                 raise ArtifactError(f"{artifact.name} and {other.name} hold models of different configurations")
             rounded = rounded or second.plan.dtype != "float32" or second.plan.forms != manifest.plan.forms
-            against, wanted = run(other, second, chosen(second, other_target))
+            against, wanted = run(other, second, chosen_target(second, other_target))
         measure = "median" if rounded else "largest"
         bound = tolerance if tolerance is not None else ROUNDED if rounded else FLOAT32
         return compare(values, wanted, config, len(sequences), (one, against), cell, measure, bound)
 
 
-def chosen(manifest: Manifest, target: str | None) -> str:
+def chosen_target(manifest: Manifest, target: str | None) -> str:
     """The target of that name, or the only one."""
     names = list(manifest.targets)
     if target is None and len(names) > 1:

@@ -106,7 +106,9 @@ class Reference:
         return ids
 
     def _is_mla(self, layer: int) -> bool:
-        """The last layer of each group, and all of an incomplete last group."""
+        """The last layer of each group, and all of an incomplete last group; or the layers that the config names."""
+        if self.config.full_attn_layers is not None:
+            return layer in self.config.full_attn_layers
         size, layers = self.config.layer_group_size, self.config.num_hidden_layers
         return (layer + 1) % size == 0 or layer >= layers // size * size
 

@@ -4,6 +4,7 @@ The logits come from ``reference.py`` (numpy, token by token, unpaged, one devic
 judge.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -77,14 +78,37 @@ def write_vectors(
             f"vectors: expected finite logits of the plain model, found NaN or infinity in sequence {bad[0]}",
             "some weight of the checkpoint is not finite, or far too large",
         )
+    report.advance("vectors", 1)
+    text = f"on dequantized {weights} weights" * quantized
+    return put_vectors(folder, chosen, logits, reference, seed, text)
+
+
+def put_vectors(
+    folder: Path,
+    chosen: tuple[SequenceRecord, ...],
+    logits: Sequence[np.ndarray],
+    reference: Reference,
+    seed: int,
+    text: str = "",
+) -> Vectors:
+    """Writes the logits of sequences.
+
+    Args:
+        folder: The artifact's folder.
+        chosen: The sequences.
+        logits: Of each, fp32 or more [positions, V].
+        reference: What computed them, last of all.
+        seed: The seed of the sequences.
+        text: What else the manifest says of the source.
+    """
     path = folder / PATH
     path.parent.mkdir(exist_ok=True)
     data = save({s.logits: np.ascontiguousarray(v, np.float32) for s, v in zip(chosen, logits, strict=True)})
     write_new(path, data)
-    report.advance("vectors", 1)
+    margins = reference.margins
     return Vectors(
         source=f"plain numpy model, {reference.dtype.name}, token by token, unpaged, one device"
-        + f", on dequantized {weights} weights" * quantized,
+        + f", {text}" * bool(text),
         seed=seed,
         margins=MarginsRecord(_finite(margins.expert), _finite(margins.group)),
         sequences=chosen,
