@@ -147,7 +147,7 @@ def load_executable(raw: bytes, record: Executable) -> Program:
 
     Raises:
         ArtifactError: The executable does not fit here.
-        ValueError: A program without inputs is recorded, and it takes some or gives other outputs.
+        ValueError: It takes or gives other arrays than are recorded.
     """
     if reason := executable_fits(record.requires, record.mesh):
         raise ArtifactError(f"executable: {reason}", hint="compile the portable program on this machine instead")
@@ -158,30 +158,27 @@ def load_executable(raw: bytes, record: Executable) -> Program:
     device_list = xla_client.DeviceList(devices)
     client = devices[0].client
     executable = client.deserialize_executable(raw, executable_devices=device_list)
-    if not record.call.inputs:
-        _compare_outputs(executable, record.call, mesh)
+    _compare(executable, record.call, mesh)
     return _program(executable, device_list, client, record.call, mesh)
 
 
-def _compare_outputs(executable: Any, call: CallRecord, mesh: Mesh) -> None:
-    """Refuses an executable that takes inputs, or whose outputs on each device are not those of ``call``.
-
-    XLA compares the inputs of each call with the executable's, which tells one program from another. Where there are
-    none, jax would give its outputs the recorded shapes, whatever they are.
-    """
+def _compare(executable: Any, call: CallRecord, mesh: Mesh) -> None:
+    """Refuses an executable whose inputs or outputs on a device are not those of ``call``: to call it may end us."""
     module = executable.hlo_modules()[0].as_serialized_hlo_module_proto()
     own = xla_client.XlaComputation(module).program_shape()
     result = own.result_shape()
-    shapes = result.tuple_shapes() if result.is_tuple() else [result]
-    if inputs := own.parameter_shapes():
-        raise ValueError(f"{len(inputs)} inputs in place of none")
-    if len(shapes) != len(call.outputs):
-        raise ValueError(f"{len(shapes)} outputs in place of {len(call.outputs)}")
-    for row, shape in zip(call.outputs, shapes, strict=True):
-        wanted = NamedSharding(mesh, PartitionSpec(*row.spec)).shard_shape(tuple(row.shape))
-        expected, actual = f"{row.dtype} {wanted}", f"{shape.numpy_dtype().name} {tuple(shape.dimensions())}"
-        if actual != expected:
-            raise ValueError(f"{actual} on a device in place of {expected} as `{row.name}` of its outputs")
+    sides = {
+        "inputs": ([row for row in call.inputs if row.kept], own.parameter_shapes()),
+        "outputs": (call.outputs, result.tuple_shapes() if result.is_tuple() else [result]),
+    }
+    for side, (rows, shapes) in sides.items():
+        if len(shapes) != len(rows):
+            raise ValueError(f"{len(shapes)} {side} in place of {len(rows)}")
+        for row, shape in zip(rows, shapes, strict=True):
+            wanted = NamedSharding(mesh, PartitionSpec(*row.spec)).shard_shape(tuple(row.shape))
+            expected, actual = f"{row.dtype} {wanted}", f"{shape.numpy_dtype().name} {tuple(shape.dimensions())}"
+            if actual != expected:
+                raise ValueError(f"{actual} on a device in place of {expected} as `{row.name}` of its {side}")
 
 
 def _program(executable: Any, device_list: Any, client: Any, call: CallRecord, mesh: Mesh) -> Program:

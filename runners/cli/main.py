@@ -1,11 +1,9 @@
 """The command line of the runner. stdout carries data only, and nothing heavy is imported before it is needed."""
 
 import sys
-from pathlib import Path
 
 import click
 
-from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.extras import require
 from ling3export.runners import stacks
 from ling3export.runners.cli.batch import batch
@@ -15,10 +13,8 @@ from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.doctor import doctor
 from ling3export.runners.cli.eval import evaluate
 from ling3export.runners.cli.generate import generate
-from ling3export.runners.cli.options import PATH
 from ling3export.runners.cli.references import pull
 from ling3export.runners.cli.serve import ffn_worker, route, serve
-from ling3export.runners.transfer import folder as states
 
 # Everything behind lm-eval's first word is lm-eval's, its --help included.
 VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
@@ -30,7 +26,6 @@ VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
         "Run": ("pull", "generate", "chat", "batch", "serve", "route", "ffn-worker"),
         "Evaluate": ("eval", "lm-eval"),
         "Measure": ("bench", "doctor"),
-        "Look after": ("transfer",),
     },
     context_settings={"show_default": True},
 )
@@ -57,27 +52,3 @@ def lm_eval(arguments: tuple[str, ...]) -> None:
 
     sys.argv = ["ling3-runner lm-eval", *arguments]
     adapter.main()
-
-
-@main.group("transfer", cls=Group)
-def transfer() -> None:
-    """Look after sequence states that are kept for other processes."""
-
-
-@transfer.command()
-@click.option("--folder", type=PATH, help="Also look through this folder of states.")
-@click.option("--dry-run", is_flag=True, help="Remove nothing; only say what would go.")
-def gc(folder: Path | None, dry_run: bool) -> None:
-    """Remove what nobody can use any more, and print it.
-
-    That is what killed processes have left: half-written states, and states that waited for somebody. In a folder
-    they go a minute after their lease. Files that are no whole states go, too.
-    """
-    if folder is not None and not folder.is_dir():
-        raise Ling3Error(f"--folder `{folder}`: expected a folder, found none")
-    places = [place for place in (states.SHM, folder) if place is not None and place.is_dir()]
-    removed = [state for place in places for state in states.collect(place, dry_run=dry_run)]
-    for name, size, reason in removed:
-        click.echo(f"{name}\t{size:,} bytes\t{reason}")
-    what = "would be freed" if dry_run else "freed"
-    click.echo(f"{sum(size for _, size, _ in removed):,} bytes of {len(removed)} states {what}", err=True)

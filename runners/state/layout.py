@@ -1,8 +1,7 @@
 """The arrays of sequence states, and which artifacts can continue from each other's states."""
 
-import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ling3export.artifacts.records import sha256_of
@@ -106,18 +105,8 @@ def check_same_state(mine: Mapping[str, object], theirs: Mapping[str, object]) -
     """
     if sha256_of(mine) == sha256_of(theirs):
         return
-    ours, others = dict(_flat(mine)), dict(_flat(theirs))
-    names = sorted(name for name in {*ours, *others} if ours.get(name) != others.get(name))
+    names = sorted(name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name))
     raise StateMismatch(
         f"state of another artifact: expected the same {listed(names)}, found others",
         "both sides must serve the same weights in the same format; paddings, TP and batch may differ",
     )
-
-
-def _flat(tree: object, name: str = "") -> Iterator[tuple[str, str]]:
-    """(dotted name, JSON) of every leaf."""
-    if isinstance(tree, Mapping) and tree:
-        for key, value in tree.items():
-            yield from _flat(value, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, json.dumps(tree)

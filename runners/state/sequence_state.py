@@ -141,9 +141,10 @@ def canonical(pools: Arrays) -> dict[str, np.ndarray]:
     return {LATENT: latents.reshape(len(latents), -1, latents.shape[-1]), RECURRENT: recurrent, CONV: rows}
 
 
-def fill(state: SequenceState, pools: Arrays) -> None:
-    """Copies the arrays that a program gave, by the name of the pool, into a state."""
-    for name, array in canonical(pools).items():
+def fill(state: SequenceState, source: ShardedState | SequenceState) -> None:
+    """Copies the arrays of a state, on the host or as a program gave it, into another one of as many tokens."""
+    arrays = source.arrays if isinstance(source, SequenceState) else canonical(source.arrays())
+    for name, array in arrays.items():
         state.arrays[name][...] = array[:, : len(state.tokens)] if name == LATENT else array
 
 
@@ -193,12 +194,6 @@ class StateBytes:
             arrays.pop(TOKENS)[:] = tokens
         self.state = SequenceState(descriptor, np.asarray(tokens, np.int32), arrays, first)
 
-    def fill(self, state: SequenceState) -> "StateBytes":
-        """Copies another state's arrays."""
-        for name, array in state.arrays.items():
-            self.state.arrays[name][...] = array
-        return self
-
     def seal(self) -> np.ndarray:
         """Writes the head, once all arrays are filled; gives the memory."""
         checksum = zlib.crc32(self.memory[self._start :], zlib.crc32(self._text.encode()))
@@ -244,24 +239,17 @@ def read_state(
     return SequenceState(record, ids, arrays, first)
 
 
-def read_record(file: BinaryIO) -> dict[str, Any]:
-    """What a state's bytes say before its arrays; those are not looked at.
-
-    Raises:
-        ValueError: They are none of this version; the text follows "found".
-    """
-    return _record(file, LARGEST_HEAD)[-1]
-
-
 def save_state(path: Path, state: SequenceState, layout: StateLayout) -> None:
     """Writes a state to a file, which is there whole and durable or not at all; one of this name is replaced.
 
     Raises:
         ArtifactError: It cannot be written.
     """
-    data = StateBytes(layout, state.descriptor, state.tokens, state.first).fill(state).seal()
-    with replacing(path, data.nbytes) as file:
-        file.write(data.data)
+    data = StateBytes(layout, state.descriptor, state.tokens, state.first)
+    fill(data.state, state)
+    memory = data.seal()
+    with replacing(path, memory.nbytes) as file:
+        file.write(memory.data)
 
 
 def load_state(path: Path, layout: StateLayout, description: Mapping[str, object]) -> SequenceState:

@@ -1,19 +1,17 @@
 """States in a folder, one safetensors file each; in shared memory, too, which is a folder on Linux.
 
-A file is there whole or not at all: it is written under another name. Its writer holds a lock on it for as long as it
-writes, and on a leased one until the lease has ended; the system drops the locks of a process that is killed. So one
-look tells files that a process waits for from files that were left after. The time of a leased file is when its lease
-began: the reader takes the state by removing the file.
+A file is there whole or not at all: it is written under another name. The time of a leased file is the end of its
+lease, which tells everybody what is left over, and its reader takes the state by removing the file. The time of another
+file is that of its last use.
 """
 
-import fcntl
 import mmap
 import os
 import secrets
 import stat
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,12 +21,12 @@ import numpy as np
 from ling3export.artifacts.files import create, remove, rename
 from ling3export.foundation.reading import opened, shared_with
 from ling3export.runners.state.layout import StateLayout, StateMismatch
-from ling3export.runners.state.sequence_state import SequenceState, StateBytes, read_record, read_state
-from ling3export.runners.transfer.store import PendingWrite, StateAddress, TransferError
+from ling3export.runners.state.sequence_state import SequenceState, StateBytes, read_state
+from ling3export.runners.transfer.store import Fill, StateAddress, TransferError
 
 SHM = Path("/dev/shm")
 PREFIX, SUFFIX, PARTIAL, LEASED = "l3s_", ".safetensors", ".partial", ".leased"
-YOUNG = 60.0  # seconds that what nobody holds a lock on may stay: its writer is about to lock it, or on another machine
+YOUNG = 600.0  # seconds that a file may take to be written; one that is older was left by a writer that was killed
 
 
 def prefix_of(folder: Path) -> str:
@@ -69,61 +67,51 @@ class FolderStore:
         self._lease, self._limit, self._clock = lease, limit, clock
         self._suffix = SUFFIX if lease is None else LEASED + SUFFIX
         self.counts: Counter[str] = Counter()
-        self._held: dict[str, int] = {}  # descriptors of leased files, by the state's name
+        self._leased: dict[str, float] = {}  # the ends of the leases of what is written here, by name
         if folder is not None:
             _make_private(folder)
         elif not SHM.is_dir():
             raise TransferError(f"shm: expected {SHM}, found none")
         self.sweep()
 
-    def create(
-        self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, first: int = 0
-    ) -> PendingWrite | None:
-        """Makes the file of a state; its bytes are reserved, so that writing cannot fail for want of disk or memory."""
-        path, place = self._path(name), -1
+    def put(self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, fill: Fill, first: int = 0) -> bool:
+        """Writes a file; its bytes are reserved first, so that ``fill`` cannot fail for want of disk or memory."""
+        path, place, outcome = self._path(name), -1, "full"
         if path.exists():
             self.counts["exists"] += 1
-            return None
+            return False
         partial = path.with_name(f"{self._prefix}{name}.{secrets.token_hex(4)}{PARTIAL}")
 
         def allocate(size: int) -> np.ndarray:
             nonlocal place
             place = create(partial, 0o600)
-            fcntl.flock(place, fcntl.LOCK_SH | fcntl.LOCK_NB)
             os.truncate(place, size)  # from now on others see what it takes
             if not self._has_room():
                 raise OSError("over the limit")
             os.posix_fallocate(place, 0, size)
             return np.frombuffer(mmap.mmap(place, size), np.uint8)
 
-        lease = {} if self._lease is None else {"lease": self._lease}
         try:
-            if self._lease is not None and self._clock() > self._swept + self._lease + YOUNG:
-                self.sweep()  # what was leased when this process began
-            data = StateBytes(self._layout, {**descriptor, **lease}, tokens, first, allocate)
+            data = StateBytes(self._layout, descriptor, tokens, first, allocate)
+            outcome = "abandoned"
+            fill(data.state)
+            data.seal()
+            if self._lease is not None:
+                self._leased[name] = end = self._clock() + self._lease
+                os.utime(place, (end, end))
+            rename(partial, path)
+            outcome = "stored"
         except OSError:
-            remove(partial)
+            if outcome != "full":
+                raise
+        finally:
+            self.counts[outcome] += 1
+            if outcome != "stored":
+                self._leased.pop(name, None)
+                remove(partial)
             if place >= 0:
                 os.close(place)
-            self.counts["full"] += 1
-            return None
-
-        def done(whole: bool) -> bool:
-            try:
-                if whole:
-                    os.utime(place, (self._clock(),) * 2)
-                    rename(partial, path)
-            except OSError:
-                whole = False
-            self.counts["stored" if whole else "abandoned"] += 1
-            if whole and self._lease is not None:
-                self._held[name] = place
-            else:
-                remove(partial)
-                os.close(place)
-            return whole
-
-        return PendingWrite(data, done)
+        return outcome == "stored"
 
     def get(self, address: StateAddress, until: float) -> SequenceState | None:
         """Reads a state; a file of wrong content is removed, and so is one that was leased."""
@@ -154,18 +142,15 @@ class FolderStore:
         """Removes a leased file."""
         self.remove(address.name)
 
-    def ended(self) -> set[str]:
-        """Names of leased states whose files are gone, or whose leases are over."""
-        assert self._lease is not None
-        names = set()
-        for name, place in [*self._held.items()]:
-            status = os.fstat(place)
-            if status.st_nlink and status.st_mtime + self._lease > self._clock():
-                continue
-            self.counts["expired" if status.st_nlink else "pulled"] += 1
-            names.add(name)
-            self._end(name)
-        return names
+    def expire(self) -> None:
+        """Removes what is leased here and is over, and now and then what killed processes have left."""
+        for name, end in [*self._leased.items()]:
+            taken = not self.has(name)
+            if taken or end <= self._clock():
+                self.counts["pulled" if taken else "expired"] += 1
+                self._end(name)
+        if self._clock() > self._swept + YOUNG:
+            self.sweep()
 
     def touch(self, names: list[str]) -> set[str]:
         """Sets the times of files to now, that of the first one last; returns the names of those that are not there."""
@@ -196,19 +181,22 @@ class FolderStore:
         return gone
 
     def sweep(self) -> None:
-        """Removes what killed processes have left."""
-        self._swept = self._clock()
-        for _ in collect(self._folder, clock=self._clock):
-            self.counts["swept"] += 1
+        """Removes what killed processes have left: files that were not ended, and states whose lease is over."""
+        self._swept = now = self._clock()
+        for path, status in _files(self._folder, self._prefix):
+            leased, partial = path.name.endswith(LEASED + SUFFIX), path.name.endswith(PARTIAL)
+            if (leased and status.st_mtime <= now) or (partial and status.st_mtime <= now - YOUNG):
+                remove(path)
+                self.counts["swept"] += 1
 
     def close(self) -> None:
         """Removes what is leased; other files stay."""
-        for name in [*self._held]:
+        for name in [*self._leased]:
             self._end(name)
 
     def _end(self, name: str) -> None:
-        """Gives a leased file up. One that cannot be removed now is removed by the next ``sweep``: it has no lock."""
-        os.close(self._held.pop(name))
+        """Gives a leased file up. One that cannot be removed now goes with the next ``sweep``."""
+        del self._leased[name]
         try:
             self.remove(name)
         except OSError:
@@ -244,40 +232,6 @@ class FolderStore:
         return sum(status.st_size for _, status in _files(self._folder, self._prefix))
 
 
-def collect(
-    folder: Path, *, dry_run: bool = False, clock: Callable[[], float] = time.time
-) -> Iterator[tuple[str, int, str]]:
-    """Removes files that no process can use any more; gives name, bytes and reason of each.
-
-    That is what a killed writer did not end, what is no state, and leased states whose process is gone. In shared
-    memory a state without a lock is one without a process. In a folder, where processes of other machines may write,
-    its lease has to be over, too.
-
-    Args:
-        dry_run: Remove nothing.
-        clock: Seconds since 1970.
-    """
-    local, prefix = folder == SHM, prefix_of(folder)
-    for path, status in _files(folder, prefix):
-        age, reason = clock() - status.st_mtime, ""
-        with suppress(OSError), opened(folder, path.name) as file:
-            if path.name.endswith(PARTIAL):
-                reason = "its writer is gone" if age > YOUNG and _unlocked(file.fileno()) else ""
-            else:
-                try:
-                    lease = read_record(file).get("lease")
-                except ValueError as error:
-                    reason = f"no state: {error}"
-                else:
-                    over = local or not isinstance(lease, (int, float)) or age > lease + YOUNG
-                    leased = path.name.endswith(LEASED + SUFFIX)
-                    reason = "its process is gone" if leased and over and _unlocked(file.fileno()) else ""
-        if reason:
-            if not dry_run:
-                remove(path)
-            yield path.name, status.st_size, reason
-
-
 def _make_private(folder: Path) -> None:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -286,8 +240,8 @@ def _make_private(folder: Path) -> None:
         problem = str(error.strerror)
     if problem:
         raise TransferError(
-            f"file: expected a folder that this user alone can write, found {problem}, at {folder}",
-            "whoever can write there decides answers: take a folder of your own, or `chmod 700` it",
+            f"file: expected a folder that only this user can write, found {problem}, at {folder}",
+            "who can write there decides answers: take a folder of your own, or `chmod 700` it",
         )
 
 
@@ -303,12 +257,3 @@ def _files(folder: Path, prefix: str) -> list[tuple[Path, os.stat_result]]:
                 if stat.S_ISREG(status.st_mode) and status.st_uid == user:
                     files.append((Path(entry.path), status))
     return sorted(files)
-
-
-def _unlocked(place: int) -> bool:
-    """Whether no process has a lock on a file. On a file system without locks it counts as locked."""
-    try:
-        fcntl.flock(place, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    return True

@@ -23,7 +23,7 @@ from ling3export.runners.hosts.hosts import SHARE
 from ling3export.runners.state.layout import StateLayout, StateMismatch
 from ling3export.runners.state.sequence_state import SequenceState, StateBytes, read_state
 from ling3export.runners.transfer.options import Transfer
-from ling3export.runners.transfer.store import PendingWrite, StateAddress, TransferError
+from ling3export.runners.transfer.store import Fill, StateAddress, TransferError
 
 STATES = "/v1/states/"
 SCHEME, PROOF = "LING3-HMAC", "X-Ling3-Proof"
@@ -70,30 +70,28 @@ class HttpStore:
         self._lock = threading.Lock()
         self._bytes = 0  # of all states, those that are written or sent, too
         self._leased: dict[str, _Leased] = {}
-        self._ended: set[str] = set()
 
-    def create(
-        self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, first: int = 0
-    ) -> PendingWrite | None:
-        """Makes a state in memory."""
+    def put(self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, fill: Fill, first: int = 0) -> bool:
+        """Writes a state into memory."""
         data = StateBytes(self._layout, descriptor, tokens, first)
-        size = data.memory.nbytes
+        size, outcome = data.memory.nbytes, "abandoned"
         with self._lock:
             if self._bytes + size > self._limit:
                 self.counts["full"] += 1
-                return None
+                return False
             self._bytes += size
-
-        def done(whole: bool) -> bool:
+        try:
+            fill(data.state)
+            data.seal()
+            outcome = "stored"
+        finally:
             with self._lock:
-                self.counts["stored" if whole else "abandoned"] += 1
-                if whole:
+                self.counts[outcome] += 1
+                if outcome == "stored":
                     self._leased[name] = _Leased(data.memory, self._clock() + self._lease)
                 else:
                     self._bytes -= size
-            return whole
-
-        return PendingWrite(data, done)
+        return True
 
     def get(self, address: StateAddress, until: float) -> SequenceState | None:
         """Takes a state from its holder."""
@@ -126,13 +124,11 @@ class HttpStore:
         with suppress(*errors), self._asking("DELETE", address, until):
             pass
 
-    def ended(self) -> set[str]:
-        """States that were taken, given back or broken off, or whose lease is over."""
+    def expire(self) -> None:
+        """Frees the states whose lease is over."""
         with self._lock:
             for name in [name for name, leased in self._leased.items() if leased.until < self._clock()]:
-                self._end(name, self._leased.pop(name), "expired")
-            ended, self._ended = self._ended, set()
-        return ended
+                self._end(self._leased.pop(name), "expired")
 
     def close(self) -> None:
         """Frees all states."""
@@ -161,7 +157,7 @@ class HttpStore:
 
         def sent(whole: bool) -> None:
             with self._lock:
-                self._end(name, leased, "pulled" if whole else "broken_off")
+                self._end(leased, "pulled" if whole else "broken_off")
 
         return leased.memory, sent
 
@@ -170,16 +166,15 @@ class HttpStore:
         with self._lock:
             leased = self._leased.pop(name, None)
             if leased is not None:
-                self._end(name, leased, "given_back")
+                self._end(leased, "given_back")
         return leased is not None
 
     def proof(self, text: str) -> str:
         """The HMAC of a text."""
         return hmac.digest(self._secret.encode(), text.encode(), "sha256").hex()
 
-    def _end(self, name: str, leased: _Leased, reason: str) -> None:
+    def _end(self, leased: _Leased, reason: str) -> None:
         self._bytes -= leased.memory.nbytes
-        self._ended.add(name)
         self.counts[reason] += 1
 
     @contextmanager

@@ -24,17 +24,14 @@ from ling3export.runners.hosts.channel import Channel
 from ling3export.runners.load.sharded import ShardedState
 from ling3export.runners.state.layout import LATENT, description_of, layout_of, root_of
 from ling3export.runners.state.prefix_cache import Node, PrefixCache
-from ling3export.runners.state.sequence_state import SequenceState, TransferredState
+from ling3export.runners.state.sequence_state import SequenceState, TransferredState, fill
 from ling3export.runners.transfer.folder import FolderStore
 from ling3export.runners.transfer.options import PrefixFolder
-from ling3export.runners.transfer.store import put
 
 QUEUE = 8  # jobs; while there are more, what could be written is not
 LOADED = 16  # states in host memory that wait for a slot; while there are more, prompts are computed
 DEADLINE = 30.0  # seconds to read one
 CLOSING = 60.0  # and to write what waits when the engine is closed
-
-
 Fetching = Callable[[int, Sequence[int]], Callable[[], ShardedState]]
 
 
@@ -69,8 +66,7 @@ class PrefixStore:
         where: The folder, and how large it may become.
         cache: What need not be read; only asked here what it knows.
         report: Told of what failed.
-        channel: To the other hosts, each of which has a ``FollowingStore``; None where this host runs alone.
-
+        channel: To the other hosts, each of which has a ``FollowingStore``; None on one host.
 
     Raises:
         Ling3Error: The folder may not hold a single state.
@@ -220,9 +216,10 @@ class PrefixStore:
         if (needed := self._layout.nbytes(len(tokens))) > self._limit:
             self.counts["too_large"] += 1
             return self._forget([name])
-        state = SequenceState.of(fetched(), {"state": self._description}, tokens, first)
+        copying, ids = partial(fill, source=fetched()), np.asarray(tokens, np.int32)
         self._forget(self._folder.trim(self._limit - needed))
-        if not (put(self._folder, name, state) or self._folder.has(name)):
+        stored = self._folder.put(name, {"state": self._description}, ids, copying, first)
+        if not (stored or self._folder.has(name)):
             self._forget([name])
 
     def _unwritten(self, name: str, error: BaseException) -> None:

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.state.sequence_state import SequenceState, StateBytes
+from ling3export.runners.state.sequence_state import SequenceState
 
 NAME = re.compile("[0-9a-f]{32}")  # of a state
+Fill = Callable[[SequenceState], object]  # writes into the arrays of a new state
 
 
 class TransferError(Ling3Error):
@@ -28,55 +29,33 @@ class StateAddress(NamedTuple):
     Attributes:
         name: Its name: 32 hexadecimal digits.
         host: Name or address of the machine that has it; counts for nothing where states are found by their names.
-        tokens: How many tokens it is of.
+        port: Its port.
+        tokens: How many tokens its latents are of.
     """
 
     name: str
-    host: str = ""
+    host: str = "127.0.0.1"
     port: int = 0
     tokens: int = 0
-
-
-class PendingWrite:
-    """A state that is being written.
-
-    Args:
-        data: Its bytes, whose arrays are to be filled.
-        done: Called once, with whether it is whole; says whether others can have it.
-    """
-
-    def __init__(self, data: StateBytes, done: Callable[[bool], bool]) -> None:
-        self._data, self._done = data, done
-
-    @property
-    def state(self) -> SequenceState:
-        """The state, whose arrays are to be filled."""
-        return self._data.state
-
-    def finish(self) -> bool:
-        """Makes the state ready; whether others can have it."""
-        self._data.seal()
-        return self._done(True)
-
-    def abandon(self) -> None:
-        """Gives the state up."""
-        self._done(False)
 
 
 class StateStore(Protocol):
     """Carries states from one process to another.
 
     Attributes:
+        counts: How often each outcome happened, by name.
         address: Host and port where others ask for what this end has; port 0 where they find it by name.
     """
 
     counts: Counter[str]
     address: tuple[str, int]
 
-    def create(
-        self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, first: int = 0
-    ) -> PendingWrite | None:
-        """Begins a state; None where it is there already, or finds no room (``exists``, ``full``)."""
+    def put(self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, fill: Fill, first: int = 0) -> bool:
+        """Writes a state, whose arrays ``fill`` gets empty; whether others can have it now.
+
+        It is not written where it is there already (counted as ``exists``) or finds no room (``full``). An error of
+        ``fill`` passes, and leaves nothing.
+        """
 
     def get(self, address: StateAddress, until: float) -> SequenceState | None:
         """A whole state, or None for a miss, by ``until`` on the monotonic clock at the latest. A leased state can be
@@ -85,22 +64,8 @@ class StateStore(Protocol):
     def release(self, address: StateAddress, until: float) -> None:
         """Frees a leased state at once: no reader wants it."""
 
-    def ended(self) -> set[str]:
-        """Names of leased states that were taken or given back, or whose lease is over, since the last call."""
+    def expire(self) -> None:
+        """Frees the states of this process whose lease is over."""
 
     def close(self) -> None:
         """Frees the states that this process has leased."""
-
-
-def put(store: StateStore, name: str, state: SequenceState) -> bool:
-    """Writes a state; whether others can have it now."""
-    write = store.create(name, state.descriptor, state.tokens, state.first)
-    if write is None:
-        return False
-    try:
-        for array_name, array in state.arrays.items():
-            write.state.arrays[array_name][...] = array
-    except BaseException:
-        write.abandon()
-        raise
-    return write.finish()

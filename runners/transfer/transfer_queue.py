@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from time import perf_counter as now
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -81,13 +81,6 @@ class UnusableError(Exception):
         self.reason, self.address = reason, address
 
 
-class _Load(NamedTuple):
-    number: int
-    request: TransferRequest
-    begun: float
-    done: Loaded
-
-
 class TransferQueue:
     """Saves states for other engines, and loads theirs.
 
@@ -121,7 +114,7 @@ class TransferQueue:
         self.counts: Counter[str] = Counter()
         self._lock = threading.Lock()
         self._wanted: set[int] = set()  # requests that wait for their states
-        self._saves = JobThread("ling3-save", self._failed, store.ended, IDLE, store.close)
+        self._saves = JobThread("ling3-save", self._failed, store.expire, IDLE, store.close)
         self._loads = JobThread("ling3-load", self._failed, threads=LOADS)
 
     def save(self, number: int, request: TransferRequest, exported: Exported, done: Saved) -> None:
@@ -138,10 +131,20 @@ class TransferQueue:
 
     def load(self, number: int, request: TransferRequest, done: Loaded) -> None:
         """Takes the state that a request's ``kv_transfer_params`` name; ``done`` gets None where that fails."""
+        begun = now()
         with self._lock:
             self._wanted.add(number)
-        load = _Load(number, request, now(), done)
-        self._loads.put("load", partial(self._load, load), partial(self._not_loaded, load))
+
+        def finish(transferred: TransferredState | None) -> None:
+            with self._lock:
+                self._wanted.discard(number)
+            done(transferred)
+
+        def failed(error: BaseException) -> None:
+            self._count("load_failed")
+            finish(None)
+
+        self._loads.put("load", lambda: finish(self._loaded(number, request, begun)), failed)
 
     def drop(self, number: int) -> None:
         """Gives up the load of a request whose client left. A state that is not being taken yet is given back."""
@@ -198,14 +201,8 @@ class TransferQueue:
 
     def _save(self, number: int, request: TransferRequest, exported: Exported, done: Saved) -> None:
         name, tokens, state = secrets.token_hex(16), np.asarray(request.prompt_ids, np.int32), exported()
-        params = None
-        if (write := self.store.create(name, {"state": self._description}, tokens)) is not None:
-            try:
-                fill(write.state, state.arrays() if isinstance(state, ShardedState) else state.pool_arrays(1))
-            except BaseException:
-                write.abandon()
-                raise
-            params = self._params(number, request, name) if write.finish() else None
+        stored = self.store.put(name, {"state": self._description}, tokens, partial(fill, source=state))
+        params = self._params(number, request, name) if stored else None
         self._count("saved" if params else "save_failed")
         if not done(params) and params is not None:
             self.release(StateAddress(name, *self.store.address))
@@ -231,10 +228,10 @@ class TransferQueue:
             "lease": self._options.lease,
         }
 
-    def _load(self, load: _Load) -> None:
-        params: Mapping[str, Any] = load.request.kv_transfer_params or {}
+    def _loaded(self, number: int, request: TransferRequest, begun: float) -> TransferredState | None:
+        params: Mapping[str, Any] = request.kv_transfer_params or {}
         try:
-            address = self.address_of(load.request)
+            address = self.address_of(request)
             if address is None:
                 raise UnusableError("bad_params", "kv_transfer_params: do_remote_prefill is not set")
             try:
@@ -243,29 +240,21 @@ class TransferQueue:
                 raise UnusableError("bad_params", "kv_transfer_params: `tail` has no token", address) from error
         except UnusableError as error:
             self._count(error.reason)
-            self._report(f"{load.number}: {error}")
+            self._report(f"{number}: {error}")
             if error.address is not None:
                 self.release(error.address)
-            return self._finish(load, None)
-        if load.number not in self._wanted:
-            return self.release(address)
+            return None
+        if number not in self._wanted:
+            self.release(address)
+            return None
         state = self.store.get(address, time.monotonic() + self._options.deadline)
         if state is None or len(state.tokens) != address.tokens:
             self._count("load_failed")
-            return self._finish(load, None)
+            return None
         self._count("loaded")
         self._count("loaded_bytes", state.nbytes)
-        phases = _phases(params.get("phases_ms")) | {"transfer": 1e3 * (now() - load.begun)}
-        return self._finish(load, TransferredState((token,), state, phases, state.nbytes))
-
-    def _not_loaded(self, load: _Load, error: BaseException) -> None:
-        self._count("load_failed")
-        self._finish(load, None)
-
-    def _finish(self, load: _Load, transferred: TransferredState | None) -> None:
-        with self._lock:
-            self._wanted.discard(load.number)
-        load.done(transferred)
+        phases = _phases(params.get("phases_ms")) | {"transfer": 1e3 * (now() - begun)}
+        return TransferredState((token,), state, phases, state.nbytes)
 
     def _digest(self, request: TransferRequest) -> str:
         (block,) = chained(chain_start(self._root, request.cache_salt), request.prompt_ids, len(request.prompt_ids))

@@ -12,13 +12,12 @@ from pathlib import Path
 from random import Random
 
 from ling3export.runners.engine.request import request_of
-from ling3export.runners.state.sequence_state import StateBytes, load_state, save_state
-from ling3export.runners.transfer import folder as folders
+from ling3export.runners.state.sequence_state import StateBytes, fill, load_state, save_state
 from ling3export.runners.transfer.http import PROOF
-from ling3export.runners.transfer.store import StateAddress, put
+from ling3export.runners.transfer.store import StateAddress
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
-from tests.support.transfers import DESCRIPTION, LAYOUT, file_of, name_of, random_state, same, store
+from tests.support.transfers import DESCRIPTION, LAYOUT, file_of, name_of, put, random_state, same, store
 
 NAME, HOST = name_of(7), "127.0.0.1"
 PATIENCE = 60.0  # seconds; both ends close what they are done with, so that only a machine that stands still needs them
@@ -26,7 +25,7 @@ PATIENCE = 60.0  # seconds; both ends close what they are done with, so that onl
 
 @contextmanager
 def objects(folder: Path) -> Iterator[Case]:
-    """Files and segments with damage in their heads or anywhere: a miss, or the very bytes; gc looks at them, too."""
+    """Files and segments with damage in their heads or anywhere: a miss, or the very bytes."""
     with closing(store("shm", folder)) as shared, closing(store("file", folder)) as files:
 
         def case(rng: Random) -> None:
@@ -36,11 +35,9 @@ def objects(folder: Path) -> Iterator[Case]:
             data = path.read_bytes()
             split = rng.choice((600, len(data)))
             path.write_bytes(mutated_bytes(rng, data[:split]) + data[split:])
-            if rng.random() < 0.3:
-                list(folders.collect(path.parent))
             found = end.get(StateAddress(NAME), time.monotonic() + PATIENCE)
             path.unlink(missing_ok=True)
-            end.ended()
+            end.expire()
             if found is not None and not same(found, state):
                 raise WrongResultError("another state than was written")
 
@@ -53,7 +50,9 @@ def pulls(folder: Path) -> Iterator[Case]:
     with closing(store("http", folder, deadline=PATIENCE)) as taker, socket.create_server((HOST, 0)) as listener:
         listener.settimeout(PATIENCE)
         state = random_state(20)
-        memory = StateBytes(LAYOUT, state.descriptor, state.tokens).fill(state).seal().tobytes()
+        data = StateBytes(LAYOUT, state.descriptor, state.tokens)
+        fill(data.state, state)
+        memory = data.seal().tobytes()
         head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(memory)}\r\n{PROOF}: {taker.proof(NAME)}\r\n\r\n"
 
         def case(rng: Random) -> None:

@@ -22,7 +22,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.serve.states import state_routes
 from ling3export.runners.state.layout import CONV, FORMAT, LATENT, RECURRENT, TOKENS, StateLayout
-from ling3export.runners.state.sequence_state import SequenceState
+from ling3export.runners.state.sequence_state import SequenceState, fill
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer.folder import FolderStore
 from ling3export.runners.transfer.http import HttpStore
@@ -82,6 +82,11 @@ def served(store: HttpStore) -> HttpStore:
 
     store.close = closed  # type: ignore[method-assign]
     return store
+
+
+def put(store: StateStore, name: str, state: SequenceState) -> bool:
+    """Writes a state; whether others can have it now."""
+    return store.put(name, state.descriptor, state.tokens, lambda new: fill(new, state), state.first)
 
 
 def name_of(number: int) -> str:

@@ -178,6 +178,23 @@ def test_another_jaxlib_is_refused_and_the_process_does_not_abort(copy):
 
 
 @pytest.mark.parametrize(
+    ("name", "other"), [("decode@8", "prefill@128"), ("sample@8", "logits_processor@8"), ("prefill@128", "decode@8")]
+)
+def test_an_executable_of_another_cell_is_refused(copy, name, other):
+    """Round 4, line 12: it was loaded and called, which ended the process by a signal in 6 of 7 runs."""
+
+    def exchange(target: Any) -> Any:
+        cell = replace(target.cells[name], exec=target.cells[other].exec)
+        return replace(target, cells={**target.cells, name: cell})
+
+    changed_targets(copy, exchange)
+    done = command_line("generate", copy, "--prompt-ids", "1,2", "--max-tokens", "4")
+    assert (done.returncode, done.stdout) == (1, ""), done.stderr
+    assert f"program `{name}`: expected an executable that loads, found " in done.stderr
+    assert " in place of " in done.stderr
+
+
+@pytest.mark.parametrize(
     ("requires", "message"),
     [
         ({"machine": "linux-s390x"}, "machine: built for linux-s390x, found "),
