@@ -91,7 +91,7 @@ def test_the_state_of_another_artifact_is_refused_by_what_differs(file):
     with pytest.raises(StateMismatch, match=r"^state of another artifact: expected the same weights, found others"):
         load_state(file, LAYOUT, DESCRIPTION | {"weights": "c"})
     other = {"config": {"heads": 4, "theta": 5.0, "more": 1}, "weights": "b" * 64, "format": 2}
-    with pytest.raises(StateMismatch, match=r"expected the same config\.more, config\.theta, weights, found others"):
+    with pytest.raises(StateMismatch, match="expected the same config, weights, found others"):
         check_same_state(DESCRIPTION, other)
     check_same_state(DESCRIPTION, dict(reversed(DESCRIPTION.items())))
 

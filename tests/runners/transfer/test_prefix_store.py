@@ -13,8 +13,8 @@ from ling3export.runners.engine.request import Request
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer.folder import PARTIAL, PREFIX, FolderStore
 from ling3export.runners.transfer.options import PrefixFolder
-from ling3export.runners.transfer.store import TransferError, put
-from tests.support.transfers import DESCRIPTION, LAYOUT, random_state
+from ling3export.runners.transfer.store import TransferError
+from tests.support.transfers import DESCRIPTION, LAYOUT, put, random_state
 
 TOLD = {"check": "programs", "report": lambda text: None}
 PROMPT = tuple(range(20, 90))
@@ -140,7 +140,7 @@ def test_files_are_for_their_user_alone(artifact, tmp_path):
     assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     folder.chmod(0o777)
-    with pytest.raises(TransferError, match="expected a folder that this user alone can write, found mode 777"):
+    with pytest.raises(TransferError, match="expected a folder that only this user can write, found mode 777"):
         opened(artifact, folder)
 
 

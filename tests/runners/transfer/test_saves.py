@@ -27,10 +27,10 @@ def test_a_save_that_fails_is_an_answer_without_a_state(artifact, monkeypatch):
     """That of the first request; the next one is saved."""
     right, turns = transfer_queue.fill, iter([1])
 
-    def fill(*given):
+    def fill(state, source):
         if next(turns, None) == 1:
             raise Ling3Error("a copy failed")
-        right(*given)
+        right(state, source)
 
     monkeypatch.setattr(transfer_queue, "fill", fill)
     with Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("shm", deadline=60.0), **QUIET) as engine:
