@@ -421,11 +421,19 @@ def read_config(path: Path) -> bytes:
     try:
         return read_bytes(path.parent, path.name, LARGEST, links=True)
     except FileNotFoundError:
-        raise ConfigError(
-            f"config `{path}`: expected a file, found none", "a checkpoint is a folder that holds one"
-        ) from None
+        raise ConfigError(f"config `{path}`: expected a file, found none", _hint_of_absent(path)) from None
     except OSError as error:
         raise ConfigError(f"config `{path}`: expected a readable file, found {error.strerror}") from None
+
+
+def _hint_of_absent(path: Path) -> str:
+    """The hint where config.json is absent: the folder is an artifact, the name of a download, or any other."""
+    folder = path.parent if path.name == "config.json" else path
+    if (folder / "manifest.json").is_file():
+        return f"`{folder}` is an artifact: run it with ling3-runner, or add a target with build --into {folder}"
+    if not folder.exists() and len(folder.parts) == 2 and not folder.is_absolute():
+        return f"download the checkpoint first: hf download {folder} --local-dir {folder.name}"
+    return "a checkpoint is a folder with config.json, safetensors files and a tokenizer"
 
 
 def parsed(data: bytes, where: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Writes the table of API fields into docs/serve.md, from the server's own checks: ``python -m tools.api_fields``."""
+"""Writes the table of API fields into docs/api-fields.md, from the server's own checks: ``python -m tools.api_fields``."""
 
 import json
 import re
@@ -9,8 +9,8 @@ from ling3export.runners.serve.completions import CompletionsBody
 from ling3export.runners.serve.responses import STORED, ResponsesBody
 from ling3export.runners.serve.schema import LABELS, GenerationBody, StreamOptions
 
-PAGE = Path(__file__).parents[1] / "docs" / "serving.md"
-BETWEEN = re.compile(r"(?<=<!-- fields -->\n).*?(?=\n## )", re.DOTALL)
+PAGE = Path(__file__).parents[1] / "docs" / "api-fields.md"
+BETWEEN = re.compile(r"(?<=<!-- fields -->\n).*", re.DOTALL)
 BODIES = (CompletionsBody, ChatBody, ResponsesBody)
 
 

@@ -85,7 +85,8 @@ class SafetensorsFile:
             self._map.madvise(mmap.MADV_NORMAL)
 
     def _broken(self, expected: str, actual: str) -> CheckpointError:
-        return CheckpointError(f"shard `{self.path.name}`: expected {expected}, found {actual}, in {self.path.parent}")
+        message = f"shard `{self.path.name}`: expected {expected}, found {actual}, in {self.path.parent}"
+        return CheckpointError(message, "download or copy this file again")
 
     def _header(self, prefix: bytes, file: Any) -> bytes:
         if len(prefix) < 8:

@@ -158,7 +158,8 @@ def keygen(key: Path) -> None:
 def sign(artifact: Path, key: Path) -> None:
     """Sign ARTIFACT: its manifest, which names every other byte by digest.
 
-    The signature is a file next to the manifest. Prints the key's id.
+    The signature is a file next to the manifest. Prints the key's id. Without a signature, commands that load ARTIFACT
+    print "NAME: unsigned"; if LING3_TRUST names a folder of public keys, they refuse it.
     """
     require("sign", "sign", "cryptography")
     from ling3export.artifacts.signing import sign as signed

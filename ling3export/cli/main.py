@@ -37,8 +37,8 @@ APART = {
     "no_weights": ("into", "replay", "shard", "kind", "allow_rounding"),
     "kind": ("into", "replay", "cache", "cache_dir", "jobs"),
 }
-COMMON_BUILD = "paddings tp max_running context targets snapshots dtype into force no_weights".split()
-COMMON_PLAN = "paddings tp max_running context targets snapshots dtype artifact as_json".split()
+COMMON_BUILD = "weights paddings tp max_running context targets snapshots dtype into force no_weights".split()
+COMMON_PLAN = "weights paddings tp max_running context targets snapshots dtype artifact as_json".split()
 
 
 @contextmanager

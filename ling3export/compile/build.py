@@ -161,6 +161,7 @@ def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
         check_toolchain(plan.target)
         for note in plan.named_notes:
             report.note(note)
+        report.note(f"{plan.target.name}: {len(plan.cells)} programs; fewer paddings and --max-running 1 make fewer")
     return plans
 
 

@@ -88,10 +88,11 @@ def parse_target(text: str, tp: int | None, config: Config) -> TargetSpec:
 
 
 def _refused(text: str, expected: str, actual: str, hint: str | None = None) -> PlanError:
-    return PlanError(
-        f"target `{text}`: expected {expected}, found {actual}",
-        f"known targets: {listed(known_targets(), 40)}" if hint is None else hint,
-    )
+    if hint is None:
+        platform = text.partition(":")[0]
+        known = [name for name in known_targets() if name.partition(":")[0] == platform] or known_targets()
+        hint = f"known targets: {listed(known, 40)}"
+    return PlanError(f"target `{text}`: expected {expected}, found {actual}", hint)
 
 
 def _cpu(

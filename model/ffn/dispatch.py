@@ -2,7 +2,7 @@
 
 Attention sessions publish rows: for each token of a micro batch, the ids of its experts. The operator orders the
 (token, expert) pairs by expert and gathers their data, so that an FFN worker computes each expert once. Source of the
-operator's contract: CANN's FfnWorkerBatching; docs/afd.md has the picture and says where this form differs.
+operator's contract: CANN's FfnWorkerBatching; docs/disaggregation.md has the picture and says where this form differs.
 """
 
 from typing import Any, NamedTuple

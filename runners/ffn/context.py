@@ -1,6 +1,6 @@
 """The schedule context of FfnWorkerBatching: 1024 bytes, little-endian and packed, that say where tokens are published.
 
-Reserved bytes stay as they were read. The fields below are the layout; docs/afd.md names the source.
+Reserved bytes stay as they were read. The fields below are the layout; docs/disaggregation.md names the source.
 """
 
 import struct

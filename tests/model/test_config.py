@@ -316,8 +316,21 @@ def test_an_absent_file(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         Config.from_path(path)
     assert str(error.value) == (
-        f"config `{path}`: expected a file, found none\nhint: a checkpoint is a folder that holds one"
+        f"config `{path}`: expected a file, found none\n"
+        "hint: a checkpoint is a folder with config.json, safetensors files and a tokenizer"
     )
+
+
+def test_an_artifact_and_the_name_of_a_download_in_place_of_a_checkpoint_get_the_next_command(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError) as error:
+        Config.from_path(Path("maker/Some-model"))
+    assert error.value.hint == "download the checkpoint first: hf download maker/Some-model --local-dir Some-model"
+    (tmp_path / "a.ling3").mkdir()
+    (tmp_path / "a.ling3/manifest.json").touch()
+    with pytest.raises(ConfigError) as error:
+        Config.from_path(Path("a.ling3"))
+    assert error.value.hint == "`a.ling3` is an artifact: run it with ling3-runner, or add a target with build --into a.ling3"
 
 
 def test_another_architecture_is_refused_as_such():

@@ -32,6 +32,9 @@ def folder(pristine: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(pristine, tmp_path / "micro"))
 
 
+AGAIN = "\nhint: download or copy this file again"
+
+
 def refusal(folder: Path) -> str:
     with pytest.raises(CheckpointError) as error:
         Checkpoint.open(folder)
@@ -250,7 +253,7 @@ def test_truncated_shard(folder: Path, kept: int):
         100: f"expected a header of {header} bytes, found a file of 100",
         -1: f"expected a file of {len(raw)} bytes, found it truncated at {len(raw) - 1}",
     }
-    assert refusal(folder) == f"shard `{path.name}`: {messages[kept]}, in {folder}"
+    assert refusal(folder) == f"shard `{path.name}`: {messages[kept]}, in {folder}{AGAIN}"
 
 
 ENTRY = '{"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}'
@@ -290,7 +293,7 @@ def test_a_header_of_absurd_length(folder: Path):
     path = home(folder, KDA_V)
     path.write_bytes(b"\xff" * 100)
     assert refusal(folder) == (
-        f"shard `{path.name}`: expected a header of at most 33554432 bytes, found {2**64 - 1}, in {folder}"
+        f"shard `{path.name}`: expected a header of at most 33554432 bytes, found {2**64 - 1}, in {folder}{AGAIN}"
     )
 
 

@@ -78,7 +78,7 @@ def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
     assert "error: target `cpu@4`: expected one of cpu-tp2, found none of that name" in refusal(
         cli.main, "build", whole, "--replay", "cpu@4/decode@8"
     )
-    assert "expected a file, found none\nhint: a checkpoint is a folder that holds one" in refusal(
+    assert "expected a file, found none\nhint: a checkpoint is a folder with config.json" in refusal(
         cli.main, "build", tmp_path, tmp_path / "no.ling3", "--replay", "decode@8"
     )
     said = refusal(cli.main, "build", "--into", "x.ling3", "--replay", "decode@8", code=2)
