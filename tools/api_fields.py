@@ -1,4 +1,4 @@
-"""Writes the table of API fields into docs/api-fields.md, from the server's own checks: ``python -m tools.api_fields``."""
+"""Writes the table of API fields into its page, from the server's own checks: ``python -m tools.api_fields``."""
 
 import json
 import re

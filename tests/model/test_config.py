@@ -330,7 +330,10 @@ def test_an_artifact_and_the_name_of_a_download_in_place_of_a_checkpoint_get_the
     (tmp_path / "a.ling3/manifest.json").touch()
     with pytest.raises(ConfigError) as error:
         Config.from_path(Path("a.ling3"))
-    assert error.value.hint == "`a.ling3` is an artifact: run it with ling3-runner, or add a target with build --into a.ling3"
+    assert (
+        error.value.hint
+        == "`a.ling3` is an artifact: run it with ling3-runner, or add a target with build --into a.ling3"
+    )
 
 
 def test_another_architecture_is_refused_as_such():
