@@ -94,6 +94,8 @@ class Group:
         steps |= {f"serve {count}": partial(self._serve, count) for count in COUNTS}
         if self._form == self._card.weights[0] and self._card.transformers.exists():
             steps["transformers"] = self._transformers
+        if self._form == self._card.weights[0] and self._layers == self._card.layers[-1]:
+            steps["trace"] = self._trace
         return steps
 
     def remove(self) -> None:
@@ -127,6 +129,18 @@ class Group:
         ms = {name: [1e3 * cell.median, _milliseconds(floors[name])] for name, cell in times.cells.items()}
         error = max(receipt.median for receipt in times.receipts.cells.values())
         return {"kind": times.machine.kind, "median error": error, "ms": ms}
+
+    def _trace(self) -> Said:
+        """Traces of every cell, for `ling3export graph summary --profile`; the program's text stays with them."""
+        folder = self._card.folder / "traces"
+        self._ran([BUILD, "verify", self._artifact, "--time", "--trace", folder])
+        (cells,) = (target.cells for target in read_manifest(self._artifact).targets.values())
+        summaries = {
+            name: self._ran([BUILD, "graph", "summary", self._artifact, name, "--json", "--profile", folder])
+            for name in cells
+        }
+        replace_file(folder / "summaries.json", json.dumps(summaries).encode())
+        return {"cells": len(cells)}
 
     def _generate(self) -> Said:
         options = ["--prompt-ids", "1,2,3", "--max-tokens", 32, "--ignore-eos", "--json"]

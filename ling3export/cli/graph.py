@@ -61,6 +61,17 @@ def read(artifact: Path, cells: tuple[str, ...], target: str | None, portable: b
     return [graph_of(artifact, manifest, name, cell, from_portable=portable) for cell in names]
 
 
+def measured(graph: "Graph", profile: Path) -> "Graph":
+    """A graph with the times of a trace; a line on stderr says what they are."""
+    from ling3export.graph.profile import calls, events, joined, trace_of
+
+    data, where = trace_of(profile, graph.cell)
+    result = joined(graph, calls(events(data, where)), where)
+    share = f"{100 * result.unmatched:.1f} % of the time is that of loops and calls themselves, and in no row"
+    click.echo(f"{graph.cell}: mean of {result.calls} calls in {where}, over all devices; {share}", err=True)
+    return result.graph
+
+
 def write(text: str, output: Path | None) -> None:
     """Writes a result to a file, whole or not at all, or to stdout."""
     from ling3export.artifacts.files import replace_file
@@ -85,13 +96,28 @@ def write(text: str, output: Path | None) -> None:
 @PORTABLE
 @JSON
 @click.option("--folded", is_flag=True, help="Print collapsed stacks for a flame graph.")
+@click.option("--profile", type=PATH, metavar="TRACE", help="Measured times: a trace, or a folder of them.")
 def summary(
-    artifact: Path, cell: str | None, target: str | None, by: str, portable: bool, as_json: bool, folded: bool
+    artifact: Path,
+    cell: str | None,
+    target: str | None,
+    by: str,
+    portable: bool,
+    as_json: bool,
+    folded: bool,
+    profile: Path | None,
 ) -> None:
-    """Show where the FLOPs, bytes and seconds of CELL go, by layer kind; of all cells without CELL."""
+    """Show where the FLOPs, bytes and seconds of CELL go, by layer kind; of all cells without CELL.
+
+    `ling3export verify ARTIFACT --time --trace FOLDER` records a trace of each cell for --profile.
+    """
     from ling3export.graph import summary as tables
 
+    if profile is not None and portable:
+        raise click.UsageError("--profile: a portable program has no measured times.")
     graphs = read(artifact, () if cell is None else (cell,), target, portable)
+    if profile is not None:
+        graphs = [measured(one, profile) for one in graphs]
     key = tables.BY[by]
     if as_json:
         click.echo(json.dumps(tables.document(graphs, key), indent=1))

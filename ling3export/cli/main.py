@@ -352,8 +352,11 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 @click.option("--no-run", is_flag=True, help="Only check digests: nothing of ARTIFACT is executed.")
 @click.option("--portable", is_flag=True, help="Run the portable programs of every target, on the processor.")
 @click.option("--time", is_flag=True, help="Time every cell of one target, too, and record it next to ARTIFACT.")
+@click.option("--trace", type=FOLDER, metavar="FOLDER", help="With --time: write a profiler's trace of each cell.")
 @JSON
-def verify(artifact: Path, target: str | None, no_run: bool, portable: bool, time: bool, as_json: bool) -> None:
+def verify(
+    artifact: Path, target: str | None, no_run: bool, portable: bool, time: bool, trace: Path | None, as_json: bool
+) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.
 
     This executes native code of ARTIFACT, except with --no-run. Cells of other machines are not run; --portable
@@ -361,10 +364,13 @@ def verify(artifact: Path, target: str | None, no_run: bool, portable: bool, tim
     outside its tolerance.
 
     --time writes NAME.calibration.json, or replaces it. Later starts on this machine, inspect and plan --from read it.
-    A target of several hosts is verified by verify --time on each of them; host 0 writes.
+    A target of several hosts is verified by verify --time on each of them; host 0 writes. `graph summary --profile`
+    reads the traces of --trace.
     """
     if no_run + portable + time > 1:
         raise click.UsageError("--no-run, --portable and --time exclude each other.")
+    if trace is not None and not time:
+        raise click.UsageError("--trace needs --time.")
     from ling3export.verify.verify import time_artifact, verify_artifact
 
     notes: list[str] = []
@@ -372,7 +378,7 @@ def verify(artifact: Path, target: str | None, no_run: bool, portable: bool, tim
         hosts = find_hosts()
         if hosts is not None:
             keep_stdout()
-        result = time_artifact(artifact, target, hosts, notes.append)
+        result = time_artifact(artifact, target, hosts, notes.append, traces=trace)
         if hosts is not None and hosts.number:
             return
     else:

@@ -70,10 +70,12 @@ def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts |
     return receipts
 
 
-def time_target(artifact: Path, target: str | None, manifest: Manifest, hosts: Hosts | None) -> Calibration:
+def time_target(
+    artifact: Path, target: str | None, manifest: Manifest, hosts: Hosts | None, traces: Path | None = None
+) -> Calibration:
     """Loads one target in this process, checks its digests, runs every vector, and times every cell.
 
-    On several hosts every process calls it; the result of the first one counts.
+    On several hosts every process calls it; the result of the first one counts. ``traces`` gets a trace of each cell.
     """
     from ling3export.runners.calibrate.times import timed
     from ling3export.runners.calibrate.vectors import measured
@@ -84,7 +86,7 @@ def time_target(artifact: Path, target: str | None, manifest: Manifest, hosts: H
         inputs = loaded.runner.inputs = {}
         receipts = measured(loaded)
         loaded.runner.inputs = None
-        calibration = timed(loaded, inputs, receipts)
+        calibration = timed(loaded, inputs, receipts, traces)
     if loaded.channel is not None:
         loaded.channel.finish()
     return calibration

@@ -105,7 +105,12 @@ def _not_here(target: Target, proven: bool) -> str | None:
 
 
 def time_artifact(
-    artifact: Path, target: str | None, hosts: "Hosts | None" = None, report: Callable[[str], None] = lambda text: None
+    artifact: Path,
+    target: str | None,
+    hosts: "Hosts | None" = None,
+    report: Callable[[str], None] = lambda text: None,
+    *,
+    traces: Path | None = None,
 ) -> Result:
     """Checks every digest, runs one target's vectors in this process, times its cells, and records the times.
 
@@ -114,12 +119,13 @@ def time_artifact(
         target: None for the only one that fits this machine.
         hosts: This process's place among several; each of them calls this, and host 0 records.
         report: Receives a line about the signature, and one about the record.
+        traces: A folder for a profiler's trace of each cell.
 
     Raises:
         ArtifactError: A file is damaged, or no target or several fit this machine.
     """
     manifest = read_trusted(artifact, report)
-    calibration = time_target(artifact, target, manifest, hosts)
+    calibration = time_target(artifact, target, manifest, hosts, traces)
     files, shards = check_digests(artifact, manifest, calibration.target)
     if hosts is None or hosts.number == 0:
         write_calibration(beside(artifact), calibration)

@@ -6,15 +6,20 @@ change no time except through the experts that they choose, so they are random. 
 """
 
 import statistics
+import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ling3export.artifacts.calibration import SCHEMA, Calibration, CellTimes, programs_digest
+from ling3export.artifacts.files import replace_file
 from ling3export.artifacts.schema import Cell, Receipts, Target
+from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.verdict import measuring
 from ling3export.runners.calibrate.vectors import page_table
 from ling3export.runners.engine.inputs import Span, decode_fields, prefill_fields
@@ -24,17 +29,21 @@ if TYPE_CHECKING:
     from ling3export.runners.load.model_runner import Inputs, ModelRunner
 
 TOKENS = 1024  # cached by each decoding sequence of a cell without an estimate
+TRACED = 5  # calls in a trace
 WARM, CALLS = 2, 20  # calls of a cell that are not counted, and that are
 SAMPLED = {"temperature": 1.0, "top_k": 40, "top_p": 0.9, "min_p": 0.01}  # so that no part of sampling is left out
 
 
-def timed(loaded: "Loaded", inputs: "Mapping[str, Inputs]", receipts: Receipts) -> Calibration:
+def timed(
+    loaded: "Loaded", inputs: "Mapping[str, Inputs]", receipts: Receipts, traces: Path | None = None
+) -> Calibration:
     """Times every cell. On several hosts every process calls it; the result of the first one counts.
 
     Args:
         loaded: The target; its state is overwritten.
         inputs: By cell, what its last call took.
         receipts: Those of the same target on this machine, for the record.
+        traces: A folder for a trace of each cell, ``CELL.trace.json.gz``, of calls after the timed ones.
     """
     manifest, target = loaded.manifest, loaded.record
     assert manifest.weights_digest is not None  # the loader refuses an artifact without weights
@@ -43,6 +52,8 @@ def timed(loaded: "Loaded", inputs: "Mapping[str, Inputs]", receipts: Receipts) 
         call = full(target.cells[name], target, fields, manifest.vocab_size), batch
         seconds = [_call(loaded.runner, name, call) for _ in range(WARM + CALLS)][WARM:]
         cells[name] = CellTimes(CALLS, statistics.median(seconds), min(seconds), max(seconds))
+        if traces is not None:
+            trace(partial(_call, loaded.runner, name, call), traces, name)
     decode = [cell for cell in target.cells.values() if cell.phase == "decode"]
     return Calibration(
         SCHEMA,
@@ -55,6 +66,27 @@ def timed(loaded: "Loaded", inputs: "Mapping[str, Inputs]", receipts: Receipts) 
         receipts,
         cells,
     )
+
+
+def trace(call: Callable[[], object], folder: Path, name: str) -> None:
+    """Writes ``NAME.trace.json.gz``, jax's profiler on a few calls.
+
+    Raises:
+        ArtifactError: The profiler wrote no trace, or the file cannot be written.
+    """
+    import jax
+
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0  # a trace holds a million events
+    with tempfile.TemporaryDirectory(prefix="ling3-trace-") as temporary:
+        with jax.profiler.trace(temporary, profiler_options=options):
+            for _ in range(TRACED):
+                call()
+        files = sorted(Path(temporary).glob("plugins/profile/*/*.trace.json.gz"))
+        if not files:
+            raise ArtifactError(f"{name}: jax's profiler wrote no trace")
+        folder.mkdir(parents=True, exist_ok=True)
+        replace_file(folder / f"{name}.trace.json.gz", files[-1].read_bytes())
 
 
 def full(cell: Cell, target: Target, fields: Mapping[str, np.ndarray], vocab_size: int) -> Mapping[str, np.ndarray]:

@@ -50,7 +50,7 @@ def test_the_first_form_comes_first_and_what_is_done_is_not_done_again(asked, tm
     ]
     asked.clear()
     card.main(plan)
-    assert {words[1] for words in asked} == {"build", "verify"} and len(asked) == 6
+    assert {words[1] for words in asked} == {"build", "verify"} and len(asked) == 7
     asked.clear()
     card.main(Card(tmp_path, minutes=0, transformers=tmp_path / "none"))
     assert asked == []

@@ -7,6 +7,7 @@ from tests.fuzz import (
     catalog_cases,
     network_cases,
     runner_cases,
+    trace_cases,
     transfer_cases,
 )
 
@@ -34,6 +35,7 @@ TARGETS = {
     "object": (transfer_cases.objects, 150),
     "pull": (transfer_cases.pulls, 60),
     "saved": (transfer_cases.saved, 150),
+    "trace": (trace_cases.traces, 300),
 }
 
 EXTRAS = {"together": range(20, 180)}  # further cases, which take a minute of a core
