@@ -186,12 +186,14 @@ class _Endpoints:
         return await loop.run_in_executor(readers, read, body)
 
     def _model(self) -> dict[str, Any]:
+        most = {"max_tokens": self._policy.max_new_tokens} if self._policy.max_new_tokens else {}
         return {
             "id": self._policy.model,
             "object": "model",
             "created": self._since,
             "owned_by": "ling3export",
             "max_model_len": self._engine.limits.context,
+            "default_sampling": {"temperature": 1.0, "top_p": 1.0, **most, **self._policy.defaults},  # for the page
         }
 
 

@@ -97,7 +97,7 @@ def test_what_a_model_writes_is_never_html(page, model):
     page.until(ENDED)
     assert shown(page, "article.user") == [HOSTILE]
     assert shown(page, "details.thought .text") == [HOSTILE]
-    assert shown(page, "article.assistant > .text")[0] == f"{HOSTILE}\n{HOSTILE}\nEnd"
+    assert shown(page, "article.assistant > .text")[0] == f"{HOSTILE}{HOSTILE}\nEnd"
     assert shown(page, "article.assistant pre") == [f"{HOSTILE}\n"]
     assert page.evaluate("document.images.length + document.querySelectorAll('main script').length") == 0
     assert page.evaluate("document.title") == "scripted"
@@ -166,3 +166,102 @@ def test_the_key_is_asked_for_where_the_server_has_one(tab, model):
         tab.until(ENDED)
         assert shown(tab, "article.assistant > .text") == ["Hello"]
         tab.open("about:blank")
+
+
+MARKDOWN = """# Head
+
+Some **bold _text_**, *weak*, `code` and [a page](https://example.org/a).
+
+1. one
+   - inner
+2. two
+
+| a | b |
+|---|---|
+| 1 | 2 |
+
+> quoted
+
+```python
+x = "**no**"
+
+y = 1
+```
+[no](javascript:alert(1)) 2 * 3 * 4"""
+
+
+def test_markdown_becomes_elements_and_the_answer_can_be_copied_as_it_came(page, model):
+    model.lines.texts = [f"</think>{MARKDOWN}"]
+    ask(page, "Hi")
+    page.until(ENDED)
+    names = "[...document.querySelector('article.assistant > .text').children].map((node) => node.tagName).join(' ')"
+    assert page.evaluate(names) == "H1 P OL TABLE BLOCKQUOTE DIV P"
+    assert shown(page, ".text strong") == ["bold _text_"] and shown(page, ".text em") == ["weak"]
+    assert shown(page, "ol > li > ul > li") == ["inner"] and shown(page, "td") == ["1", "2"]
+    assert shown(page, "pre") == ['x = "**no**"\n\ny = 1\n']
+    assert page.evaluate("document.querySelector('.block').dataset.language") == "python"
+    assert page.evaluate("[...document.links].map((link) => link.href + link.rel)") == [
+        "https://example.org/anoopener noreferrer"
+    ]
+    assert shown(page, ".text > p")[1] == "[no](javascript:alert(1)) 2 * 3 * 4"
+    page.evaluate(
+        "window.copied = []; navigator.clipboard.writeText = async (text) => { window.copied.push(text); }; 1"
+    )
+    page.evaluate("document.querySelectorAll('[data-label=Copy]').forEach((node) => node.click()); 1")
+    page.until("window.copied.length === 2")
+    assert page.evaluate("window.copied") == ['x = "**no**"\n\ny = 1\n', MARKDOWN]
+
+
+def test_a_retry_takes_the_answers_place(page, model):
+    model.lines.texts = ["</think>First."]
+    ask(page, "Hi")
+    page.until(ENDED)
+    model.lines.texts = ["</think>Second."]
+    page.evaluate("document.querySelector('[data-label=Retry]').click(); 1")
+    page.until(f"({ENDED}) === 1 && document.querySelector('.text').textContent === 'Second.'")
+    assert shown(page, "article") == ["Hi", shown(page, "article.assistant")[0]]
+    assert "First." not in model.runner.prompts[-1]
+
+
+def test_an_empty_page_says_what_to_try_and_a_new_chat_is_empty_again(page, model):
+    assert page.evaluate("document.getElementById('hello').checkVisibility()")
+    page.evaluate("document.querySelector('#tries button').click(); 1")
+    assert page.evaluate("document.getElementById('said').value") == shown(page, "#tries button")[0]
+    model.lines.texts = ["</think>Hello"]
+    page.evaluate("document.getElementById('ask').requestSubmit(); 1")
+    page.until(ENDED)
+    assert not page.evaluate("document.getElementById('hello').checkVisibility()")
+    page.evaluate("document.getElementById('fresh').click(); 1")
+    assert page.evaluate("document.getElementById('hello').checkVisibility()") and shown(page, "article") == []
+
+
+def test_the_settings_show_the_values_in_force(tab, model):
+    with listening(model.engine, page=True, defaults={"temperature": 0.6, "top_k": 20}) as url:
+        tab.open(url)
+        tab.until("document.title === 'scripted'")
+        names = "['temperature', 'top_p', 'top_k']"
+        shown_there = tab.evaluate(f"{names}.map((name) => document.getElementById(name).placeholder)")
+        assert shown_there == ["0.6", "1", "20"]
+        tab.open("about:blank")
+
+
+def test_light_and_dark_are_readable(page, model):
+    """Text has at least 4.5 times the luminance of what is behind it, or the other way round (WCAG AA)."""
+    script = """(() => {
+        const light = (colour) => {
+            const canvas = document.createElement("canvas").getContext("2d");
+            canvas.fillStyle = colour;
+            canvas.fillRect(0, 0, 1, 1);
+            const [r, g, b] = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map((value) => value / 255)
+                .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4);
+            return 0.2126 * r + 0.7152 * g + 0.0722 * b;
+        };
+        const back = getComputedStyle(document.body).backgroundColor;
+        return ["h1", "h1 span", "#hello h2", "#hello p", "#tries button", "#open"].map((selector) => {
+            const text = light(getComputedStyle(document.querySelector(selector)).color), ground = light(back);
+            return (Math.max(text, ground) + 0.05) / (Math.min(text, ground) + 0.05);
+        });
+    })()"""
+    for scheme in ("dark", "light"):
+        page.media(scheme)
+        assert min(page.evaluate(script)) >= 4.5, scheme
