@@ -27,30 +27,20 @@ class FfnBatch(NamedTuple):
 
     The other rows are zero. Integers are int32: jax without x64 has no others.
 
-    Attributes:
-        y: ``[Y, H]``: the tokens' data, its bits unchanged.
-        group_list: int32 ``[expert_num, 2]``: expert and number of rows, in ascending order, for the experts that have
-            rows; the rest is zero.
-        session_ids: int32 ``[Y]``
-        micro_batch_ids: int32 ``[Y]``
-        token_ids: int32 ``[Y]``: the position of the token in its micro batch.
-        expert_offsets: int32 ``[Y]``: its position among the rows of its expert (``"group"``), or which of its token's
-            experts it is (``"slot"``).
-        dynamic_scale: fp32 ``[Y]`` for int8 data, else ``[0]``.
-        gather_idx: int32 ``[Y]``: the pair's place among the published ones, ``(row * BS + token) * K1 + k``.
-        dropped: int32 scalar: pairs whose expert, layer, session or micro batch does not exist. They are masked.
     """
 
-    y: jax.Array
+    y: jax.Array  # [Y, H]: the tokens' data, its bits unchanged
+    # int32 [expert_num, 2]: expert and number of rows, in ascending order, of experts that have rows; the rest is zero
     group_list: jax.Array
-    session_ids: jax.Array
-    micro_batch_ids: jax.Array
-    token_ids: jax.Array
+    session_ids: jax.Array  # int32 [Y]
+    micro_batch_ids: jax.Array  # int32 [Y]
+    token_ids: jax.Array  # int32 [Y]: the position of the token in its micro batch
+    # int32 [Y]: the position among the rows of its expert ("group"), or which of its token's experts it is ("slot")
     expert_offsets: jax.Array
-    dynamic_scale: jax.Array
+    dynamic_scale: jax.Array  # fp32 [Y] for int8 data, else [0]
     actual_token_num: jax.Array
-    gather_idx: jax.Array
-    dropped: jax.Array
+    gather_idx: jax.Array  # int32 [Y]: the pair's place among the published ones, (row * BS + token) * K1 + k
+    dropped: jax.Array  # int32 scalar: pairs whose expert, layer, session or micro batch does not exist; masked
 
 
 def ffn_worker_batching(

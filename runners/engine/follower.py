@@ -16,14 +16,7 @@ from ling3export.runners.load.loader import say
 
 
 def check_digests(digests: Sequence[bytes]) -> None:
-    """Compares what each host read; none or one is always right.
-
-    Args:
-        digests: 32 bytes a host, by number.
-
-    Raises:
-        RankDivergence: They differ.
-    """
+    """Compares the digests of all hosts, by number: RankDivergence if they differ; none or one is always right."""
     others = [number for number, digest in enumerate(digests) if digest != digests[0]]
     if others:
         raise RankDivergence(
@@ -45,11 +38,9 @@ def follow(
 
     Args:
         artifact: Its folder, with the same content on every host.
-        hosts: This process's place.
         config: The same as on host 0; a prefix store is neither read nor written here.
         grace: Seconds, in addition to ``host_timeout``, in which host 0 may end after SIGTERM or SIGINT, which it gets
             as well. Only in the main thread. By default the signals end this process.
-        report: Gets lines about what was chosen and why.
         settings: Fields of ``EngineConfig`` that replace those of ``config``.
 
     Raises:

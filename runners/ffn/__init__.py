@@ -1,4 +1,4 @@
-"""The FFN side of a split model: what attention sessions publish in shared memory, and what is ready to be computed."""
+"""Decode with attention and experts in two processes (docs/afd.md): an experimental worked example."""
 
 from ling3export.foundation.phases import PHASES
 

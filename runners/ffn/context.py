@@ -27,33 +27,26 @@ def _at(offset: int, form: str = "I") -> Any:
 class ScheduleContext:
     """One context. Buffers are byte offsets into a segment of shared memory, or opaque device addresses.
 
+    A are attention sessions, M micro batches of a session in flight, BS tokens of a micro batch, K1 experts of a token,
+    a shared one included, and HS the bytes from one pair's data to the next.
+
     Attributes:
-        session_num: A: attention sessions.
-        micro_batch_num: M: micro batches of a session in flight.
-        micro_batch_size: BS: tokens of a micro batch.
-        selected_expert_num: K1: experts of a token, a shared one included.
-        expert_num: Experts of a layer.
-        attn_to_ffn_token_size: Bytes from one pair's data to the next, a multiple of 512.
-        ffn_to_attn_token_size: The same on the way back.
         schedule_mode: 0 schedules the FFN side, 1 the attention side, 2 both.
         run_flag: 0 ends the worker.
         ffn_token_info_buf: int32 ``[A, M, 2 + BS * K1]``: flag, layer and expert ids of each micro batch.
-        ffn_token_data_buf: uint8 ``[A, M, BS, K1, attn_to_ffn_token_size]``.
+        ffn_token_data_buf: uint8 ``[A, M, BS, K1, HS]``.
         polling_index: The micro batch that a scheduler looks at first.
         layer_ids_buf: int32 ``[A]``; like the next three a scheduler's output, of ``out_num`` rows.
-        session_ids_buf: int32 ``[A]``.
-        micro_batch_ids_buf: int32 ``[A]``.
         expert_ids_buf: int32 ``[A, BS, K1]``.
-        out_num: Rows of a scheduler's output.
         reserved: 1024 bytes; those between the fields are kept.
     """
 
-    session_num: int = _at(0)
-    micro_batch_num: int = _at(4)
-    micro_batch_size: int = _at(8)
-    selected_expert_num: int = _at(12)
-    expert_num: int = _at(16)
-    attn_to_ffn_token_size: int = _at(20)
+    session_num: int = _at(0)  # A
+    micro_batch_num: int = _at(4)  # M
+    micro_batch_size: int = _at(8)  # BS
+    selected_expert_num: int = _at(12)  # K1
+    expert_num: int = _at(16)  # of a layer
+    attn_to_ffn_token_size: int = _at(20)  # HS, a multiple of 512
     ffn_to_attn_token_size: int = _at(24)
     schedule_mode: int = _at(28, "i")
     run_flag: int = _at(128, "i")
@@ -91,11 +84,7 @@ class ScheduleContext:
         return *rows, self.attn_to_ffn_token_size
 
     def build(self) -> bytes:
-        """The 1024 bytes.
-
-        Raises:
-            ContextError: A number does not fit its field.
-        """
+        """The 1024 bytes; ContextError if a number does not fit its field."""
         data = bytearray(self.reserved)
         for entry in LAYOUT:
             form, value = entry.metadata["form"], getattr(self, entry.name)
@@ -108,11 +97,7 @@ class ScheduleContext:
 
     @classmethod
     def parse(cls, data: bytes | bytearray | memoryview) -> Self:
-        """The context at the beginning of ``data``.
-
-        Raises:
-            ContextError: There are fewer than 1024 bytes.
-        """
+        """The context in the first 1024 bytes; ContextError if there are fewer."""
         if len(data) < SIZE:
             raise ContextError(f"context: expected {SIZE} bytes, found {len(data)}")
         head = bytes(data[:SIZE])

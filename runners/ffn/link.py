@@ -26,7 +26,7 @@ from ling3export.runners.ffn.context import ALIGNMENT, HEAD, SIZE, ContextError,
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 MICRO_BATCHES = 2  # in flight: one is computed on each side
 FLAG, LAYER = 0, 1  # places in a row of the token info
-LEFT, REFUSED = b"leave", b"!"  # the attention process ends in order; before the reason why the worker ends or refuses
+LEFT, REFUSED = b"leave", b"!"  # the attention process leaves; before the reason why the worker ends or refuses
 LARGEST = 4096  # bytes of a message
 PAUSE = 0.05  # seconds between two attempts to connect
 
@@ -40,11 +40,7 @@ class ScheduleTimeout(Ling3Error):
 
 
 def address_of(name: str) -> str:
-    """The socket of a worker's name; only this user's processes use it.
-
-    Raises:
-        ContextError: The name has other characters than letters, digits, `.`, `_` and `-`.
-    """
+    """The socket of a worker's name; only this user's processes use it."""
     if NAME.fullmatch(name) is None:
         raise ContextError(f"--context: expected a name of letters, digits, `.`, `_` and `-`, found `{name[:40]}`")
     return f"\0ling3-ffn-{os.geteuid()}-{name}"
@@ -84,40 +80,35 @@ def _aligned(size: int) -> int:
 
 
 class Segment:
-    """The shared memory: the context, and the buffers both ways.
+    """The shared memory: the context, and the buffers both ways. ContextError if they do not fit.
 
     Attributes:
         info: int32 ``[M, 2 + BS * K1]``: flag, layer and expert ids of each micro batch.
         data: uint8 ``[M, BS, K1, HS]``: rows on their way to the experts.
         results_info: int32 ``[M, 2]``: flag and layer.
         results: uint8 ``[M, BS, K1, HS]``: rows on their way back.
-
-    Raises:
-        ContextError: The context does not fit the memory or the rows.
     """
 
     def __init__(self, descriptor: int, sent: np.dtype, returned: np.dtype) -> None:
         memory = memoryview(mmap.mmap(descriptor, os.fstat(descriptor).st_size))
         self.context = context = ScheduleContext.parse(memory)
         context.check(sent.itemsize, len(memory))
+        (_, count, row), shape, stride = context.info_shape, context.data_shape[1:], context.ffn_to_attn_token_size
+        if stride < returned.itemsize:
+            raise ContextError(
+                f"context `ffn_to_attn_token_size`: expected at least {returned.itemsize} bytes, found {stride}"
+            )
 
         def view(start: int, dtype: type, *shape: int) -> np.ndarray:
             return np.ndarray(shape, dtype, memory, start)
 
-        _, count, row = context.info_shape
-        rows = context.data_shape[1:4]
         try:
             self.info = view(context.ffn_token_info_buf, np.int32, count, row)
-            self.data = view(context.ffn_token_data_buf, np.uint8, *context.data_shape[1:])
+            self.data = view(context.ffn_token_data_buf, np.uint8, *shape)
             self.results_info = view(context.attention_token_info_buf, np.int32, count, HEAD)
-            stride = context.ffn_to_attn_token_size
-            self.results = view(context.attention_token_data_buf, np.uint8, *rows, stride)
+            self.results = view(context.attention_token_data_buf, np.uint8, *shape[:3], stride)
         except (TypeError, ValueError, OverflowError) as error:  # numpy's, for a buffer that is too small
-            raise ContextError(f"segment: expected room for its buffers, found {len(memory)} bytes") from error
-        if context.ffn_to_attn_token_size < returned.itemsize:
-            raise ContextError(
-                f"context `ffn_to_attn_token_size`: expected at least {returned.itemsize} bytes, found {stride}"
-            )
+            raise ContextError(f"segment: its {len(memory)} bytes have no room for its buffers") from error
 
 
 class AttentionLink:
@@ -150,7 +141,8 @@ class AttentionLink:
             self._segment = self._received(sent)
         except OSError as error:
             self._socket.close()
-            raise FfnGone(f"--ffn `{name}`: expected a worker that answers, found {_reason(error)}") from error
+            reason = "no answer in time" if isinstance(error, TimeoutError) else error.strerror
+            raise FfnGone(f"--ffn `{name}`: expected a worker that answers, found {reason}") from error
         except BaseException:
             self._socket.close()
             raise
@@ -171,7 +163,7 @@ class AttentionLink:
                 raise
             if time.monotonic() > until:
                 raise FfnGone(
-                    f"--ffn `{self._name}`: expected an FFN worker within {self._wait:g} s, found none",
+                    f"--ffn `{self._name}`: no FFN worker within {self._wait:g} s",
                     f"start it: ling3-runner ffn-worker ARTIFACT --context {self._name}",
                 )
             time.sleep(PAUSE)
@@ -180,25 +172,21 @@ class AttentionLink:
         message, descriptors, _, _ = socket.recv_fds(self._socket, LARGEST, 1)
         try:
             if not descriptors:
-                raise ContextError(f"--ffn `{self._name}`: expected a worker of this artifact, found {_said(message)}")
+                raise ContextError(
+                    f"--ffn `{self._name}`: expected a worker of this artifact, found {_reason(message)}"
+                )
             return Segment(descriptors[0], sent, self._returned)
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
 
     def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
-        """Publishes a micro batch.
+        """Publishes a micro batch: ``tokens [BS, width]``, ``expert_ids`` int32 ``[BS, K1]``, MASK for no expert.
 
-        Args:
-            micro_batch: Number of the micro batch in flight.
-            layer: Its layer, among those that have experts.
-            tokens: ``[BS, width]``.
-            expert_ids: int32 ``[BS, K1]``, MASK for no expert.
+        ``layer`` counts the layers that have experts.
         """
         live = expert_ids < MASK
-        token, place = np.nonzero(live)
-        raw = np.ascontiguousarray(tokens).view(np.uint8).reshape(len(tokens), -1)
-        self._segment.data[micro_batch, token, place, : raw.shape[1]] = raw[token]
+        _fill(self._segment.data[micro_batch], live, np.asarray(tokens)[np.nonzero(live)[0]])
         info = self._segment.info[micro_batch]
         info[LAYER], info[HEAD:] = layer, expert_ids.reshape(-1)
         info[FLAG] = 1
@@ -218,13 +206,13 @@ class AttentionLink:
             message = self._socket.recv(LARGEST)
         except TimeoutError:
             raise ScheduleTimeout(
-                f"ffn worker `{self._name}`: expected an answer within {self._wait:g} s, found none",
+                f"ffn worker `{self._name}`: no answer within {self._wait:g} s",
                 "its process lives: see whether it is stopped, or far too slow",
             ) from None
         except OSError:
             message = b""
         if message[:1] in (b"", REFUSED):
-            raise FfnGone(f"ffn worker `{self._name}`: expected it to answer, found {_said(message)}")
+            raise FfnGone(f"ffn worker `{self._name}`: expected it to answer, found {_reason(message)}")
         info = self._segment.results_info[micro_batch]
         if message != bytes([micro_batch]) or info[LAYER] != layer:
             expected, answer = f"micro batch {micro_batch} of layer {layer}", f"{message[0]} of layer {info[LAYER]}"
@@ -244,26 +232,18 @@ class AttentionLink:
 
 @dataclass(frozen=True)
 class Published:
-    """One micro batch to be computed.
+    """A micro batch to be computed."""
 
-    Attributes:
-        number: Its number among those in flight.
-        layer: Its layer, among those that have experts.
-        expert_ids: int32 ``[BS, K1]``, MASK for no expert.
-        data: ``[BS, K1, width]``.
-    """
-
-    number: int
-    layer: int
-    expert_ids: np.ndarray
-    data: np.ndarray
+    number: int  # among those in flight
+    layer: int  # among those that have experts
+    expert_ids: np.ndarray  # int32 [BS, K1], MASK for no expert
+    data: np.ndarray  # [BS, K1, width]
 
 
 class FfnLink:
     """The worker's end. It has its name once this is made.
 
     Args:
-        name: The worker's name, for ``--ffn``.
         context: The layout of its segment.
         artifact: Digest of the manifest that both sides run.
         layers: Layers that have experts.
@@ -289,9 +269,7 @@ class FfnLink:
         except OSError as error:
             self.close()
             if error.errno == errno.EADDRINUSE:
-                raise ContextError(
-                    f"--context: expected a free name, found `{name}` taken", "choose another"
-                ) from error
+                raise ContextError(f"--context: the name `{name}` is taken", "choose another") from error
             raise
         self._listener.listen()
 
@@ -329,7 +307,7 @@ class FfnLink:
         if message == LEFT:
             return None
         if not message:
-            raise FfnGone(f"attention process of `{self._name}`: expected a live process, found none")
+            raise FfnGone(f"attention process of `{self._name}`: it ended without a word")
         context, number = self._segment.context, message[0]
         if len(message) != 1 or number >= context.micro_batch_num:
             raise ContextError(f"micro batch: expected one below {context.micro_batch_num}, found {message[:8]!r}")
@@ -347,20 +325,14 @@ class FfnLink:
         """Gives the results back: ``[BS, K1, width]``; rows of pairs without an expert do not count."""
         assert self._peer is not None
         live = published.expert_ids < MASK
-        token, place = np.nonzero(live)
-        raw = np.ascontiguousarray(results[live]).view(np.uint8).reshape(len(token), -1)
-        self._segment.results[published.number, token, place, : raw.shape[1]] = raw
+        _fill(self._segment.results[published.number], live, results[live])
         info = self._segment.results_info[published.number]
         info[LAYER], info[FLAG] = published.layer, 1
         with suppress(OSError):  # recv_attn_output says that the process is gone
             self._peer.send(bytes([published.number]))
 
     def close(self, reason: str = "") -> None:
-        """Ends the link.
-
-        Args:
-            reason: Why the worker ends, for the attention process; empty where that has left.
-        """
+        """Ends the link; ``reason`` says the attention process why, unless that has left."""
         if self._peer is not None:
             with suppress(OSError):
                 if reason:
@@ -368,6 +340,13 @@ class FfnLink:
             self._peer.close()
         self._listener.close()
         os.close(self._descriptor)
+
+
+def _fill(data: np.ndarray, live: np.ndarray, rows: np.ndarray) -> None:
+    """Writes the rows of live pairs into ``data [BS, K1, HS]``."""
+    token, place = np.nonzero(live)
+    raw = np.ascontiguousarray(rows).view(np.uint8).reshape(len(token), rows.shape[-1] * rows.itemsize)
+    data[token, place, : raw.shape[1]] = raw
 
 
 def _check_user(peer: socket.socket, name: str) -> None:
@@ -378,9 +357,5 @@ def _check_user(peer: socket.socket, name: str) -> None:
         raise ContextError(f"ffn worker `{name}`: expected a process of user {os.geteuid()}, found user {user}")
 
 
-def _said(message: bytes) -> str:
+def _reason(message: bytes) -> str:
     return message.removeprefix(REFUSED).decode(errors="replace") or "its process gone"
-
-
-def _reason(error: OSError) -> str:
-    return "no answer in time" if isinstance(error, TimeoutError) else str(error.strerror)

@@ -1,6 +1,5 @@
 """Decode steps through the programs that are cut at the experts: two micro batches in flight."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -17,30 +16,21 @@ if TYPE_CHECKING:
 
 
 class Sizes:
-    """Sizes of a target's split programs.
-
-    Args:
-        manifest: An artifact's.
-        target: One of its targets.
+    """Sizes of a target's split programs; the first ``dense`` of the ``layers`` have no experts.
 
     Attributes:
-        layers: Their number.
-        dense: Number of the first layers, which have no experts.
-        experts: Experts of a layer.
-        chosen: Experts of a token.
-        sent: A row of a pair of a token and an expert on its way to the experts: a dtype with a shape.
+        sent: The row of a pair of a token and an expert on its way to the experts: a dtype with a shape.
         returned: A row on its way back.
 
     Raises:
-        ArtifactError: It was built without ``--afd``.
+        ArtifactError: The artifact was built without ``--afd``.
     """
 
     def __init__(self, manifest: Manifest, target: Target) -> None:
         attend = next((cell for cell in target.cells.values() if cell.phase == "attend"), None)
         if attend is None:
             raise ArtifactError(
-                "split: expected the programs of `build --afd`, found none, in the manifest",
-                "build the artifact again with --afd",
+                "split: the artifact has none of the programs of `build --afd`", "build the artifact again with --afd"
             )
         numbers = {name: value for name, value in manifest.config.items() if isinstance(value, int)}
         leaves = (*attend.outputs, *target.cells[f"combine@{attend.padding}"].inputs)
@@ -51,27 +41,18 @@ class Sizes:
 
 
 class ExpertPrograms:
-    """``dispatch`` and ``experts`` of one process.
-
-    Args:
-        runner: The loaded programs.
-        sizes: Those of the target.
-        paddings: Pairs that they take, ascending.
-    """
+    """``dispatch`` and ``experts`` of one process, for the numbers of pairs in ``paddings``, ascending."""
 
     def __init__(self, runner: "ModelRunner", sizes: Sizes, paddings: tuple[int, ...]) -> None:
         self._runner, self._sizes, self._paddings = runner, sizes, paddings
 
     def __call__(self, data: np.ndarray, expert_ids: np.ndarray, layer: int) -> np.ndarray:
-        """The experts' results of each pair.
+        """The experts' results of ``n`` pairs; zeros for pairs without an expert.
 
         Args:
             data: ``[n, width]`` rows as sent.
             expert_ids: int32 ``[n]``, MASK for none.
             layer: Among the layers that have experts.
-
-        Returns:
-            ``[n, width]`` rows as returned; zeros for pairs without an expert.
         """
         count = len(data)
         padding = next((padding for padding in self._paddings if padding >= count), None)
@@ -94,12 +75,7 @@ class ExpertPrograms:
 
 
 class LocalExperts:
-    """Computes the experts in this process: for receipts.
-
-    Args:
-        programs: Compute the experts.
-        tokens: The most tokens of a micro batch.
-    """
+    """The link of receipts: computes the experts in this process, for at most ``tokens`` a micro batch."""
 
     micro_batches = 1
 
@@ -108,12 +84,10 @@ class LocalExperts:
         self._results: dict[int, np.ndarray] = {}
 
     def send_attn_output(self, micro_batch: int, layer: int, tokens: np.ndarray, expert_ids: np.ndarray) -> None:
-        """Computes the experts at once."""
         results = self._programs(np.repeat(tokens, expert_ids.shape[1], axis=0), expert_ids.reshape(-1), layer)
         self._results[micro_batch] = results.reshape(*expert_ids.shape, -1)
 
     def recv_ffn_output(self, micro_batch: int) -> np.ndarray:
-        """The results ``[BS, K1, width]``."""
         return self._results.pop(micro_batch)
 
 
@@ -122,36 +96,21 @@ def decode(
 ) -> np.ndarray:
     """A decode step as micro batches: one is computed while another's tokens are at the experts.
 
-    The sequences are divided evenly among as many as may be in flight.
-
-    Args:
-        runner: The loaded programs.
-        sizes: Those of the target.
-        link: Where experts are computed.
-        fields: Those of ``decode``.
-
-    Returns:
-        Logits, fp32 ``[rows, vocab]``.
+    The sequences are divided evenly among the micro batches in flight. Returns the logits, fp32 ``[rows, vocab]``.
     """
     tokens, in_flight = link.tokens, link.micro_batches
     used = int(np.max(np.flatnonzero(fields["slot"]), initial=0)) + 1
-    size = min(tokens, -(-used // in_flight))
-    starts, free = deque(range(0, used, size)), deque(range(in_flight))
-    logits: dict[int, np.ndarray] = {}
-    running: deque[tuple[int, int, Iterator[Any]]] = deque()
-    while starts or running:
-        while starts and free:
-            start, number = starts.popleft(), free.popleft()
-            part = {name: _padded(value[start : start + size], tokens) for name, value in fields.items()}
-            running.append((start, number, _micro_batch(runner, sizes, link, part, number)))
-        start, number, work = running.popleft()
-        output = next(work)  # until its tokens are sent, or to the end
-        if output is None:
-            running.append((start, number, work))
-        else:
-            logits[start] = runner.read(output)[:size]
-            free.append(number)
-    return _padded(np.concatenate([logits[start] for start in sorted(logits)])[:used], len(fields["slot"]))
+    size, logits = min(tokens, -(-used // in_flight)), list[np.ndarray]()
+    for first in range(0, used, size * in_flight):
+        parts = [
+            {name: _padded(value[start : start + size], tokens) for name, value in fields.items()}
+            for start in range(first, min(used, first + size * in_flight), size)
+        ]
+        works = [_micro_batch(runner, sizes, link, part, number) for number, part in enumerate(parts)]
+        while (outputs := [next(work) for work in works])[0] is None:  # until their tokens are sent
+            pass
+        logits += [runner.read(output)[:size] for output in outputs]
+    return _padded(np.concatenate(logits)[:used], len(fields["slot"]))
 
 
 def _padded(values: np.ndarray, count: int) -> np.ndarray:
@@ -185,12 +144,7 @@ def _micro_batch(
 def connected(
     runner: "ModelRunner", manifest: Manifest, target: Target, name: str, wait: float
 ) -> tuple[Callable[[Mapping[str, np.ndarray]], np.ndarray], Callable[[], None]]:
-    """Connects to an FFN worker: a function that runs a decode step through it, and one that leaves it.
-
-    Raises:
-        ArtifactError: The artifact has no split programs, or none for the worker's micro batches.
-        FfnGone, ContextError: The worker is not there, or runs another artifact.
-    """
+    """Connects to an FFN worker: a function that runs a decode step through it, and one that leaves it."""
     sizes = Sizes(manifest, target)
     link = AttentionLink(name, artifact=manifest.sha256 or "", sent=sizes.sent, returned=sizes.returned, wait=wait)
     if link.tokens not in target.paddings("attend"):

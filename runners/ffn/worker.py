@@ -11,20 +11,7 @@ from ling3export.runners.load.loader import load, say
 
 
 class FfnWorker:
-    """A worker that is ready: its programs are loaded, and an attention process can connect.
-
-    Args:
-        artifact: Its folder.
-        context: The worker's name.
-        target: Name of the target; None takes the only one that fits this machine.
-        programs: ``prebuilt-only``, or ``allow-compile``.
-        check: Digests that are checked: ``all``, ``programs`` or ``copy``.
-        report: Gets lines about what was chosen and why.
-
-    Raises:
-        ArtifactError: The artifact cannot be loaded here, or has no split programs.
-        ContextError: Another worker has the name.
-    """
+    """A worker with its programs loaded, to which one attention process can connect."""
 
     def __init__(
         self,
@@ -52,12 +39,7 @@ class FfnWorker:
         report(f"{context}: micro batches of {tokens} tokens, {sizes.experts} experts a layer")
 
     def run(self) -> None:
-        """Waits for an attention process, and works until it leaves.
-
-        Raises:
-            FfnGone: It died.
-            ContextError: It published a layer or an expert that does not exist.
-        """
+        """Waits for an attention process, and works until it leaves."""
         try:
             self._link.accept()
             while (published := self._link.recv_attn_output()) is not None:

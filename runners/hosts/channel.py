@@ -57,12 +57,10 @@ class Channel:
     """The connection of this host to host 0, or those of host 0 to all others. Making one waits for all hosts.
 
     Args:
-        hosts: This process's place.
         identity: What must be the same on all hosts, by name.
         lost: Called with the reason and the exit code when another host is gone; by default it ends the process.
 
     Attributes:
-        hosts: This process's place.
         service_port: Where jax's own service listens, at host 0's address.
 
     Raises:
@@ -95,7 +93,7 @@ class Channel:
             peer.settimeout(hosts.host_timeout)
             watch = partial(self._watch, number, peer)
             self._watches.append(GuardedThread(f"ling3-host-{number}", watch, partial(self._thread_failed, number)))
-        GuardedThread("ling3-beat", self._beat, partial(self._thread_failed, hosts.number))
+        self._beats = GuardedThread("ling3-beat", self._beat, partial(self._thread_failed, hosts.number))
 
     def _serve(self) -> Service:
         """jax's service, at another port where a process has taken the one that was free a moment ago."""
@@ -203,11 +201,9 @@ class Channel:
             raise
 
     def fail(self, text: str, kind: bytes = FAILED) -> None:
-        """Tells the other hosts that this one ends, and ends it within SETTLE seconds; only the first call counts.
+        """Tells the other hosts that this one ends (FAILED, or DIVERGED), and ends it within SETTLE seconds.
 
-        Args:
-            text: The reason.
-            kind: ``FAILED``, or ``DIVERGED``.
+        Only the first call counts.
         """
         if self._closing:
             return
@@ -230,12 +226,17 @@ class Channel:
         self._lost = lost
 
     def close(self) -> None:
-        """Closes the connections."""
         self._closing = True
         self._over.set()
         for peer in self._peers.values():
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_WR)
+        for peer, watch in zip(self._peers.values(), self._watches, strict=True):
+            if not watch.running:
+                watch.join()
+                peer.close()
+        if not self._beats.running:
+            self._beats.join()
         if self._service is not None:
             self._service.end()
             self._service = None

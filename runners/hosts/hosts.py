@@ -4,7 +4,6 @@ A host is a process with devices of its own; the same command runs on every one.
 """
 
 import os
-import socket
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ class Hosts:
         host_timeout: Seconds that another host may be silent or late, before it counts as gone.
         secret: Known to every host of this start, and to nobody else.
         trust_network: Without a secret, accept every caller at the coordinator's address as a host.
-        bound: On host 0, a socket that is bound to the coordinator's address already; by default it binds one itself.
 
     Raises:
         Ling3Error: A value is out of its bounds. Or other machines reach the coordinator, and there is no secret.
@@ -46,7 +44,6 @@ class Hosts:
     host_timeout: float = 30.0
     secret: str = field(default="", repr=False)
     trust_network: bool = False
-    bound: socket.socket | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         _, colon, port = self.coordinator.rpartition(":")
@@ -75,13 +72,9 @@ def find_hosts(environment: Mapping[str, str] = os.environ) -> Hosts | None:
     """This process's place among several hosts, from environment variables; None where it runs alone.
 
     ``DIST_INIT_ADDR`` is ``HOST:PORT`` of host 0, ``NNODES`` the number of hosts and ``NODE_RANK`` this host's number;
-    ``NODE_RANK`` alone is ignored. With ``DIST_INIT_ADDR=auto`` a cluster's launcher gives all three.
+    ``NODE_RANK`` without the others is ignored. With ``DIST_INIT_ADDR=auto`` a cluster's launcher gives all three.
     ``LING3_START_TIMEOUT``, ``LING3_HOST_TIMEOUT``, ``LING3_SECRET``, ``LING3_SECRET_FILE`` and
     ``LING3_TRUST_NETWORK=1`` give the other fields of ``Hosts``.
-
-    Raises:
-        Ling3Error: Only a part of the three is set, they contradict each other, or the launcher is not known. Or the
-            secret is missing, no secret, or readable by others.
     """
     coordinator = environment.get("DIST_INIT_ADDR") or None
     count, number = _number("NNODES", environment), _number("NODE_RANK", environment)

@@ -6,8 +6,7 @@ Host 0 and a caller prove to each other that they know the secret of this start 
     caller to host 0  IDENTITY   hosts, identity
     host 0 to caller  WELCOME    port, once all are there; or REFUSED or FAILED, with the reason
 
-A caller that fails is dropped and counted, and nothing waits for it. Without a secret every caller proves the
-empty one. What hosts send each other afterwards is neither signed nor encrypted.
+A caller that fails is dropped and counted, and nothing waits for it.
 """
 
 import contextlib
@@ -17,29 +16,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.threads import GuardedThread, attempt
 from ling3export.machine.service import own_address
-from ling3export.runners.hosts.handshake import (
-    GREETING,
-    REFUSED,
-    SMALL,
-    Listener,
-    challenge,
-    hear,
-    listening,
-    prove,
-    receive,
-    send,
-    tell,
-)
+from ling3export.runners.hosts.handshake import REFUSED, SMALL, challenge, hear, prove, receive, send, tell
 from ling3export.runners.hosts.hosts import Hosts
 
 IDENTITY, WELCOME, FAILED = b"I", b"W", b"F"
-ROLES = ("caller", "host 0")  # names of both sides in their proofs
+GREETING = 5.0  # seconds that a caller has for everything up to its identity
+CALLERS = 64  # that have not proven the secret yet; while there are more, the first of them is dropped
 ANSWERING = 10.0  # seconds that host 0 stays to say why it ends before it has met the others
-PAUSE = 0.1  # seconds between two calls
+PAUSE = 0.1  # seconds between two calls, and until host 0 takes the next caller where the system lacks something
 
 Identity = dict[str, object]  # what must be the same on all hosts, by name
 
@@ -49,7 +39,7 @@ class HostsError(Ling3Error):
 
 
 class Greeting(NamedTuple):
-    """What a host says of itself when it calls host 0."""
+    """A host's words when it calls host 0."""
 
     host: int
     hosts: int
@@ -68,7 +58,6 @@ def meet(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], in
     """Connects host 0 with every other host. Every host calls this.
 
     Args:
-        hosts: This process's place.
         identity: What must be the same on all hosts, such as the artifact's digest and the target.
 
     Returns:
@@ -82,10 +71,12 @@ def meet(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], in
 
 
 class _Door:
-    """Host 0's listener, until every host is there.
+    """Host 0's listener, until every host is there. A thread for each caller: a slow one delays nobody.
+
+    While there are CALLERS that have not proven the secret, the next one takes the place of the first of them, so that
+    silent callers keep nobody out.
 
     Args:
-        hosts: Host 0's place.
         refusal: Why a host that proved the secret cannot take part; None if it can.
 
     Attributes:
@@ -103,17 +94,23 @@ class _Door:
         self.dropped = 0
         self._hosts, self._refusal = hosts, refusal
         self._changed = threading.Condition()
-        self._closed = False
-        address = own_address(hosts.address[0]), hosts.address[1]
-        self._listener = Listener(self._answer, hosts.bound or listening(*address))
+        self._unproven: dict[socket.socket, None] = {}  # callers, the first one first
+        self._closed = self._left = False  # nobody is let in; nobody is heard
+        self._socket = listening(own_address(hosts.address[0]), hosts.address[1])
+        self._socket.listen(2 * CALLERS)
+        self._thread = GuardedThread("ling3-listener", self._listen)
 
     def __enter__(self) -> "_Door":
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Closes the port; callers that are being answered are not waited for."""
         with self._changed:
-            self._closed = True
-        self._listener.close()
+            self._closed = self._left = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens
+        self._thread.join()
+        self._socket.close()
 
     def wait(self, done: Callable[[], bool], seconds: float) -> bool:
         """Waits until ``done``, which is asked after each caller; whether it was in time. Then nobody is let in."""
@@ -129,16 +126,42 @@ class _Door:
                 self.peers.pop(number).close()
         return len(self.peers) == self._hosts.count - 1
 
-    def _answer(self, caller: socket.socket, admit: Callable[[], None]) -> None:
+    def _listen(self) -> None:
+        while not self._left:
+            try:
+                caller, _ = self._socket.accept()
+            except OSError:
+                time.sleep(0 if self._left else PAUSE)  # the system lacks something now; callers call again
+                continue
+            with self._changed:
+                if len(self._unproven) >= CALLERS:
+                    first = next(iter(self._unproven))
+                    del self._unproven[first]
+                    with contextlib.suppress(OSError):
+                        first.shutdown(socket.SHUT_RDWR)
+                self._unproven[caller] = None
+            with contextlib.suppress(RuntimeError):  # no thread more can start: the caller is dropped
+                GuardedThread("ling3-caller", partial(self._run, caller))
+                continue
+            self._drop(caller)
+
+    def _run(self, caller: socket.socket) -> None:
+        attempt("answer a caller", lambda: self._answer(caller), lambda error: self._drop(caller), lambda text: None)
+
+    def _drop(self, caller: socket.socket) -> None:
+        with self._changed:
+            self._unproven.pop(caller, None)
+            self.dropped += 1
+        caller.close()  # after the count: a caller that sees this close may already find all hosts connected
+
+    def _answer(self, caller: socket.socket) -> None:
         try:
             greeting = _greeting(caller, self._hosts)
         except (OSError, ValueError):
-            with self._changed:
-                self.dropped += 1
-            return caller.close()  # after the count: a caller that sees this close may already find all hosts connected
-        admit()
+            return self._drop(caller)
         refusal = self._refusal(greeting)
         with self._changed:
+            self._unproven.pop(caller, None)
             if self._closed:
                 return caller.close()
             if refusal is None:
@@ -152,6 +175,15 @@ class _Door:
             _part({greeting.host: caller}, refusal.kind, refusal.sent)
         elif old is not None:
             _part({greeting.host: old}, REFUSED, f"another process called as host {greeting.host} and took its place")
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """A socket at an address of this machine; port 0 is any that is free.
+
+    Raises:
+        OSError: The port is taken, or the address is another machine's.
+    """
+    return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
 
 
 def _ended(peer: socket.socket) -> bool:
@@ -168,14 +200,14 @@ def _ended(peer: socket.socket) -> bool:
 
 
 def _greeting(caller: socket.socket, hosts: Hosts) -> Greeting:
-    """What the host that called says of itself, within GREETING seconds and once both have proven the secret.
+    """The identity of the host that called, within GREETING seconds and once both have proven the secret.
 
     Raises:
         OSError, ValueError: The caller is no host of this start.
     """
     until = time.monotonic() + GREETING
     caller.settimeout(GREETING)
-    number = challenge(caller, hosts.secret, until, ROLES)
+    number = challenge(caller, hosts.secret, until)
     members = hear(caller, IDENTITY, until, hosts=int, identity=dict)
     caller.settimeout(GREETING)
     return Greeting(number, members["hosts"], members["identity"])
@@ -251,12 +283,9 @@ def _part(peers: dict[int, socket.socket], kind: bytes, text: str) -> None:
 
 @contextlib.contextmanager
 def announced(hosts: Hosts | None) -> Iterator[None]:
-    """Covers what host 0 does before it meets the others: if that fails, they are told why, and none waits for it.
+    """Covers host 0's work before it meets the others: if that fails, it tells them why, and none waits for it.
 
     It answers them for ANSWERING seconds at most; a host that calls later finds nobody.
-
-    Args:
-        hosts: This process's place. Only host 0 tells; the others may be started again until all are there.
     """
     try:
         yield
@@ -304,7 +333,7 @@ def _introduce(peer: socket.socket, hosts: Hosts, identity: Identity) -> int:
         SecretError: It does not know the secret.
         OSError, ValueError: It ended, or is no host 0.
     """
-    prove(peer, hosts.secret, hosts.number, time.monotonic() + GREETING, ROLES)
+    prove(peer, hosts.secret, hosts.number, time.monotonic() + GREETING)
     tell(peer, IDENTITY, hosts=hosts.count, identity=identity)
     # Host 0 waits for the others, and tells us if it gives up; so we wait a little longer than it does.
     peer.settimeout(hosts.start_timeout + GREETING)

@@ -11,11 +11,11 @@ from random import Random
 from typing import Any
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.foundation.processes import LOOPBACK
+from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.hosts import handshake
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import IDENTITY as IDENTITY_OF
-from ling3export.runners.hosts.rendezvous import ROLES, WELCOME, meet, welcome
+from ling3export.runners.hosts.rendezvous import WELCOME, listening, meet, welcome
 from tests.fuzz.artifact_cases import toy_copy
 from tests.fuzz.harness import MEMORY, Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
@@ -82,12 +82,15 @@ def greetings(folder: Path) -> Iterator[Case]:
     """Hosts that meet while strangers, who have no secret to miss, call host 0; or a stranger answers in its place."""
 
     def case(rng: Random) -> None:
-        bound = handshake.listening(LOOPBACK, 0)
-        address = f"{LOOPBACK}:{bound.getsockname()[1]}"
-        first, second = (Hosts(address, 2, number, 2.0, bound=(bound, None)[number]) for number in (0, 1))
+        answering = rng.random() < 0.3
+        bound = listening(LOOPBACK, 0)
+        if not answering:
+            bound.close()
+        address = f"{LOOPBACK}:{bound.getsockname()[1] if answering else free_port()}"
+        first, second = (Hosts(address, 2, number, 2.0) for number in (0, 1))
         with ThreadPoolExecutor() as pool:
             calls = [pool.submit(meet, second, IDENTITY)]
-            if rng.random() < 0.3:
+            if answering:
                 strangers = [pool.submit(_answer, rng, bound)]
             else:
                 calls.append(pool.submit(_welcomed, first))
@@ -213,7 +216,7 @@ def _call(host: Hosts, rng: Random) -> None:
     """Greets host 0 as host 1 would or nearly so, and leaves."""
     with suppress(OSError), socket.create_connection(host.address, 1) as peer:
         theirs = json.loads(handshake.receive(peer)[1])["nonce"]
-        proof = handshake.proof_of(host.secret, ROLES[0], (theirs, NONCE), 1)
+        proof = handshake.proof_of(host.secret, handshake.ROLES[0], (theirs, NONCE), 1)
         peer.sendall(_message(rng, handshake.HELLO, {"host": 1, "nonce": NONCE, "proof": proof}))
         peer.sendall(_message(rng, IDENTITY_OF, {"hosts": 2, "identity": IDENTITY}))
 
@@ -228,6 +231,6 @@ def _answer(rng: Random, bound: socket.socket) -> None:
             if rng.random() < 0.5:
                 peer.sendall(_message(rng, handshake.CHALLENGE, {"protocol": handshake.PROTOCOL, "nonce": NONCE}))
             else:
-                handshake.challenge(peer, "", time.monotonic() + 3, ROLES)
+                handshake.challenge(peer, "", time.monotonic() + 3)
                 peer.sendall(_message(rng, WELCOME, 4711))
             peer.recv(1 << 16)

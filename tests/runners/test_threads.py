@@ -2,7 +2,7 @@
 
 import ast
 import itertools
-import socket
+import re
 import sys
 import threading
 import time
@@ -14,11 +14,15 @@ from pathlib import Path
 import pytest
 
 from ling3export.foundation import threads
+from ling3export.foundation.processes import free_port
 from ling3export.foundation.threads import GuardedThread, JobThread, ThreadEnded, attempt, failures
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Request
-from ling3export.runners.hosts.handshake import Listener
+from ling3export.runners.hosts import channel as channels
+from ling3export.runners.hosts.channel import Channel
+from ling3export.runners.hosts.hosts import Hosts
+from ling3export.runners.hosts.rendezvous import meet, welcome
 from ling3export.runners.load.loader import say
 from ling3export.runners.load.programs import Programs
 from ling3export.runners.serve import run
@@ -39,8 +43,8 @@ THREADS = {
     ("engine/loop.py", "ling3-watchdog"),
     ("hosts/channel.py", "ling3-beat"),
     ("hosts/channel.py", "ling3-host-"),
-    ("hosts/handshake.py", "ling3-caller"),
-    ("hosts/handshake.py", "ling3-listener"),
+    ("hosts/rendezvous.py", "ling3-caller"),
+    ("hosts/rendezvous.py", "ling3-listener"),
     ("load/programs.py", "ling3-load-behind"),
     ("serve/kv_events.py", "ling3-kv-events"),
     ("serve/run.py", "ling3-supervisor"),
@@ -49,7 +53,7 @@ THREADS = {
     ("transfer/prefix_store.py", "ling3-prefixes"),
 }
 JOBS = {
-    ("hosts/handshake.py", "answer a caller"),
+    ("hosts/rendezvous.py", "answer a caller"),
     ("serve/kv_events.py", "publish events"),
     ("serve/run.py", "restart"),
     ("transfer/transfer_queue.py", "load"),
@@ -276,23 +280,52 @@ def test_events_go_on_after_an_error(inject, label):
     assert failures() == {} and raised.is_set()
 
 
-def test_a_caller_whose_answer_fails_delays_no_other(inject):
-    raised, served = inject("answer a caller"), list[bytes]()
+def two_hosts():
+    address = f"127.0.0.1:{free_port()}"
+    return [Hosts(address, 2, number, WAIT) for number in range(2)]
 
-    def answer(caller, admit):
-        admit()
-        with caller:
-            served.append(caller.recv(1))
 
-    bound = socket.create_server(("127.0.0.1", 0))
-    place = bound.getsockname()
-    listener = Listener(answer, bound)
-    with socket.create_connection(place, WAIT):
-        until(raised.is_set)
-        with socket.create_connection(place, WAIT) as second:
-            second.sendall(b"2")
-            until(lambda: served == [b"2"])
-    listener.close()
+def test_a_caller_whose_answer_fails_is_dropped_and_calls_again(inject):
+    raised = inject("answer a caller")
+
+    def lead(hosts):
+        peers, port = meet(hosts, {})
+        welcome(peers, port)
+        return peers, port
+
+    with ThreadPoolExecutor(2) as pool:
+        first, second = two_hosts()
+        ends = [pool.submit(lead, first), pool.submit(meet, second, {})]
+        (peers, port), (peer, told) = (end.result(WAIT) for end in ends)
+    assert raised.is_set() and port == told
+    for connection in (*peers.values(), *peer.values()):
+        connection.close()
+
+
+@pytest.mark.parametrize("label", ["ling3-host-0", "ling3-host-1", "ling3-beat"])
+def test_the_end_of_a_thread_between_hosts_is_told_to_both_hosts(monkeypatch, inject, label):
+    """Without its watch or its signs of life a host would wait for ever, or end the others without a reason."""
+
+    class NoService:
+        def __init__(self, *_):
+            pass
+
+        def end(self):
+            pass
+
+    monkeypatch.setattr(channels, "Service", NoService)
+    raised, lost = inject(label), ([], [])
+    with ThreadPoolExecutor(2) as pool:
+        made = [
+            pool.submit(Channel, hosts, {}, lambda *how, number=number: lost[number].append(how))
+            for number, hosts in enumerate(two_hosts())
+        ]
+        made = [channel.result(WAIT) for channel in made]
+    until(lambda: all(lost))
+    assert raised.is_set() and lost[0] == lost[1] and lost[0][0][1] == 1
+    assert re.fullmatch(rf"host \d: its thread ended: Injected: injected into {label}", lost[0][0][0])
+    for channel in made:
+        channel.close()
 
 
 def test_programs_load_on_demand_after_their_thread_ended(inject):

@@ -95,9 +95,9 @@ def test_tokens_are_those_of_one_engine(folder: Path, expected: list[tuple[int, 
 
 def test_an_artifact_without_split_programs_is_refused(artifact: Artifacts):
     whole = artifact("micro-tp1")
-    with pytest.raises(ArtifactError, match="expected the programs of `build --afd`, found none"):
+    with pytest.raises(ArtifactError, match="the artifact has none of the programs of `build --afd`"):
         FfnWorker(whole, name(), report=quiet)
-    with pytest.raises(ArtifactError, match="expected the programs of `build --afd`, found none"):
+    with pytest.raises(ArtifactError, match="the artifact has none of the programs of `build --afd`"):
         Engine(whole, report=quiet, ffn="any")
 
 
