@@ -37,7 +37,6 @@ class Line:
 
     Args:
         number: Place of the line in the input, from 0.
-        model: Name of the model; a body may omit it.
         defaults: Fields that the line's body need not set.
 
     Attributes:
@@ -91,12 +90,7 @@ class Line:
         return call
 
     def answer(self, completions: Sequence[Completion], run: str) -> bytes:
-        """The line of the output, with its line break.
-
-        Args:
-            completions: One for each request of ``call``.
-            run: The run's id.
-        """
+        """The line of the output, with its line break: a completion for each request of ``call``."""
         name = f"{run}_{self.number}"
         if self.refusal is not None:
             status, body = self.refusal.status, self.refusal.body()

@@ -12,13 +12,14 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from ling3export.artifacts.files import open_own, remove, rename, writing
+from ling3export.artifacts.manifest import read_manifest
 from ling3export.foundation.errors import Ling3Error, RequestError
-from ling3export.foundation.extras import installed
 from ling3export.foundation.reading import opened
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.batch.lines import LONGEST, Line, is_answer
@@ -26,7 +27,7 @@ from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import EngineStopped, RequestFailed
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.fleet.cluster import Cluster, Work
+from ling3export.runners.fleet.cluster import Cluster, ClusterError, Work
 from ling3export.runners.serve.answers import stopped
 
 WINDOW = 16  # requests in flight for each slot: short answers go on while a long one runs
@@ -41,7 +42,7 @@ class BatchError(Ling3Error):
 
 
 class BatchRun(NamedTuple):
-    """What decides the answers, apart from the lines."""
+    """All that decides the answers except the lines."""
 
     id: str  # digest of artifact, input, model and settings
     model: str
@@ -66,27 +67,25 @@ def run_batch(engine: Engine, source: Path, output: Path, **options: Any) -> Bat
     Raises:
         EngineStopped: The engine ended; the same call continues from the answers so far.
     """
-
-    def answered(run: BatchRun, lines: Iterator[NumberedLine]) -> Iterator[BatchAnswer]:
-        return answers(engine, run, lines)
-
-    return answer_file(engine.manifest.sha256 or "", answered, source, output, **options)
+    return answer_file(engine.manifest.sha256 or "", partial(answers, engine), source, output, **options)
 
 
 def run_batch_on(
     cluster: Cluster, artifact: Path, config: EngineConfig, source: Path, output: Path, **options: Any
 ) -> BatchSummary:
     """Answers the lines of ``source`` by engines of a cluster. The options are those of ``answer_file``."""
-    work = Work(artifact, config, _piece_answers, _description)
+    work = Work(artifact, config, _piece_answers)
+
+    def answered(run: BatchRun, lines: Iterator[NumberedLine]) -> Iterator[BatchAnswer]:
+        pieces = iter(lambda: [*islice(lines, PIECE)], [])
+        for digest, piece in cluster.results(work, ((run, piece) for piece in pieces)):
+            if digest != manifest.sha256:
+                raise ClusterError("ray: a node has another artifact", "all nodes need the same artifact")
+            yield from piece
+
+    manifest = read_manifest(artifact)
     with cluster.connected():
-        description = cluster.description(work)
-
-        def answered(run: BatchRun, lines: Iterator[NumberedLine]) -> Iterator[BatchAnswer]:
-            pieces = iter(lambda: [*islice(lines, PIECE)], [])
-            for piece in cluster.results(work, ((run, piece) for piece in pieces), description):
-                yield from piece
-
-        return answer_file(description["artifact"], answered, source, output, **options)
+        return answer_file(manifest.sha256 or "", answered, source, output, **options)
 
 
 def answer_file(
@@ -105,8 +104,7 @@ def answer_file(
 
     Args:
         artifact: The sha256 of its manifest.
-        source: JSON lines.
-        output: Gets a line for each line of the shard.
+        source: JSON lines; ``output`` gets a line for each line of the shard.
         model: The model's name in answers.
         settings: Fields of a request that lines do not set; ``seed`` is that of line 0.
         shard: A shard is a range of lines, so the outputs of all shards, one after the other, are the whole output.
@@ -121,8 +119,8 @@ def answer_file(
     identity = json.dumps([artifact, model, digest, settings], sort_keys=True).encode()
     run = BatchRun(f"batch_req_{hashlib.sha256(identity).hexdigest()[:12]}", model, settings)
     mine = range(count * shard.index // shard.count, count * (shard.index + 1) // shard.count)
-    partial = output.with_name(f"{output.name}.partial")
-    with _opened(partial) as file:
+    growing = output.with_name(f"{output.name}.partial")
+    with _opened(growing) as file:
         if force:
             remove(output)
             file.truncate(0)
@@ -130,9 +128,9 @@ def answer_file(
             with _readable(output) as whole:
                 if (finished := _finished(whole, run.id, mine, output)[0]) != len(mine):
                     raise BatchError(f"batch output `{output}`: it has {finished} answers of {len(mine)}", ANEW)
-            remove(partial)
+            remove(growing)
             return BatchSummary(len(mine), 0, len(mine))
-        earlier, end = _finished(file, run.id, mine, partial)
+        earlier, end = _finished(file, run.id, mine, growing)
         file.truncate(end)  # cuts away a line that was broken off
         file.seek(end)
         refused = 0
@@ -142,7 +140,7 @@ def answer_file(
             file.flush()
             progress(number)
         os.fsync(file.fileno())
-        rename(partial, output)
+        rename(growing, output)
     return BatchSummary(len(mine), refused, earlier)
 
 
@@ -175,13 +173,10 @@ def answers(engine: Engine, run: BatchRun, lines: Iterable[NumberedLine]) -> Ite
             yield first_answer()
 
 
-def _piece_answers(engine: Engine, piece: tuple[BatchRun, Sequence[NumberedLine]]) -> list[BatchAnswer]:
-    return [*answers(engine, *piece)]
-
-
-def _description(engine: Engine) -> dict[str, Any]:
-    versions = {name: installed(name) for name in ("ling3export", "jax", "jaxlib", "numpy")}
-    return {"artifact": engine.manifest.sha256, "target": engine.target, **versions}
+def _piece_answers(
+    engine: Engine, piece: tuple[BatchRun, Sequence[NumberedLine]]
+) -> tuple[str | None, list[BatchAnswer]]:
+    return engine.manifest.sha256, [*answers(engine, *piece)]
 
 
 def _scanned(source: Path) -> tuple[str, int]:
@@ -218,13 +213,13 @@ def _readable(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextmanager
-def _opened(partial: Path) -> Iterator[BinaryIO]:
+def _opened(path: Path) -> Iterator[BinaryIO]:
     """The growing output, which one process at a time may write."""
-    with writing(partial), open_own(partial) as file:
+    with writing(path), open_own(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise BatchError(f"batch output `{partial}`: another process writes it", "wait until it ends") from None
+            raise BatchError(f"batch output `{path}`: another process writes it", "wait until it ends") from None
         yield file
 
 

@@ -31,7 +31,7 @@ _cluster_section = section(
 
 
 def cluster_options(command: Callable[..., Any]) -> Any:
-    """Gives a command the options of a Ray cluster. It gets ``cluster``: a ``Cluster``, or None without ``--ray``."""
+    """The options of a Ray cluster; a command gets ``cluster``: a ``Cluster``, or None without ``--ray``."""
 
     @wraps(command)
     def clustered(ray: str | None, replicas: int, resources: str, **options: Any) -> Any:

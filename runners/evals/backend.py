@@ -1,4 +1,4 @@
-"""What answers an evaluation's prompts: a small protocol, and the engine that implements it."""
+"""The source of an evaluation's answers: a small protocol, and the engine that implements it."""
 
 import os
 import subprocess
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ling3export.foundation.errors import RankDivergence, RequestError
+from ling3export.foundation.errors import RankDivergence, RequestError, listed
 from ling3export.foundation.extras import installed
 from ling3export.machine.environment import compiler_flags, memory_limit
 from ling3export.runners.engine.config import EngineConfig
@@ -18,7 +18,7 @@ from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.request import Completion, Request, Sampling
 from ling3export.runners.evals.run_file import Prompt
 from ling3export.runners.evals.trials import EvalError, InfraError
-from ling3export.runners.fleet.cluster import Cluster, Work
+from ling3export.runners.fleet.cluster import Cluster, ClusterError, Work
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,9 @@ class PromptResult:
 
 
 class EvalBackend(Protocol):
-    """Answers the prompts of an evaluation.
+    """Answers the prompts of an evaluation."""
 
-    Attributes:
-        ended: Called as each prompt of a batch ends, where answers are made in this process.
-    """
-
+    # Called as each prompt of a batch ends, where answers are made in this process.
     ended: Callable[[], None] = staticmethod(lambda: None)
 
     def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
@@ -58,7 +55,7 @@ class EvalBackend(Protocol):
         """
 
     def stats(self) -> dict[str, Any]:
-        """The engine's counters since its start; empty for several engines, each of which has its own."""
+        """The engine's counters since its start; empty for several engines."""
         return {}
 
     def digests(self) -> Sequence[bytes]:
@@ -83,11 +80,7 @@ class EngineBackend(EvalBackend, AbstractContextManager["EngineBackend"]):
         self._engine.check(self._request(prompt))
 
     def generate(self, prompts: Sequence[PromptRequest]) -> list[Completion]:
-        """Completes a batch, in order.
-
-        Raises:
-            RequestError: One of the prompts can never be served; then none is started.
-        """
+        """Completes a batch, in order; RequestError if one of the prompts can never be served: then none is started."""
         return self._engine.complete([self._request(prompt) for prompt in prompts], self.ended)
 
     def stats(self) -> dict[str, Any]:
@@ -140,22 +133,27 @@ class ClusterBackend(EvalBackend):
     """Engines of a cluster. Each answers one batch at a time, so batches are those of a single engine."""
 
     def __init__(self, cluster: Cluster, artifact: Path, config: EngineConfig) -> None:
-        self._cluster, self._work = cluster, Work(artifact, config, _batch_answers, _description)
-        self._environment = cluster.description(self._work)
+        self._cluster, self._work = cluster, Work(artifact, config, _batch_answers)
+        ((self._environment, _),) = cluster.results(self._work, [((), 0)])
 
     def answers(self, batches: Iterable[Sequence[PromptRequest]], retry: int) -> Iterator[Sequence[PromptResult]]:
-        return self._cluster.results(self._work, ((batch, retry) for batch in batches), self._environment)
+        mine = self._environment
+        for environment, results in self._cluster.results(self._work, ((batch, retry) for batch in batches)):
+            if environment != mine:
+                names = [name for name in sorted({*environment, *mine}) if environment.get(name) != mine.get(name)]
+                hint = "all nodes need the same artifact and the same versions of Python's packages"
+                raise ClusterError(f"ray: nodes differ in {listed(names)}", hint)
+            yield results
 
     def environment(self) -> dict[str, Any]:
         return self._environment
 
 
-def _batch_answers(engine: Engine, piece: tuple[Sequence[PromptRequest], int]) -> list[PromptResult]:
-    return answered(EngineBackend(engine), *piece)
-
-
-def _description(engine: Engine) -> dict[str, Any]:
-    return EngineBackend(engine).environment()
+def _batch_answers(
+    engine: Engine, piece: tuple[Sequence[PromptRequest], int]
+) -> tuple[dict[str, Any], list[PromptResult]]:
+    backend = EngineBackend(engine)
+    return backend.environment(), answered(backend, *piece)
 
 
 def answered(backend: EngineBackend, prompts: Sequence[PromptRequest], retry: int) -> list[PromptResult]:

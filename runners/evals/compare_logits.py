@@ -1,23 +1,37 @@
-"""The distance of two artifacts' distributions over a text: the cost of quantized weights, for example."""
+"""The distance of two artifacts' distributions over a text: the cost of quantized weights, for example.
+
+A text is cut into windows that overlap by half: the first half of each is prefilled, and the tokens of the second are
+decoded as they are in the text, many windows a step. So each token after the first half is judged once, after half a
+window or more. Every artifact has programs for this; score programs give whole rows only at the ends of chunks.
+
+Each artifact runs in a process of its own, because the number of devices is fixed when jax starts, and the memory of
+one must be free before the next is loaded. The first writes its logits into a file, the second judges its own by them.
+"""
 
 import itertools
 import math
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ling3export.artifacts.files import create
 from ling3export.artifacts.schema import Manifest
 from ling3export.artifacts.signing import read_trusted
+from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.processes import Child, Failure, Parent, ending
 from ling3export.foundation.reading import opened
 from ling3export.runners.calibrate.receipts import log_softmax
-from ling3export.runners.evals.logits import judged
+from ling3export.runners.engine.inputs import Span, decode_fields, fitting, prefill_fields
 from ling3export.runners.evals.trials import EvalError
 from ling3export.runners.text.tokenizer import TokenizerFiles
+
+if TYPE_CHECKING:
+    from ling3export.runners.load.loader import Loaded
 
 LETTERS = 32  # bytes of a text that are read for each token at most
 ROOM = "judge fewer tokens with --tokens, or name a folder with more room in TMPDIR"
@@ -50,14 +64,10 @@ class Row(NamedTuple):
 
 
 def judge(a: np.ndarray, b: np.ndarray, token: int) -> Row:
-    """Two rows of logits [V], and the token that follows in the text.
-
-    Raises:
-        EvalError: A number is not finite.
-    """
+    """Two rows of logits [V], and the token that follows in the text; EvalError if a number is not finite."""
     for name, row in (("A", a), ("B", b)):
         if not np.isfinite(row).all():
-            raise EvalError(f"logits of {name}: expected finite numbers, found others")
+            raise EvalError(f"logits of {name}: a number is not finite")
     p, q = log_softmax(a), log_softmax(b)
     return Row(float(np.exp(p) @ (p - q)), bool(np.argmax(a) == np.argmax(b)), float(p[token]), float(q[token]))
 
@@ -92,12 +102,12 @@ def compare_logits(
     progress: Callable[[int, int], None] = lambda done, total: None,
     **options: Any,
 ) -> LogitsComparison:
-    """Runs a text through A, whose logits are kept in a file, and then through B.
+    """Runs a text through A, and then through B.
 
-    Memory beyond one loaded artifact is that of a step's rows; the file takes ``tokens * vocab_size * 4`` bytes.
+    A's logits lie in a file meanwhile, of ``tokens * vocab_size * 4`` bytes.
 
     Args:
-        b: Of A's vocabulary, with any form of weights and any target.
+        b: An artifact with A's vocabulary, with any form of weights and any target.
         text: A file in UTF-8; no more of it is read than is judged.
         tokens: Most tokens that are judged.
         window: Most tokens that the model sees at once; a shorter context or text bounds it.
@@ -106,8 +116,8 @@ def compare_logits(
 
     Raises:
         EvalError: The artifacts have other vocabularies or tokenizers, the text is too short or no text, there is no
-            room for the file, or a number is not finite.
-        Ling3Error: An artifact cannot be loaded or run here.
+            room for the file.
+        Ling3Error: An artifact cannot be loaded or run here, or a number is not finite.
     """
     ids, half, vocab = _text(a, b, text, tokens, window)
     count, done, rows = len(ids) - half, 0, list[Row]()
@@ -115,22 +125,29 @@ def compare_logits(
         if shutil.disk_usage(folder).free < count * vocab * 4:
             needed = f"{count:,} tokens * {vocab:,} logits * 4 bytes = {count * vocab * 4 / 1e9:.1f} GB"
             raise EvalError(f"logits of A: expected room for {needed}, found less, in {folder}", ROOM)
-        kept, step = Path(folder, "a"), Path(folder, "b")
-        for places in judged(a, ids, half, kept, whole=True, **options):
-            done += len(places)
-            progress(done, 2 * count)
-        for places in judged(b, ids, half, step, whole=False, **options):
-            for place, q in zip(places, _rows(step, range(len(places)), vocab), strict=True):
-                (p,) = _rows(kept, [place], vocab)
-                rows.append(judge(p, q, ids[half + place]))
-            done += len(places)
-            progress(done, 2 * count)
+        for judges, artifact in ((False, a), (True, b)):
+            job = {"ids": ids, "half": half, "logits": str(Path(folder, "a")), "judges": judges}
+            for step in _steps_of(artifact, {**job, "options": options}):
+                rows += [Row(*row) for row in step["rows"]]
+                done += step["count"]
+                progress(done, 2 * count)
     return summed(rows, 2 * half)
 
 
-def _rows(file: Path, places: Sequence[int], vocab: int) -> Iterator[np.ndarray]:
-    for place in places:
-        yield np.fromfile(file, np.float32, vocab, offset=place * vocab * 4)
+def _steps_of(artifact: Path, job: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The results of each step of an artifact's process: how many rows, and those that it judged."""
+    with Child(__name__, shown=True) as child:
+        child.send({**job, "artifact": str(artifact)})
+        while True:
+            message = child.receive()
+            if message is None:
+                raise EvalError(f"artifact `{artifact.name}`: its process {ending(child.ended()[0])}")
+            if "failure" in message:
+                failure = Failure(**message["failure"])
+                raise Ling3Error(failure.error, failure.hint)
+            if not message:
+                return
+            yield message
 
 
 def _text(a: Path, b: Path, text: Path, tokens: int, window: int) -> tuple[list[int], int, int]:
@@ -161,3 +178,73 @@ def _text(a: Path, b: Path, text: Path, tokens: int, window: int) -> tuple[list[
 
 def _ids(folder: Path, manifest: Manifest, text: str) -> list[int]:
     return TokenizerFiles(folder, manifest.tokenizer, manifest.eos_token_ids).tokenizer("text").encode(text)
+
+
+def steps(loaded: "Loaded", ids: Sequence[int], half: int) -> Iterator[tuple[list[int], np.ndarray]]:
+    """The logits fp32 ``[rows, vocab]`` of each step; row i of all judges ``ids[half + i]``.
+
+    Raises:
+        ArtifactError: The target has too few pages for a window.
+    """
+    from ling3export.runners.calibrate.vectors import page_table
+
+    runner, target, state = loaded.runner, loaded.record, loaded.record.state
+    starts = range(0, len(ids) - half, half)
+    pages = math.ceil(min(2 * half, len(ids)) / state.page_size)
+    most = min(state.slots, max(1, state.pages // pages))
+    padding = fitting(min(most, len(starts)), target.paddings("decode"))
+    together = min(most, padding)
+    table = page_table(state, together, pages)
+    for first in range(0, len(starts), together):
+        group = starts[first : first + together]
+        for slot, start in enumerate(group, 1):
+            at = 0
+            while at < half:
+                size = fitting(half - at, target.paddings("prefill"))
+                tokens = ids[start + at : start + min(at + size, half)]
+                fields = prefill_fields(size, [Span(slot, at, tokens)], state.chunk, table)
+                logits = runner.step("prefill", size, fields)
+                at += len(tokens)
+            last = math.ceil(len(tokens) / state.chunk) - 1
+            yield [start], loaded.read(logits)[last : last + 1]
+        for place in range(half, 2 * half - 1):
+            live = [(slot, start) for slot, start in enumerate(group, 1) if start + place + 1 < len(ids)]
+            if not live:
+                break
+            tokens = [ids[start + place] for _, start in live]
+            fields = decode_fields(padding, [slot for slot, _ in live], [place] * len(live), table, tokens)
+            judged = [start + place + 1 - half for _, start in live]
+            yield judged, loaded.read(runner.step("decode", padding, fields))[: len(live)]
+
+
+def _run(parent: Parent, job: Mapping[str, Any]) -> None:
+    from ling3export.runners.load.loader import load
+
+    loaded, file = load(job["artifact"], **job["options"]), Path(job["logits"])
+    shape = len(job["ids"]) - job["half"], loaded.manifest.vocab_size
+    if not job["judges"]:
+        with open(create(file), "wb") as new:
+            new.truncate(4 * shape[0] * shape[1])
+    kept = np.memmap(file, np.float32, "r" if job["judges"] else "r+", shape=shape)
+    for places, logits in steps(loaded, job["ids"], job["half"]):
+        rows = []
+        if job["judges"]:
+            pairs = zip(places, logits, strict=True)
+            rows = [judge(kept[place], row, job["ids"][job["half"] + place]) for place, row in pairs]
+        else:
+            kept[places] = logits
+        parent.send({"count": len(places), "rows": rows})
+    parent.send({})
+
+
+def main() -> None:
+    """The process of an artifact."""
+    parent = Parent()
+    try:
+        _run(parent, parent.receive())
+    except Exception as error:
+        parent.send({"failure": asdict(Failure.of(error))})
+
+
+if __name__ == "__main__":
+    main()

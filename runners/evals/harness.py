@@ -73,15 +73,7 @@ class MinimalEvalHarness:
 def graded(
     task: Task, number: int, transcript: Any, outcome: Any, attempts: tuple[InfraError, ...], *, details: bool = False
 ) -> Trial:
-    """The trial of an answer.
-
-    Args:
-        transcript: A Transcript, or the agent's own object.
-        outcome: An Outcome, or the agent's own object; an Outcome if there are details.
-
-    Raises:
-        GraderError: A grader failed.
-    """
+    """The trial of an answer. Details need an Outcome; otherwise both may be the agent's own objects."""
     grades, passed = grade(task, transcript, outcome)
     seen = transcript if isinstance(transcript, Transcript) else Transcript(text_of(transcript))
     kept = (

@@ -46,12 +46,9 @@ def run_suite(
     Args:
         path: The run's file.
         shard: Every N-th batch; batches stay whole, because the company of a trial can decide the last bits of its
-            logits.
+            logits. The returned run has the trials of the shard.
         force: Begin again, and replace the file.
         progress: Called with the numbers of finished and of all trials, as trials end.
-
-    Returns:
-        The trials of the shard.
 
     Raises:
         EvalError: The suite is empty, or the file is that of another run.

@@ -105,12 +105,7 @@ class Run:
 
 
 class RunFile:
-    """The file of a run that is being written.
-
-    Attributes:
-        lines: Number of lines.
-        done: The finished trials.
-    """
+    """The file of a run that is being written: its number of lines, and the finished trials."""
 
     def __init__(self, path: Path, file: BinaryIO, lines: int, done: dict[Pair, Trial]) -> None:
         self.path, self._file, self.lines, self.done = path, file, lines, done
@@ -125,11 +120,7 @@ class RunFile:
 
 @contextmanager
 def open_run(path: Path, header: Header, tasks: Sequence[TaskRecord], *, force: bool = False) -> Iterator[RunFile]:
-    """Begins a run, or continues one with the same header and tasks.
-
-    Raises:
-        EvalError: The file is that of another run or something else, or another process writes it.
-    """
+    """Begins a run, or continues one with the same header and tasks; EvalError if the file is another one."""
     head = b"".join([_line("run", header), *(_line("task", task) for task in tasks)])
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,12 +151,9 @@ def open_run(path: Path, header: Header, tasks: Sequence[TaskRecord], *, force: 
 def read_run(*paths: Path, whole: bool = True) -> Run:
     """The run of a file, or of the files of its shards.
 
-    Args:
-        paths: One file or more.
-        whole: Whether all trials of the run must be there.
-
     Raises:
-        EvalError: A file cannot be read, holds something else or lines of several runs, or a trial is missing.
+        EvalError: A file cannot be read, holds something else or lines of several runs, or ``whole`` and a trial is
+            missing.
     """
     data = []
     for path in paths:
@@ -225,7 +213,6 @@ def prompt_of(task_input: dict[str, Any]) -> Prompt:
 
 
 def tasks_digest(tasks: Iterable[TaskRecord]) -> str:
-    """The sha256 of a suite's tasks."""
     return sha256_of(to_json(tuple(tasks)))
 
 

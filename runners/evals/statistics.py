@@ -11,7 +11,7 @@ KS = (1, 3, 5, 10)
 
 
 def pass_at_k(n: int, c: int, k: int) -> float | None:
-    """Probability that at least one of ``k`` trials drawn from ``n``, of which ``c`` passed, passed.
+    """Probability that at least one of ``k`` trials drawn from ``n`` with ``c`` passes, passed.
 
     ``1 - C(n-c, k) / C(n, k)``: unbiased (Chen et al. 2021). None if ``n < k``, where it is undefined.
     """
@@ -19,7 +19,7 @@ def pass_at_k(n: int, c: int, k: int) -> float | None:
 
 
 def pass_hat_k(n: int, c: int, k: int) -> float | None:
-    """Probability that all of ``k`` trials drawn from ``n``, of which ``c`` passed, passed.
+    """Probability that all of ``k`` trials drawn from ``n`` with ``c`` passes, passed.
 
     ``C(c, k) / C(n, k)``: unbiased (tau-bench). None if ``n < k``, where it is undefined.
     """

@@ -47,35 +47,23 @@ REFERENCE_SETTINGS = {
 
 @dataclass(frozen=True)
 class Suite:
-    """Tasks that belong together.
-
-    Attributes:
-        files: sha256 of every file that the tasks came from, by name.
-        reference: Score of the reference evaluation.
-        settings: Settings of the run (RunConfig) that this suite fixes.
-        product: Whether its graders look at counters and files of the product.
-        notes: For readers of the report.
-    """
+    """Tasks that belong together."""
 
     name: str
     tasks: list[Task]
-    files: dict[str, str] = field(default_factory=dict)
-    reference: float | None = None
-    settings: dict[str, Any] = field(default_factory=dict)
-    product: bool = False
-    notes: tuple[str, ...] = ()
+    files: dict[str, str] = field(default_factory=dict)  # sha256 of every file that the tasks came from, by name
+    reference: float | None = None  # score of the reference evaluation
+    settings: dict[str, Any] = field(default_factory=dict)  # settings of the run (RunConfig) that this suite fixes
+    product: bool = False  # whether its graders look at counters and files of the product
+    notes: tuple[str, ...] = ()  # for readers of the report
 
 
 def load_suite(name: str, data: Path | None = None, limit: int | None = None) -> Suite:
-    """A ready suite by its name, or the tasks of a file.
+    """A ready suite by its name, or the tasks of a file; with ``limit``, the first of them.
 
     Args:
         name: One of SUITES, or the path of a task file.
         data: The folder or the file of a data set.
-        limit: Keeps the first tasks; None keeps all.
-
-    Raises:
-        EvalError: There is no such suite; or its data is missing, or is something else.
     """
     if name in SUITES:
         suite = SUITES[name](data)

@@ -71,11 +71,7 @@ def check_unique(tasks: list[Task], where: str) -> None:
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON file (a list, or ``{"data": […]}``), or of JSON lines.
-
-    Raises:
-        EvalError: The file is something else.
-    """
+    """The objects of a JSON file (a list, or ``{"data": […]}``), or of JSON lines."""
     text, records = _text(path), None
     if path.suffix == ".jsonl":
         records = [_json(line, path) for line in text.split("\n") if line.strip()]
@@ -89,11 +85,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def check_tasks(tasks: Sequence[Task]) -> list[str]:
-    """The mistakes of tasks: each must be passed by its reference solution, and not by an empty answer.
-
-    Raises:
-        GraderError: A grader failed.
-    """
+    """The mistakes of tasks: each must be passed by its reference solution, and not by an empty answer."""
     mistakes = []
     for task in tasks:
         if task.reference_solution is None:

@@ -157,35 +157,23 @@ class ExpectedOutcome(Fields):
 
 
 class Task(Fields):
-    """A prompt, and the graders of its answers.
+    """A prompt, and the graders of its answers; pydantic.ValidationError if a field is wrong.
 
-    Attributes:
-        id: Unique within a suite.
-        suite: The suite's name; for tasks of a file, by default the file's name.
-        target: The right answer, in the form that the graders read.
-        choices: The options of a multiple-choice question.
-        graders: Each is a GraderSpec, a callable, the name of a kind, or an object with ``kind`` and its arguments.
-            They include those of ``expected_outcome`` and ``grader`` once the task is made.
-        category: A word by which reports count.
-        reference_solution: A text that passes all graders.
-        expected_outcome: Shorthand for graders.
-        grader: Shorthand for one grader.
-
-    Raises:
-        pydantic.ValidationError: A field is missing or unknown, or has the wrong type.
+    A grader is a GraderSpec, a callable, the name of a kind, or an object with ``kind`` and its arguments.
     """
 
-    id: StrictStr = Field(min_length=1)
+    id: StrictStr = Field(min_length=1)  # unique within a suite
     input: TaskInput
-    suite: StrictStr = ""
-    target: StrictStr = ""
-    choices: list[StrictStr] | None = None
+    suite: StrictStr = ""  # for tasks of a file, by default the file's name
+    target: StrictStr = ""  # the right answer, in the form that the graders read
+    choices: list[StrictStr] | None = None  # the options of a multiple-choice question
     graders: list[Annotated[InstanceOf[GraderSpec], BeforeValidator(_grader)]] = []  # pydantic copies it
     metadata: dict[str, Any] = {}
     difficulty: StrictStr | None = None
     category: StrictStr | None = None
     grading: Grading = Grading()
-    reference_solution: StrictStr | None = None
+    reference_solution: StrictStr | None = None  # a text that passes all graders
+    # Shorthands of graders, which ``graders`` includes once the task is made.
     expected_outcome: ExpectedOutcome | None = Field(default=None, exclude=True)
     grader: Grader | None = Field(default=None, exclude=True)
 

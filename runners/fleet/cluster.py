@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ling3export.foundation.errors import Ling3Error, listed
+from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.processes import Failure
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
@@ -30,22 +30,15 @@ class ClusterError(Ling3Error):
 
 @dataclass(frozen=True)
 class Work:
-    """What each engine of a cluster runs.
+    """The work of each engine: ``answer`` gives the result of a piece. Pieces and results go through pickle."""
 
-    Attributes:
-        artifact: A path that every node can read.
-        answer: Gives the result of a piece. Pieces and results go through pickle.
-        describe: Gives what must be equal on all nodes.
-    """
-
-    artifact: Path
+    artifact: Path  # that every node can read
     config: EngineConfig
     answer: Callable[[Engine, Any], Any]
-    describe: Callable[[Engine], dict[str, Any]]
 
 
 class EngineActor:
-    """An engine in an actor of Ray Data. A block is a list of one piece, or an empty one."""
+    """An engine in an actor of Ray Data, for blocks of one piece."""
 
     def __init__(self, work: Work) -> None:
         self._work = work
@@ -54,11 +47,9 @@ class EngineActor:
     def __call__(self, block: Any) -> Any:
         import pyarrow
 
-        work = self._work
         try:
-            self._engine = self._engine or Engine(work.artifact, work.config)
-            pieces = pickle.loads(block["piece"][0].as_py())
-            result: Any = [work.describe(self._engine), *(work.answer(self._engine, piece) for piece in pieces)]
+            self._engine = self._engine or Engine(self._work.artifact, self._work.config)
+            result = self._work.answer(self._engine, pickle.loads(block["piece"][0].as_py()))
         except EngineStopped:
             os._exit(1)  # Ray starts this actor again, and repeats the piece
         except Exception as error:
@@ -68,17 +59,11 @@ class EngineActor:
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster, and the share of it that is used.
+    """A Ray cluster, and the share of it that is used."""
 
-    Attributes:
-        address: ``auto`` for the cluster of this machine, ``local`` to start one here, or HOST:PORT of its head.
-        replicas: Number of engines.
-        resources: Needs of each engine, by Ray's names.
-    """
-
-    address: str
-    replicas: int
-    resources: Mapping[str, float]
+    address: str  # ``auto`` for the cluster of this machine, ``local`` to start one here, or HOST:PORT of its head
+    replicas: int  # number of engines
+    resources: Mapping[str, float]  # needs of each engine, by Ray's names
 
     @contextmanager
     def connected(self) -> Iterator[None]:
@@ -106,27 +91,14 @@ class Cluster:
             finally:
                 ray.shutdown()
 
-    def description(self, work: Work) -> dict[str, Any]:
-        """The description of one engine, which is loaded and closed for it."""
-        ((description,),) = self._results(work, [[]], 1)
-        return description
-
-    def results(self, work: Work, pieces: Iterable[Any], description: Mapping[str, Any]) -> Iterator[Any]:
+    def results(self, work: Work, pieces: Iterable[Any]) -> Iterator[Any]:
         """The results of pieces, in order. All pieces are read before the first result is given.
 
         Raises:
-            ClusterError: A piece ended several workers, or a node differs from ``description``.
-            Ling3Error: An engine cannot be loaded, or ``answer`` failed.
+            ClusterError: An engine cannot be loaded, ``answer`` failed, or a piece ended several workers.
         """
-        for other, result in self._results(work, [[piece] for piece in pieces], self.replicas):
-            if other != description:
-                names = [name for name in sorted({*other, *description}) if other.get(name) != description.get(name)]
-                hint = "all nodes need the same artifact and the same versions of Python's packages"
-                raise ClusterError(f"ray: nodes differ in {listed(names)}", hint)
-            yield result
-
-    def _results(self, work: Work, pieces: list[list[Any]], replicas: int) -> Iterator[list[Any]]:
-        if not pieces:
+        rows = [{"piece": pickle.dumps(piece)} for piece in pieces]
+        if not rows:
             return
         from ray import data
         from ray.exceptions import RayError
@@ -135,14 +107,13 @@ class Cluster:
         context.enable_progress_bars = False
         context.execution_options.preserve_order = True
         logging.getLogger("ray.data").setLevel(logging.ERROR)
-        blocks = data.from_items([{"piece": pickle.dumps(piece)} for piece in pieces], override_num_blocks=len(pieces))
         others = {name: number for name, number in self.resources.items() if name not in NAMED}
-        answered = blocks.map_batches(
+        answered = data.from_items(rows, override_num_blocks=len(rows)).map_batches(
             EngineActor,
             fn_constructor_args=[work],
             batch_size=1,
             batch_format="pyarrow",
-            compute=data.ActorPoolStrategy(size=min(replicas, len(pieces)), max_tasks_in_flight_per_actor=2),
+            compute=data.ActorPoolStrategy(size=min(self.replicas, len(rows)), max_tasks_in_flight_per_actor=2),
             **{"num_cpus": 0} | {NAMED[name]: number for name, number in self.resources.items() if name in NAMED},
             **({"resources": others} if others else {}),
             max_restarts=TRIES,

@@ -23,6 +23,7 @@ UNSIGNED = {
     "artifacts.catalog.publish": "what it publishes is signed here",
     "artifacts.signing": "the door itself",
     "artifacts.staging": "whether an artifact is there at all",
+    "runners.batch.run": "the digest that names answers; the engines of a cluster ask for trust",
     "runners.bench_serving.measure": "counts tokens by the tokenizer's files",
     "cli.catalog": "the digest that an evaluation names",
     "cli.graph": "programs are read as text, and do not run",

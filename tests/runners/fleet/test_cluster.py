@@ -88,7 +88,7 @@ def test_an_evaluation_on_a_cluster_is_that_of_one_engine(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["batch", "in.jsonl", "out"], "error: ray: artifact `nothing`: "),
+        (["batch", "in.jsonl", "out"], "error: artifact `nothing`: "),
         (["eval", "run", "run", "--suite", "product-smoke"], "suite `product-smoke` reads the counters of one engine"),
     ],
 )
