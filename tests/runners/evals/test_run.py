@@ -296,7 +296,7 @@ def test_predictions_of_another_run_or_damaged_ones_are_refused_and_kept(evaluat
     [
         ("mine", "it has no line of a run"),
         ("mine\n", "line 1: Expecting value"),
-        ("[]\n", "line 1: expected an object, found a list of 0"),
+        ("[]\n", "line 1: expected an object, found []"),
         ('{"kind": "trial"}\n', "line 1: expected the field task_id"),
         ('{"kind": "run", "format": 1, "config": {}}\n', "line 1: expected the field suite, environment, shard"),
         ("[" * 1_000_000 + "\n", "line 1: more than 16 levels of objects and lists"),
@@ -402,20 +402,20 @@ def test_golden_report(tmp_path):
 @pytest.mark.parametrize(
     ("number", "field", "value", "message"),
     [
-        (3, "output_token_ids", [1, "2"], "expected a whole number, found '2', at output_"),
-        (3, "n_prompt", True, "expected a whole number, found True, at n_prompt"),
+        (3, "output_token_ids", [1, "2"], 'expected a whole number, found "2", at output_'),
+        (3, "n_prompt", True, "expected a whole number, found true, at n_prompt"),
         (3, "attempts", [{"kind": "oom"}], "expected the field message, found none, at attempts[0]"),
-        (3, "passed", None, "expected null after an infrastructure error only, found None, at passed"),
-        (3, "status", "infra_error", "expected null after an infrastructure error only, found True, at passed"),
-        (3, "status", "well", "expected 'ok' or 'infra_error' or 'refused', found 'well', at status"),
+        (3, "passed", None, "expected null after an infrastructure error only, found null, at passed"),
+        (3, "status", "infra_error", "expected null after an infrastructure error only, found true, at passed"),
+        (3, "status", "well", 'expected "ok" or "infra_error" or "refused", found "well", at status'),
         (1, "id", 3, "line 2: expected a text, found 3, at id"),
         (1, "target", "43", "its tasks are not those of its header"),
         (0, "format", 2, "expected 1, found 2, at format"),
-        (0, "environment", [], "expected an object, found a list of 0, at environment"),
+        (0, "environment", [], "expected an object, found [], at environment"),
         (0, "shard", "2/2/2", "expected a share I/N, found `2/2/2`"),
         (0, "shard", 3, "expected a text, found 3, at shard"),
         (0, "config", {"batch": 0}, "`batch`: expected 1 or more, found 0"),
-        (0, "config", {"trials": "2"}, "expected a whole number, found '2', at config.trials"),
+        (0, "config", {"trials": "2"}, 'expected a whole number, found "2", at config.trials'),
     ],
 )
 def test_values_of_other_types_in_the_file_of_a_run_are_refused_by_name(tmp_path, number, field, value, message):
