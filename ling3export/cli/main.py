@@ -220,11 +220,20 @@ def _check_alone(chosen: set[str]) -> None:
 @click.option(
     "--from", "artifact", type=ARTIFACT, metavar="ARTIFACT", help="Take temporaries and estimates from this one."
 )
+@click.option(
+    "--tokens", type=click.IntRange(1), metavar="N", help="Tokens cached by each decoding sequence.  [default: 1024]"
+)
 @IGNORE
 @WIDE
 @JSON
 def plan(
-    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], wide: bool, as_json: bool, **options: Any
+    checkpoint: Path | None,
+    artifact: Path | None,
+    tokens: int | None,
+    ignore: tuple[str, ...],
+    wide: bool,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Show what a build would make, without compiling.
 
@@ -235,6 +244,7 @@ def plan(
     require("plan", "build", "flax")
     from ling3export.artifacts.records import to_json
     from ling3export.compile.build import DEMO
+    from ling3export.cost.roofline import TOKENS
     from ling3export.model.config import Config
     from ling3export.plan.plan import as_stored
     from ling3export.plan.pricing import described, priced
@@ -246,7 +256,7 @@ def plan(
         what, sizes = _fitted(config, what, chosen)
         if sizes is not None and not as_json:
             click.echo(sizes[0])  # the sum is shown with the target
-    prices = priced(config, what, artifact)
+    prices = priced(config, what, artifact, tokens or TOKENS)
     click.echo(json.dumps(to_json(prices)) if as_json else described(prices, wide=wide))
 
 

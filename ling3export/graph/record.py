@@ -4,11 +4,14 @@
 sum over these operations.
 """
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 SOURCES = ("compiler", "roofline", "measured")  # of an operation's seconds
 UNKNOWN = "unknown: counted once"  # the source of a loop's trips that nothing tells
+# Steps of a scope that jax adds: control flow, functions that it calls, equations of products.
+OF_JAX = re.compile(r"while|body|cond|branch_\w+|closed_call|call_exported|eval_jaxpr|shard_map|\w*\(.*\)|.*->.*")
 # Where an operation's bytes lie: a weight, an array of the state, or anything else (activations, batch, outputs).
 PLACES = ("weights", "state", "other")
 
@@ -73,9 +76,10 @@ class Operation:
 
     @property
     def part(self) -> str:
-        """The scope below the layer kind: ``q_proj``; empty if there is none."""
+        """The named scopes below the layer kind, such as ``q_proj``; empty if there are none."""
         steps = self.scope.split("/")
-        return "/".join(steps[steps.index(self.layer_kind) + 1 :]) if self.layer_kind in steps else ""
+        inside = steps[steps.index(self.layer_kind) + 1 : -1] if self.layer_kind in steps else []
+        return "/".join(step for step in inside if step != self.layer_kind and not OF_JAX.fullmatch(step))
 
 
 @dataclass(frozen=True)

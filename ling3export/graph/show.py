@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ling3export.foundation.tables import footnotes, selected
-from ling3export.graph.record import Graph, Operation
+from ling3export.graph.record import OF_JAX, Graph, Operation
 
 DETAILED = 5  # operations that are shown with everything
 
@@ -106,7 +106,7 @@ def _details(one: Operation, users: Sequence[str], limits: Limits | None) -> lis
     values = {
         "layer kind": f"{one.layer_kind or 'none'}, {ranges(one.layers)}" if one.layers else one.layer_kind or "none",
         "work": f"{one.kind} ({one.opcode})",
-        "scope": one.scope,
+        "scope": "/".join(step for step in one.scope.split("/") if not OF_JAX.fullmatch(step)),
         "result": ", ".join(one.shapes),
         "runs": f"{one.times:g} in a call",
         "one run": ", ".join(costs),

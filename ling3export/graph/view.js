@@ -162,7 +162,7 @@ function draw(node, parent) {
   for (const [from, to] of node.edges || []) {
     const a = node.kids[from], b = node.kids[to], y = a.y + a.h, x = a.x + a.w / 2, on = a === chosen || b === chosen;
     const between = node.kids.some((kid) => kid !== a && kid !== b && kid.y >= y && kid.y + kid.h <= b.y);
-    const side = Math.min(right + 16, Math.max(a.x + a.w, b.x + b.w) + 22);
+    const side = right + 24;
     put(under, "path", { class: `edge ${on ? "on" : ""}`, d: b.y >= y && !between
       ? `M${x},${y} C${x},${y + 10} ${b.x + b.w / 2},${b.y - 10} ${b.x + b.w / 2},${b.y}`
       : `M${a.x + a.w},${a.y + 15} C${side},${a.y + 15} ${side},${b.y + 15} ${b.x + b.w},${b.y + 15}` });
@@ -222,7 +222,8 @@ function describe(node) {
         100 * total(kid) / (total(parts[0]) || 1))}px` }); bar.append(show[metric](total(kid))); }
     return; }
   for (const [name, text] of [["opcode", op.opcode], ["work", op.work], ["layer kind", op.kind], ["scope", op.scope],
-    ["fused", op.fused?.join(", ")], ["layers", op.layers?.join(", ")], ["result", op.shapes], ["runs", `${+(op.runs || 0).toFixed(3)} in a call`],
+    ["fused", op.fused?.join(", ")],
+    ["layers", op.layers?.join(", ")], ["result", op.shapes], ["runs", `${+(op.runs || 0).toFixed(3)} in a call`],
     ["time from", op.source], ["bound by", bound(op)], ["moved", op.moved && show.bytes(op.moved)],
     ["custom call", op.target], ["overlapped", op.overlapped && "runs at the same time as other operations"],
     ["weights", op.weights?.join(", ")]]) row(name, text);
@@ -246,15 +247,18 @@ function rows(table, head, lines) {
       ...(at === 0 ? { title: title || text } : {}) }, text)); }
 }
 function table() {
-  const by = (op) => Math.abs(value(op)), list = page.operations.map((op, place) => [op, place]).filter(([, place]) =>
-    page.instances[place][0].match || !query).sort((a, b) => by(b[0]) - by(a[0]));
-  $("count").textContent = `${list.length} of ${page.operations.length}${list.length > 50 ? ", the largest 50" : ""}`;
-  rows($("table"), ["operation", "layer kind", "layers", "work", "time", "bytes", "FLOPs", "bound by"], list.slice(0,
-      50).map(([op, place]) => [
-    [op.name, op.kind, !op.layers ? "" : op.layers.length > 3 ? `${op.layers.length} layers` : op.layers.join(", "),
-        op.work,
-      op.seconds ? show.seconds(op.seconds) : "", show.bytes(op.bytes), op.flops ? show.flops(op.flops) : "",
-          bound(op)], () => pick(place), op.scope]));
+  const cost = (op) => Math.abs(value(op)), moving = page.operations.some((op) => op.moved);
+  const shown = page.operations.map((op, place) => [op, place]).filter(([, place]) =>
+    page.instances[place][0].match || !query).sort((a, b) => cost(b[0]) - cost(a[0]));
+  $("count").textContent = `${shown.length} of ${page.operations.length}`
+    + (shown.length > 50 ? ", the largest 50" : "");
+  const layers = (op) => !op.layers ? "" : op.layers.length > 3 ? `${op.layers.length} layers` : op.layers.join(", ");
+  const cells = (op) => [op.name, op.kind, layers(op), op.work, op.seconds ? show.seconds(op.seconds) : "",
+    show.bytes(op.bytes), op.flops ? show.flops(op.flops) : "", bound(op),
+    ...(moving ? [op.moved ? show.bytes(op.moved) : ""] : [])];
+  const head = ["operation", "layer kind", "layers", "work", "time", "bytes", "FLOPs", "bound by"];
+  rows($("table"), moving ? [...head, "moved"] : head,
+    shown.slice(0, 50).map(([op, place]) => [cells(op), () => pick(place), op.scope]));
 }
 function changes() {
   const data = page.difference;

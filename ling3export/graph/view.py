@@ -1,7 +1,6 @@
 """Programs as one HTML page without outside references: data for ``view.html``, drawn by its two scripts."""
 
 import json
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,9 +12,6 @@ from ling3export.graph.memory import Timeline
 from ling3export.graph.record import Graph, Operation
 from ling3export.graph.show import Limits
 from ling3export.graph.summary import SOURCES
-
-# Steps of a scope that jax adds: control flow, jitted functions, equations of products.
-STRUCTURE = re.compile(r"while|body|cond|branch_\w+|closed_call|eval_jaxpr|shard_map|\w*\(.*\)|.*->.*")
 
 
 @dataclass(frozen=True)
@@ -37,9 +33,7 @@ class Shown:
 
 def path(operation: Operation) -> list[str]:
     """The named parts of a layer kind that an operation belongs to, or the kind of its work if none is named."""
-    kind = operation.layer_kind
-    steps = [step for step in operation.part.split("/")[:-1] if step != kind and not STRUCTURE.fullmatch(step)]
-    return steps or [operation.kind]
+    return operation.part.split("/") if operation.part else [operation.kind]
 
 
 def page(cells: Sequence[Shown]) -> str:

@@ -101,12 +101,14 @@ function roofline() {
       + Math.floor(Math.log10(Math.min(...reach))));
   const x = (v) => 46 + (w - 60) * (Math.log10(v) - low) / (high - low), y = (v) => 10
       + (h - 44) * (top - Math.max(down, Math.log10(v))) / (top - down);
-  for (let power = down; power <= top; power++) { put(svg, "line", { class: "axis", x1: 46, x2: w - 14,
-      y1: y(10 ** power), y2: y(10 ** power) });
-    put(svg, "text", { class: "soft", x: 42, y: y(10 ** power) + 4, "text-anchor": "end" }, scaled(10 ** power, ["",
-        "k", "M", "G", "T", "P"], "")); }
+  const power10 = (power) => power < 3 ? `${+(10 ** power).toFixed(6)}`
+    : 10 ** (power % 3) + LARGE[Math.floor(power / 3)];
+  for (let power = down; power <= top; power++) {
+    put(svg, "line", { class: "axis", x1: 46, x2: w - 14, y1: y(10 ** power), y2: y(10 ** power) });
+    put(svg, "text", { class: "soft", x: 42, y: y(10 ** power) + 4, "text-anchor": "end" }, power10(power));
+  }
   for (let power = low; power <= high; power++) put(svg, "text", { class: "soft", x: x(10 ** power), y: h - 18,
-      "text-anchor": power === high ? "end" : "middle" }, `${+(10 ** power).toFixed(6)}`);
+      "text-anchor": power === high ? "end" : "middle" }, power10(power));
   put(svg, "text", { class: "soft", x: w - 14, y: h - 2, "text-anchor": "end" }, "FLOPs a byte → FLOP/s ↑");
   const start = Math.max(10 ** low, 10 ** down / page.bandwidth);
   put(svg, "path", { d: `M${x(start)},${y(start * page.bandwidth)}L${x(ridge)},${y(page.flops)}H${w - 14}`,

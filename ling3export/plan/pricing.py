@@ -86,13 +86,14 @@ class Priced:
     targets: dict[str, PricedTarget]
 
 
-def priced(config: Config, options: Options, artifact: Path | None = None) -> Priced:
+def priced(config: Config, options: Options, artifact: Path | None = None, tokens: int = TOKENS) -> Priced:
     """Plans every target and prices it.
 
     Args:
         config: The model.
         options: The options of a build.
         artifact: Compiled for the same plan: gives temporaries and times.
+        tokens: Cached by each decoding sequence; at most the context counts.
 
     Raises:
         PlanError: The plan cannot be built.
@@ -108,12 +109,17 @@ def priced(config: Config, options: Options, artifact: Path | None = None) -> Pr
         first.decode_paddings,
         first.score_paddings,
         first.context,
-        {plan.target.name: _target(config, plan, manifest, *measured) for plan in plans},
+        {plan.target.name: _target(config, plan, manifest, *measured, min(tokens, plan.context)) for plan in plans},
     )
 
 
 def _target(
-    config: Config, plan: Plan, manifest: Manifest | None, calibration: Calibration | None, note: str | None
+    config: Config,
+    plan: Plan,
+    manifest: Manifest | None,
+    calibration: Calibration | None,
+    note: str | None,
+    tokens: int,
 ) -> PricedTarget:
     target, geometry = plan.target, plan.geometry
     compiled: dict[str, Cell] = {}
@@ -128,7 +134,6 @@ def _target(
     if compiled and calibration is not None and calibration.target == target.name:
         medians = {name: times.median for name, times in calibration.cells.items()}
         note = f"measured on {calibration.machine}, {calibration.made}"
-    tokens = min(TOKENS, plan.context)
     cells = {}
     for cell in plan.cells:
         record = compiled.get(cell.name)

@@ -135,7 +135,7 @@ def graph(text: str, cell: str = "decode@16") -> Graph:
 
 def test_operations_of_a_text_have_the_costs_that_add_up_by_hand():
     fusion, add = graph(TEXT).operations
-    assert (fusion.layer_kind, fusion.part, fusion.layers, fusion.kind) == ("kda", "q_proj/dot", (0,), hlo.PRODUCTS)
+    assert (fusion.layer_kind, fusion.part, fusion.layers, fusion.kind) == ("kda", "q_proj", (0,), hlo.PRODUCTS)
     assert (fusion.flops, fusion.weights) == (2 * 16 * 64 * 64, ("kda.q",))
     assert fusion.read == {"other": 4 * 16 * 64, "weights": 2 * 64 * 64}
     assert (add.layer_kind, add.operands, add.seconds) == ("norm", ("y", "batch.packed"), 3 * 4096 / 1e9)
