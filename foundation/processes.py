@@ -45,7 +45,8 @@ class Failure:
 class Child:
     """A process of this package at the other end of a pipe that carries one JSON object a line, both ways.
 
-    The child ends when its stdin does, so it never outlives this process; leaving the ``with`` block kills it.
+    The child and the processes that it starts end when its stdin does, so none outlives this process; leaving the
+    ``with`` block kills them.
 
     Args:
         module: Runs as ``python -m``, and talks through :class:`Parent`.
@@ -68,6 +69,7 @@ class Child:
             stderr=None if shown else self._errors,
             text=True,
             env=environment() | dict(variables),
+            process_group=0,  # with the processes that it starts
         )
 
     def __enter__(self) -> "Child":
@@ -87,7 +89,9 @@ class Child:
         return self._process.poll() is None
 
     def kill(self) -> None:
-        self._process.kill()
+        if self.alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def send(self, message: Mapping[str, Any]) -> None:
         """Sends one message; that the child is dead shows when its reply is received."""
@@ -126,6 +130,8 @@ class Parent:
     def _read(self) -> None:
         for line in sys.stdin:
             self._messages.put(line)
+        if os.getpgrp() == os.getpid():
+            os.killpg(0, signal.SIGKILL)
         os._exit(0)
 
     def receive(self) -> dict[str, Any]:

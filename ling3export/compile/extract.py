@@ -142,7 +142,7 @@ def plan_for(manifest: Manifest, target: str, cell: str) -> Plan:
     """
     record, plan = manifest.targets[target], plan_of(manifest, target)
     phases = [name for name, phase in PHASES.items() if phase.family == "logits"]
-    names = sorted(name for name, each in record.cells.items() if each.phase in phases)
+    names = sorted(name for name, program in record.cells.items() if program.phase in phases)
     if cell not in names:
         raise ArtifactError(f"{target} has no cell {cell} with layers; it has {', '.join(names)}")
     phase, padding = record.cells[cell].phase, record.cells[cell].padding
@@ -241,5 +241,5 @@ def _vectors(
         ids = tuple(range(start, start + len(sequence.ids)))
         chosen.append(SequenceRecord(ids, sequence.prompt, sequence.positions, f"logits.{number}"))
         start += len(ids)
-    logits = reference.logits_many([each.ids for each in chosen], [each.positions for each in chosen])
+    logits = reference.logits_many([vector.ids for vector in chosen], [vector.positions for vector in chosen])
     return put_vectors(folder, tuple(chosen), logits, reference, manifest.vectors.seed, "the inputs of the layers")

@@ -3,6 +3,7 @@
 import platform
 import subprocess
 import tempfile
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,11 @@ from ling3export.plan.kernels import EXPECTED, FLAGS, HINT, SOURCES, ZIG, Level,
 LIMIT = 900  # seconds; g++ takes some 15, ziglang two minutes or more at first, when it makes its own library
 
 
-def put_library(folder: Path, kernels: str, cells: Cells) -> None:
+def put_library(folder: Path, kernels: str, cells: Cells, make: Callable[[], bytes]) -> None:
     """Writes the library of ``kernels``, the name in a geometry, into ``folder`` unless it is there.
+
+    Args:
+        make: ``library_of(kernels)`` in a process that can be ended.
 
     Raises:
         PlanError: The kernels are of another version, there is no compiler, or it fails.
@@ -25,16 +29,21 @@ def put_library(folder: Path, kernels: str, cells: Cells) -> None:
     """
     if (folder / KERNELS).exists():
         return
-    level, command = level_of(kernels), compiler()
-    if command is None:
-        raise PlanError(f"kernels: {EXPECTED}, found none", HINT)
+    _, command = _compiler(kernels)
     fields = {
         "kernels": kernels,
         "machine": platform.machine(),
         "headers": _headers()[1],
         "compiler": [*command, _run([*command, "--version"])],
     }
-    write_new(folder / KERNELS, cells.file(fields, lambda: compiled(command, level)))
+    write_new(folder / KERNELS, cells.file(fields, make))
+
+
+def _compiler(kernels: str) -> tuple[Level, list[str]]:
+    level, command = level_of(kernels), compiler()
+    if command is None:
+        raise PlanError(f"kernels: {EXPECTED}, found none", HINT)
+    return level, command
 
 
 def _headers() -> tuple[str, str]:
@@ -44,7 +53,9 @@ def _headers() -> tuple[str, str]:
     return jax.ffi.include_dir(), version("jaxlib")
 
 
-def compiled(command: list[str], level: Level) -> bytes:
+def library_of(kernels: str) -> bytes:
+    """The library of ``kernels``; the errors are those of :func:`put_library`."""
+    level, command = _compiler(kernels)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / KERNELS
         flags = [ZIG.get(flag, flag) if "ziglang" in command else flag for flag in level.flags]

@@ -19,7 +19,7 @@ from ling3export.cache.cells import Built, Cells
 from ling3export.cache.keys import program_fields, sources
 from ling3export.cache.store import CacheUse
 from ling3export.compile.kernels import put_library
-from ling3export.compile.worker import MODULE, STATE_PROGRAM, CompileJob
+from ling3export.compile.worker import MODULE, NATIVE_KERNELS, STATE_PROGRAM, CompileJob
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, listed
 from ling3export.foundation.processes import Child, Failure
 from ling3export.model.config import Config
@@ -84,7 +84,7 @@ class Compilers:
             PlanError: The native kernels do not compile.
         """
         if self.plan.geometry.kernels:
-            put_library(self.job.folder, self.plan.geometry.kernels, self._cells)
+            put_library(self.job.folder, self.plan.geometry.kernels, self._cells, self._kernels)
         waiting: SimpleQueue[PlannedCell] = SimpleQueue()
         outcome = BuildOutcome(self.plan, {}, {})
         for cell in cells:
@@ -102,6 +102,18 @@ class Compilers:
         for thread in threads:
             thread.join()
         return BuildOutcome(self.plan, outcome.built, {}) if self._stopped else outcome
+
+    def _kernels(self) -> bytes:
+        """The native kernels: a compiler of minutes, which ends with its worker."""
+        with contextlib.ExitStack() as stack:
+            worker = self._alive(None, stack)
+            if worker is None:
+                raise PlanError("kernels: the build was stopped")
+            name, started = f"{self.plan.target.name}, native kernels", time.perf_counter()
+            self._tell(f"{name}: compiling")
+            raw = _file(worker, self.job, NATIVE_KERNELS, "kernels")
+            self._tell(f"{name}: done in {time.perf_counter() - started:.1f} s")
+            return raw
 
     def stop(self) -> None:
         """Ends the workers at once."""
@@ -231,7 +243,12 @@ def put_state_program(folder: Path, config: Config, plan: Plan, cells: Cells) ->
 def _compiled(job: CompileJob) -> bytes:
     with Child(MODULE) as worker:
         worker.send({"job": to_json(job)})
-        reply = _reply(worker, job, STATE_PROGRAM)
+        return _file(worker, job, STATE_PROGRAM, "the program that gives the state")
+
+
+def _file(worker: Child, job: CompileJob, message: dict[str, Any], what: str) -> bytes:
+    """The bytes of a file that a worker makes."""
+    reply = _reply(worker, job, message)
     if isinstance(reply, Failure):
-        raise PlanError(f"the program that gives the state: {reply.error}", reply.hint)
+        raise PlanError(reply.error if reply.error.startswith(what) else f"{what}: {reply.error}", reply.hint)
     return b64decode(reply["raw"])

@@ -26,6 +26,8 @@ from ling3export.plan.plan import Plan, as_stored, make_plans
 from ling3export.plan.recorded import config_of, plan_of
 from ling3export.plan.targets import check_toolchain
 
+HARMLESS = "; harmless, for the portable program is the same: a compiler may order the same code differently"
+
 
 def replay(
     artifact: Path,
@@ -44,7 +46,7 @@ def replay(
         cache: Gets the cell of a build that failed. Nothing is read from it.
         checkpoint: That build's; only config.json is read.
         options: That build's.
-        report: Gets a line that says who signed the artifact.
+        report: Gets a line that says who signed the artifact, and one when a compiler begins and ends.
         ignore: Fields of config.json to ignore.
 
     Returns:
@@ -58,12 +60,12 @@ def replay(
     target, _, cell = text.rpartition("/")
     if (artifact / MANIFEST).is_file():
         manifest = read_trusted(artifact, report)
-        return _recorded(manifest, _target(manifest.targets, target), cell)
+        return _recorded(manifest, _target(manifest.targets, target), cell, report)
     config = Config.from_path(checkpoint, ignore)
     plans = {plan.target.name: plan for plan in make_plans(config, as_stored(options, checkpoint))}
     cells = opened(replace(cache, policy="redo" if cache.writes else "off"), lambda text: None)
     with tempfile.TemporaryDirectory() as folder:
-        _, spent = _build(plans[_target(plans, target)], config, cell, Path(folder), cells)
+        _, spent = _build(plans[_target(plans, target)], config, cell, Path(folder), report, cells)
     kept = "in the cache: the same build again takes it" if cache.writes else f"not kept: --cache {cache.policy}"
     return [spent, kept], True
 
@@ -77,7 +79,9 @@ def _target(targets: Collection[str], wanted: str) -> str:
     return named_target(targets, wanted or next(iter(targets)))
 
 
-def _build(plan: Plan, config: Config, cell: str, folder: Path, cells: Cells | None = None) -> tuple[Program, str]:
+def _build(
+    plan: Plan, config: Config, cell: str, folder: Path, report: Callable[[str], None], cells: Cells | None = None
+) -> tuple[Program, str]:
     """Builds one cell into ``folder`` and shows its compiler's stderr; the line says how long that took."""
     name = plan.target.name
     planned = [row for row in plan.cells if row.name == cell]
@@ -85,7 +89,7 @@ def _build(plan: Plan, config: Config, cell: str, folder: Path, cells: Cells | N
         names = listed([row.name for row in plan.cells], 12)
         raise PlanError(f"--replay: expected a cell of {name}: {names}; found `{cell}`")
     check_toolchain(plan.target)
-    outcome = Compilers(plan, config, folder, 1, cells, shown=True).run(planned, lambda cell, built: None)
+    outcome = Compilers(plan, config, folder, 1, cells, shown=True, tell=report).run(planned, lambda cell, built: None)
     if failure := outcome.failures.get(cell):
         raise PlanError(f"programs: expected {name} {cell} to build, found: {failure.error}", failure.hint)
     program = outcome.built[cell].program
@@ -94,13 +98,13 @@ def _build(plan: Plan, config: Config, cell: str, folder: Path, cells: Cells | N
     return program, f"{name} {cell}: {spent}"
 
 
-def _recorded(manifest: Manifest, name: str, cell: str) -> tuple[list[str], bool]:
+def _recorded(manifest: Manifest, name: str, cell: str, report: Callable[[str], None]) -> tuple[list[str], bool]:
     """Builds a cell of an artifact, and compares it with the one that is there."""
     plan, target = plan_of(manifest, name), manifest.targets[name]
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "programs" / "replayed"
         folder.mkdir(parents=True)
-        program, spent = _build(plan, config_of(manifest), cell, folder)
+        program, spent = _build(plan, config_of(manifest), cell, folder, report)
         old = target.cells[cell]
         portable, executable = (
             file_record(Path(temporary), f"programs/replayed/{cell}.{suffix}") for suffix in ("stablehlo", "exec")
@@ -111,7 +115,8 @@ def _recorded(manifest: Manifest, name: str, cell: str) -> tuple[list[str], bool
             changed = changes_since(manifest, plan)
             unchanged = "neither sources nor toolchain changed since: report this"
             lines.append(f"               {f'it was built with {listed(changed)}' if changed else unchanged}")
-        lines.append(f"  executable   {_compared(executable, old.exec)}")
+        harmless = same and old.exec is not None and executable.sha256 != old.exec.sha256
+        lines.append(f"  executable   {_compared(executable, old.exec)}{HARMLESS * harmless}")
         both = [readable(cell.memory.temporaries) for cell in (program, old)]
         lines.append(f"  temporaries  {both[0]}, recorded {both[1]}")
     return lines, same

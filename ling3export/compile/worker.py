@@ -1,5 +1,5 @@
 """The compiling process: its first message is a job, each later one a cell, answered with the built cell or a failure.
-The message STATE_PROGRAM requests the program that gives the state.
+The message STATE_PROGRAM requests the program that gives the state, NATIVE_KERNELS the library of native kernels.
 
 It is a process of its own because the number of virtual devices is fixed when jax starts, and because a compiler that
 dies must not take the build with it. For a cpu target of several hosts it starts peers: an executable holds the ids of
@@ -22,6 +22,7 @@ from ling3export.artifacts.schema import GRAPH, KERNELS
 from ling3export.cache.cells import COMPILED, PROGRAM, Built
 from ling3export.cache.keys import Sources, program_fields
 from ling3export.cache.store import Cache, CacheUse
+from ling3export.compile.kernels import library_of
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.phases import PHASES
 from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, Failure, Parent, free_port
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 MODULE = "ling3export.compile.worker"
 STATE_PROGRAM = {"state_program": True}
+NATIVE_KERNELS = {"native_kernels": True}
 
 
 @dataclass(frozen=True)
@@ -197,6 +199,8 @@ def _state_program(job: CompileJob) -> dict[str, Any]:
 
 def _reply(job: CompileJob, message: dict[str, Any]) -> dict[str, Any]:
     try:
+        if message == NATIVE_KERNELS:
+            return {"raw": b64encode(library_of(job.geometry.kernels)).decode()}
         return _state_program(job) if message == STATE_PROGRAM else run_cell(job, PlannedCell(**message))
     except Exception as error:
         if not isinstance(error, Ling3Error):

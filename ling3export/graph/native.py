@@ -109,8 +109,8 @@ def _product(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
 def _experts(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
     """x, gate and up, down (each one array or two), the layer's number, chosen experts, their shares, the limit."""
     x, *stacks, layer, chosen, share, limit = operands
-    shards, _, each, _, width = stacks[0].dims[:5]
-    local, (tokens, top) = shards * each, chosen.dims
+    shards, _, held, _, width = stacks[0].dims[:5]
+    local, (tokens, top) = shards * held, chosen.dims
     routed = max(workload.experts, local)
     read = 1 - (1 - top / routed) ** tokens
     flops = 2.0 * 3 * width * x.dims[-1] * tokens * top * local / routed
@@ -128,11 +128,11 @@ def _token(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
     """KDA between its two large products: b_proj, and the state's two reads and its update in each head."""
     pool, windows, y, x, b_proj, filters, rates, biases, norms, *rest = operands
     rows, heads, key = y.dims[0], pool.dims[2], pool.dims[3]
-    each = [rows * pool.layer(0) / pool.dims[1], rows * windows.layer(0) / windows.dims[1]]
+    parts = [rows * pool.layer(0) / pool.dims[1], rows * windows.layer(0) / windows.dims[1]]
     weights = [*(part.layer() for part in (b_proj, filters, rates, biases)), norms.layer(0)]
     flops = 2.0 * rows * heads * (x.dims[-1] + 2 * key * key)
-    read = (*each, y.bytes, x.bytes, *weights, *_whole(rest))
-    return Cost(flops, read, (*each, results[2].bytes))
+    read = (*parts, y.bytes, x.bytes, *weights, *_whole(rest))
+    return Cost(flops, read, (*parts, results[2].bytes))
 
 
 def _best(operands: Arrays, results: Arrays, workload: Workload) -> Cost:

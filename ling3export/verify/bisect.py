@@ -196,7 +196,7 @@ def expected(manifest: Manifest, folder: Path, phase: str, sequences: Sequence[S
             return
         kept = states.setdefault(name, [[] for _ in sequences])
         least = min(map(len, kept))
-        next(each for each in kept if len(each) == least).append(value)
+        next(values_of for values_of in kept if len(values_of) == least).append(value)
 
     reference.observer = observe
     reference.logits_many(ids, [[0]] * len(ids))
@@ -207,7 +207,9 @@ def expected(manifest: Manifest, folder: Path, phase: str, sequences: Sequence[S
         for number in range(len(ids))
     }
     for name, kept in states.items():
-        values |= {f"state {name} {number}": _ordered(name, np.stack(each)) for number, each in enumerate(kept)}
+        values |= {
+            f"state {name} {number}": _ordered(name, np.stack(values_of)) for number, values_of in enumerate(kept)
+        }
     return values
 
 
@@ -263,7 +265,7 @@ def bisect(
 
         def run(folder: Path, manifest: Manifest, name: str) -> tuple[str, Values]:
             if cell not in manifest.targets[name].cells:
-                cells = sorted(each for each in manifest.targets[name].cells if each.startswith(PHASES))
+                cells = sorted(cell_name for cell_name in manifest.targets[name].cells if cell_name.startswith(PHASES))
                 raise ArtifactError(f"{folder.name}: {name} has no cell {cell}; it has {listed(cells, 20)}")
             moved = portable or not here(manifest.targets[name])
             held, values = probe_apart(folder, name, cell, sequences, config.num_hidden_layers, portable=moved)

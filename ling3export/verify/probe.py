@@ -160,7 +160,7 @@ def probe_apart(
         "artifact": str(artifact),
         "target": target,
         "cell": cell,
-        "sequences": [(each.ids, each.prompt) for each in sequences],
+        "sequences": [(sequence.ids, sequence.prompt) for sequence in sequences],
         "layers": layers,
         "portable": portable,
         "file": str(file),
@@ -170,9 +170,9 @@ def probe_apart(
         reply = child.receive()
         if reply is None or "refused" in reply:
             folder.cleanup()
-            said = f"a process that {child.ended()[1]}" if reply is None else reply["refused"]
+            problem = f"a process that {child.ended()[1]}" if reply is None else reply["refused"]
             kind = MisfitError if reply is not None and reply["misfit"] else ArtifactError
-            raise kind(f"{artifact.name}: {target} {cell} did not run: {said}")
+            raise kind(f"{artifact.name}: {target} {cell} did not run: {problem}")
     return folder, np.load(file)
 
 
@@ -181,15 +181,15 @@ def loaded_for(artifact: Path, name: str, cell: str, *, portable: bool) -> "Load
     manifest = read_trusted(artifact, lambda _: None)
     record = manifest.targets[name]
     cells = {cell, f"prefill@{record.paddings('prefill')[0]}"}
-    record = replace(record, cells={each: record.cells[each] for each in sorted(cells)})
+    record = replace(record, cells={other: record.cells[other] for other in sorted(cells)})
     if portable:
         record = on_processor(record)
         prepare(record)  # before jax is imported
         from ling3export.machine.portable import lacking
 
-        for each in record.cells.values():
-            if calls := lacking(read_checked(artifact, each.stablehlo)):
-                raise ArtifactError(f"{each.name}: only an accelerator has {', '.join(calls)}")
+        for other in record.cells.values():
+            if calls := lacking(read_checked(artifact, other.stablehlo)):
+                raise ArtifactError(f"{other.name}: only an accelerator has {', '.join(calls)}")
     from ling3export.runners.load.loader import load
 
     return load(

@@ -91,11 +91,11 @@ class StoredWeights:
 
     def _expert(self, row: Weight, layer: int | None, name: str, expert: int) -> np.ndarray:
         """One expert's matrix, without a look at the others."""
-        names = [each.replace(EXPERT, str(expert)) for each in row.source.names]
-        each = row.source.groups // row.shape[0]
-        streams = self._streams(row, layer, expert // each)
-        number = (expert % each) * len(names) + names.index(name)
-        places = [number * (stream.size // (each * len(names))) for stream in streams]
+        names = [pattern.replace(EXPERT, str(expert)) for pattern in row.source.names]
+        groups = row.source.groups // row.shape[0]
+        streams = self._streams(row, layer, expert // groups)
+        number = (expert % groups) * len(names) + names.index(name)
+        places = [number * (stream.size // (groups * len(names))) for stream in streams]
         return _piece(row, streams, places, row.source.shape)
 
 

@@ -344,6 +344,8 @@ def test_another_architecture_is_refused_as_such():
         "in config.json\nhint: no other value is modelled"
     )
     assert 'config field `model_type`: expected "bailing_hybrid", found "llama"' in refusal({"model_type": "llama"})
+    ling_2_6 = TINY | {"architectures": ["BailingMoeV2_5ForCausalLM"]}  # its model_type is bailing_hybrid, too
+    assert 'expected ["BailingMoeV3ForCausalLM"], found ["BailingMoeV2_5ForCausalLM"]' in refusal(ling_2_6)
 
 
 @pytest.mark.parametrize(

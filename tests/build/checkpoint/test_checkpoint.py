@@ -199,6 +199,16 @@ def test_absent_shard(folder: Path):
     )
 
 
+def test_an_index_that_names_files_which_are_not_there(folder: Path):
+    """Round 4, line 25: other ports began to load, and failed in the middle."""
+    path = home(folder, KDA_V)
+    path.unlink()
+    said = refusal(folder)
+    assert (
+        said.startswith(f"shard `{path.name}`: expected a file with ") and "hint: download the checkpoint again" in said
+    )
+
+
 def test_shard_that_the_index_does_not_know(folder: Path):
     write_shard(folder / "model-00009-of-00009.safetensors", {})
     assert refusal(folder) == (

@@ -1,6 +1,7 @@
 """``ling3export build`` as a process: help, signals, kills, full disks, and what its surroundings must not change."""
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,9 +17,11 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli import main as cli
 from ling3export.cli import options
 from ling3export.foundation.errors import ArtifactError
+from ling3export.plan import kernels
 from ling3export.runners.cli import main as runner_cli
 from tests.support.builds import SMALLEST, building, ended, environment, kill_one, marked, wait_for, wait_until_gone
 from tests.support.tiny import tiny_fields, tiny_weights, write_tiny
+from tests.support.waiting import until
 
 pytestmark = pytest.mark.build
 
@@ -79,6 +82,30 @@ def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint,
     assert "Traceback" not in err
     wait_until_gone(artifact)
     assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_a_signal_ends_the_compiler_of_the_kernels_at_once(checkpoint, tmp_path, number):
+    """Round 4, line 37: Ctrl-C waited 101 s for c++, and SIGKILL left it running."""
+    tools, artifact = tmp_path / "tools", tmp_path / "x.ling3"
+    tools.mkdir()
+    script = f'#!/bin/sh\n[ "$1" = --version ] && exit\ntouch {tmp_path}/begun\nsleep 600\n'
+    for name in kernels.COMPILERS:
+        (tools / name).write_text(script)
+        (tools / name).chmod(0o755)
+    options = ["--dtype", "bfloat16", "--kernels", "on"]
+    variables = {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    with building(checkpoint, artifact, options=options, variables=variables) as process:
+        wait_for(tmp_path, "begun", process)
+        until(lambda: marked(artifact, "600"))
+        process.send_signal(number)
+        begun = time.monotonic()
+        _, err = ended(process)
+        wait_until_gone(artifact, 30)
+        assert time.monotonic() - begun < 30
+    assert process.returncode == (-9 if number == signal.SIGKILL else 130)
+    assert "x.ling3" not in names(tmp_path) and "Traceback" not in err
+    assert "cpu-tp1, native kernels: compiling" in err
 
 
 def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(checkpoint, tmp_path, unoptimized):

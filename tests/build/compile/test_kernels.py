@@ -9,7 +9,7 @@ import pytest
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli import main as cli
-from ling3export.compile.kernels import compiled
+from ling3export.compile.kernels import library_of
 from ling3export.foundation.errors import PlanError
 from ling3export.model.config import Config
 from ling3export.model.native import calls
@@ -126,10 +126,10 @@ def test_where_the_system_has_no_compiler_that_of_a_package_compiles_them(monkey
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     level = kernels.best_level()
-    asked = compiled(kernels.compiler(), level).decode().split()
+    asked = library_of(kernels.ending(level)).decode().split()
     assert asked[0] == "c++" and {*kernels.FLAGS, *level.flags, *map(str, kernels.SOURCES)} <= {*asked}
     arm = next(each for each in kernels.LEVELS if each.name == "neon_dotprod")
-    asked = compiled(kernels.compiler(), arm).decode().split()  # it refused -march=armv8.2-a+dotprod
+    asked = library_of(kernels.ending(arm)).decode().split()  # it refused -march=armv8.2-a+dotprod
     assert "-mcpu=generic+v8_2a+dotprod" in asked and not any(each.startswith("-march") for each in asked)
 
 

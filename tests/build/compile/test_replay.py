@@ -69,6 +69,19 @@ def test_another_portable_program_is_said_with_the_reason(artifact, compiled, un
     assert re.fullmatch(f" {{15}}{why}", lines[2])
 
 
+def test_an_executable_of_other_bytes_is_said_to_be_harmless(artifact, compiled, tmp_path):
+    """Round 4, line 33: it said that the bytes differ, and not whether that matters."""
+    copied = shutil.copytree(artifact("micro-tp2"), tmp_path / "x.ling3")
+
+    def other(target):
+        cell = target.cells["sample@8"]
+        return replace(target, cells=target.cells | {"sample@8": replace(cell, exec=target.cells["decode@8"].exec)})
+
+    changed_targets(copied, other)
+    code, text = run(copied, "--replay", "sample@8")
+    assert code == 0 and re.search(r"executable   other bytes than recorded: .*; harmless, for the portable", text)
+
+
 def test_what_cannot_be_replayed_is_refused(artifact, tmp_path):
     whole = artifact("micro-tp2")
     assert refusal(cli.main, "build", whole, "--replay", "decode@9").endswith(

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 import tracemalloc
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import aclosing
 
 import pytest
@@ -16,6 +17,7 @@ from ling3export.runners.engine.request import Sampling
 from ling3export.runners.evals.trials import Transcript
 from tests.support.fake_backend import VOCAB, answer
 from tests.support.loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
+from tests.support.waiting import until
 
 CLOSED = "expected it open, found it closed"
 
@@ -205,6 +207,45 @@ def test_what_has_not_ended_is_told_why(end, said):
             assert counts == [7, 0]
             (again,) = rig.submit(request([5], 4))
             assert again.result(WAIT).token_ids == answer([5], 4)
+
+
+def test_a_restart_that_meets_a_close_says_closed():
+    """Round 4, line 14: it raised TypeError, for `close` had taken what makes the core."""
+    with Rig() as rig, ThreadPoolExecutor(2) as pool:
+        rig.backend.hold()
+        rig.submit(request([1], 50))
+        rig.backend.reach()
+        restarting = pool.submit(rig.loop.restart)
+        until(lambda: rig.loop.stopped is not None)  # it waits for the thread from here on
+        closing = pool.submit(rig.loop.close)
+        time.sleep(0.05)
+        rig.backend.let_go()
+        closing.result(WAIT)
+        with pytest.raises(EngineStopped):
+            restarting.result(WAIT)
+
+
+def test_a_future_that_takes_no_error_leaves_no_coroutine_asleep():
+    """Round 4, line 14: InvalidStateError of one future ended what wakes the coroutines."""
+
+    class Answered(Future):
+        def done(self):
+            return False  # as it was when it was looked at; it is answered before its error is set
+
+    async def read(handle):
+        return await asyncio.gather(asyncio.wait_for(handle.wait(), WAIT), return_exceptions=True)
+
+    saved: Future = Answered()
+    saved.set_result(None)
+    with Rig() as rig:
+        rig.backend.hold()
+        (handle,) = rig.loop.submit([request([1], 20)], saved=saved)
+        rig.backend.failure = RuntimeError("no memory")
+        threading.Timer(0.05, rig.backend.let_go).start()
+        (error,) = asyncio.run(read(handle))
+        assert isinstance(error, EngineStopped)
+        rig.loop.close()
+        rig.blocks = BlockManager(SLOTS, PAGES, PAGE)
 
 
 def test_what_cannot_be_restarted_says_so():
