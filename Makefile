@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types check test extras fuzz bench peers witness card budgets demo demo-pd smoke runner
+.PHONY: setup parity fmt lint types docs check test extras fuzz bench peers witness card budgets demo demo-pd smoke runner
 .NOTPARALLEL:
 # Tests start a thousand processes: each would compile our sources again if none may keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -21,6 +21,10 @@ parity: .venv-parity/installed
 	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel,inspect,lm-eval,ray,deploy,clients]'
 	touch $@
 
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	touch $@
+
 fmt: setup
 	$(BIN)/ruff check --quiet --fix . ; $(BIN)/ruff format .
 
@@ -29,6 +33,10 @@ lint: setup
 
 types: setup
 	$(BIN)/mypy
+
+# The site in build/site. Strict: a dead link or anchor fails.
+docs: setup .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # What takes minutes or more than `setup` is marked: pyproject.toml says what the markers mean.
 check: lint types

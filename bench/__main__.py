@@ -129,5 +129,15 @@ def afd() -> None:
     run()
 
 
+@main.command()
+@click.argument("records", type=PATH)
+@click.argument("output", type=click.Path(path_type=Path))
+def plot(records: Path, output: Path) -> None:
+    """Draw RECORDS, lines of JSON that `peers` printed, as bars into OUTPUT, an SVG file (extra `plot`)."""
+    from bench.plot import main as run
+
+    run(records, output)
+
+
 if __name__ == "__main__":
     main(prog_name="python -m bench")

@@ -62,7 +62,7 @@ MACHINES = section(
     _option(
         "targets",
         str,
-        "PLATFORM[:KIND][:TOPOLOGY]; may be given many times.  [default: cpu]",
+        "Machine to build for, such as cpu@2, tpu:v6e:4x4 or cuda; may be given many times.  [default: cpu]",
         flag="--target",
         multiple=True,
         metavar="TARGET",

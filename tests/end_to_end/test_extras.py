@@ -10,7 +10,8 @@ from ling3export.foundation import extras
 from tests.support.rooms import modules
 
 ROOT = Path(__file__).resolve().parents[2]
-OURS = {"test", "dev", "parity", "deploy", "clients", "train"}  # what only this repository's own work needs
+# What only this repository's own work needs.
+OURS = {"test", "dev", "parity", "deploy", "clients", "train", "docs", "plot"}
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TARGETS = (
-    "setup parity fmt lint types check test extras fuzz bench peers witness card budgets demo demo-pd runner".split()
-)
+TARGETS = "setup parity fmt lint types docs check test extras fuzz bench peers witness card budgets demo".split()
+TARGETS += ["demo-pd", "runner"]
 ENVIRONMENTS = [".venv", ".venv-parity"]
 
 

@@ -1,11 +1,14 @@
 """``python -m bench peers``: which forms of weights stand beside which of llama.cpp's."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from bench import peers, peers_ours
+from bench.plot import ratios
 from ling3export.checkpoint.synth import config_fields
 
 
@@ -59,3 +62,12 @@ def test_a_plain_read_goes_through_files(tmp_path, monkeypatch):
     monkeypatch.setattr(peers_ours, "PART", 1 << 12)
     (tmp_path / "weights").write_bytes(np.arange(5000, dtype=np.uint8).tobytes())
     assert 0 < peers_ours.plain_read([tmp_path / "weights"]) < 1e4
+
+
+def test_the_picture_shows_the_ratios_of_its_records():
+    pictures = Path(__file__).parents[2] / "docs/pictures"
+    drawn = re.findall(r"<text[^>]*>(\d+\.\d+)</text>", (pictures / "speed.svg").read_text())
+    records = [json.loads(line) for line in (pictures / "peers.jsonl").read_text().splitlines()]
+    values = [value for record in records for row in ratios(record).values() for value in row.values()]
+    assert len(values) == 12 and min(values) == pytest.approx(0.81, abs=0.005)
+    assert sorted(f"{value:.2g}" for value in values) == sorted(f"{float(text):.2g}" for text in drawn)
