@@ -17,34 +17,48 @@ ALIGNMENT = 64  # jax on CPU aliases mapped memory from here on, and copies belo
 
 
 class Form(NamedTuple):
-    """A form of a quantized matrix: two tensors, ``q`` and ``scale``; a weight is ``q * scale``.
+    """A form of a quantized matrix: two tensors, ``q`` and ``scale``; a weight is its value times its scale.
 
     Attributes:
         q: The dtype of ``q``.
-        values: How many values a byte of ``q`` holds.
-        scale: The dtype of ``scale``.
+        bits: Bits of a value in ``q``.
+        scale: The dtype of ``scale``; ``uint16`` for words of two factors (artifacts/FORMAT.md).
         group: Neighbouring inputs that share a scale; None where all inputs of an output do.
+        values: The value of each code in ``q``, ascending; empty for those of two's complement.
     """
 
     q: str
-    values: int
+    bits: int
     scale: str
     group: int | None
+    values: tuple[int, ...] = ()
+
+
+class FormsOfMatrices(NamedTuple):
+    """A form for each kind of matrix: routed experts, embeddings and the output head, and the other large ones."""
+
+    experts: str
+    tables: str
+    others: str
 
 
 PLAIN = "bf16"  # the form of a matrix that is not quantized: one tensor, in the artifact's dtype
 FORMS = {
-    "int8": Form("int8", 1, "bfloat16", 32),
-    "int4": Form("uint8", 2, "bfloat16", 32),
-    "int8-channel": Form("int8", 1, "float32", None),
+    "int8": Form("int8", 8, "bfloat16", 32),
+    "int4": Form("uint8", 4, "bfloat16", 32),
+    "int8-channel": Form("int8", 8, "float32", None),
+    "code4": Form("uint8", 4, "uint16", 32, (-63, -52, -40, -30, -22, -15, -9, -4, 1, 6, 11, 17, 24, 31, 41, 55)),
+    "code6": Form("uint8", 6, "uint16", 32, tuple(range(-32, 32))),
 }
-# By the name that a build gives its weights: the form of the routed experts, and that of all other large matrices.
+UNIT = -48  # the power of two of a uint16 scale whose exponent is 0
+# By the name that a build gives its weights.
 WEIGHTS = {
-    PLAIN: (PLAIN, PLAIN),
-    "int8": ("int8", "int8"),
-    "int4": ("int4", "int8"),
-    "int4-experts": ("int4", PLAIN),
-    "int8-channel": ("int8-channel", "int8-channel"),
+    PLAIN: FormsOfMatrices(PLAIN, PLAIN, PLAIN),
+    "int8": FormsOfMatrices("int8", "int8", "int8"),
+    "int4": FormsOfMatrices("int4", "int8", "int8"),
+    "int4-small": FormsOfMatrices("code4", "code6", "code4"),
+    "int4-experts": FormsOfMatrices("int4", PLAIN, PLAIN),
+    "int8-channel": FormsOfMatrices("int8-channel", "int8-channel", "int8-channel"),
 }
 
 

@@ -28,7 +28,10 @@ def main() -> None:
 @click.option("--kernels", default="auto", show_default=True, help="What --kernels builds have on our side: auto,off.")
 @TRANSFORMERS
 @click.option(
-    "--weights", default="bf16", show_default=True, help="Forms of weights: bf16,int8,int4, each beside theirs."
+    "--weights",
+    default="bf16",
+    show_default=True,
+    help="Forms of weights: bf16,int8,int4,int4-small, each with theirs.",
 )
 def peers(
     checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path, kernels: str, transformers: bool, weights: str

@@ -29,7 +29,7 @@ STEPS = [f"prefill {length}" for length in PREFILLS] + [f"decode {count}" for co
 READ = "plain read"  # GB/s, beside the tokens/s
 Flat = dict[str, float]
 # The forms of llama.cpp that stand beside each of ours; bf16 is the file that its converter makes.
-THEIRS = {"bf16": ("bf16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M")}
+THEIRS = {"bf16": ("bf16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M"), "int4-small": ("Q4_0", "Q4_K_M")}
 
 
 def read_once(*paths: Path) -> None:

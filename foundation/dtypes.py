@@ -26,6 +26,7 @@ TABLE = (
     Dtype("int32", "I32", np.dtype("<i4")),
     Dtype("int8", "I8", np.dtype("i1")),
     Dtype("uint8", "U8", np.dtype("u1")),
+    Dtype("uint16", "U16", np.dtype("<u2")),
 )
 BY_NAME = {dtype.name: dtype for dtype in TABLE}
 BY_CODE = {dtype.code: dtype for dtype in TABLE}

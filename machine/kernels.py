@@ -10,7 +10,8 @@ from ling3export.foundation.errors import ArtifactError
 # What a library exports, each with ``ling3_`` before it.
 HANDLERS = (
     *("columns", "rows", "experts", "route", "token", "attention", "best"),
-    *(f"{name}_{form}" for name in ("columns", "rows", "experts") for form in ("q8", "q4")),
+    *(f"{name}_{form}" for name in ("columns", "rows", "experts") for form in ("int8", "int4", "code4")),
+    "columns_code6",
 )
 LIBRARIES: dict[str, ctypes.CDLL] = {}  # by the end of the names: XLA takes a name once a process, and calls it later
 _lock = threading.Lock()

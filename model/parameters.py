@@ -116,7 +116,7 @@ class Weight:
         form, (*out, width) = FORMS[self.form], self.shape
         groups = () if form.group is None else (width // math.gcd(width, self.group),)
         return {
-            f"{self.name}.q": Tensor((*out, width // form.values), form.q, shards),
+            f"{self.name}.q": Tensor((*out, width * form.bits // 8), form.q, shards),
             f"{self.name}.scale": Tensor((*out, *groups), form.scale, shards),
         }
 
@@ -283,10 +283,9 @@ def weight_table(config: Config, weights: str = PLAIN) -> list[Weight]:
     Raises:
         PlanError: A matrix cannot have its form.
     """
-    routed, other = WEIGHTS[weights]
-    rows = []
+    forms, rows = WEIGHTS[weights], []
     for row in sorted(_forward(config), key=lambda row: row.name):
-        form = routed if row.split == "experts" else other
+        form = {"experts": forms.experts, "vocab": forms.tables}.get(row.split or "", forms.others)
         rows.append(row if form == PLAIN or row.name not in MATRICES else row.quantized(form))
     return rows
 

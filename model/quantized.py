@@ -1,10 +1,10 @@
 """Quantized matrices: what they are in a program, and products with them in plain XLA.
 
 A matrix ``[..., out, in]`` is a pair: ``q``, and a ``scale`` of each group of values along the input, or of each
-output; a weight is ``q * scale``. XLA multiplies no groups, so weights are widened before a product: a TP shard, an
-expert or a piece of the vocabulary at a time, to save memory. The form ``loops`` widens to fp32, which holds
-``q * scale`` exactly; accelerators multiply bf16, so it is rounded once. With a scale of each output only q is widened,
-exactly, and the product is scaled.
+output; a weight is its value in ``q`` times its scale. artifacts/FORMAT.md says how both lie. XLA multiplies no groups,
+so weights are widened before a product: a TP shard, an expert or a piece of the vocabulary at a time, to save memory.
+The form ``loops`` widens to fp32, which holds the weights exactly; accelerators multiply bf16, so they are rounded
+once. With a scale of each output only q is widened, exactly, and the product is scaled.
 
 Axis letters as in ``model/products.py``.
 """
@@ -14,8 +14,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Float32, Int, Shaped
+from jax import lax
+from jaxtyping import Array, Float, Float32, Integer, Shaped, UInt16
 
+from ling3export.artifacts.parameters import FORMS, UNIT
 from ling3export.model.geometry import Geometry
 from ling3export.model.layers import Index, Weight, take
 
@@ -23,10 +25,18 @@ from ling3export.model.layers import Index, Weight, take
 class Quantized(NamedTuple):
     """The two arrays of a matrix, or of a stack of them."""
 
-    # int8; or uint8 of half the input: of each group the values of its first half in the low nibbles, those of the
-    # second in the high ones, each 8 more than it is.
-    q: Int[Array, "*any out _"]
-    scale: Float[Array, "..."]  # bf16 of each group, in the place of the input; or fp32, without that axis
+    q: Integer[Array, "*any out _"]  # int8; or uint8, several values a byte
+    scale: Shaped[Array, "..."]  # bf16 or uint16 of each group, in the place of the input; or fp32, without that axis
+
+    @property
+    def form(self) -> str:
+        """The key of FORMS. Their dtypes tell it; both with words of two factors have groups of a power of two."""
+        dtypes = (str(self.q.dtype), str(self.scale.dtype))
+        names = [name for name, form in FORMS.items() if (form.q, form.scale) == dtypes]
+        if len(names) == 1:
+            return names[0]
+        of_group = self.q.shape[-1] // self.scale.shape[-1]  # bytes
+        return "code6" if of_group % 3 == 0 else "code4"
 
 
 Matrix = jax.Array | Quantized
@@ -71,12 +81,28 @@ def leading(weights: Matrix) -> tuple[int, ...]:
 
 def _values(weights: Quantized) -> Shaped[Array, "*any out in"]:
     """q as int8, one value an element."""
-    q = weights.q
-    if q.dtype != jnp.uint8:
+    q, form = weights.q, FORMS[weights.form]
+    if form.bits == 8:
         return q
-    pairs = q.reshape(*q.shape[:-1], weights.scale.shape[-1], -1)
-    both = jnp.concatenate([pairs & 15, pairs >> 4], axis=-1).astype(jnp.int8) - jnp.int8(8)
+    width = weights.scale.shape[-1] * group_of(weights)
+    pairs = q[..., : width // 2].reshape(*q.shape[:-1], weights.scale.shape[-1], -1)
+    both = jnp.concatenate([pairs & 15, pairs >> 4], axis=-1)
+    if form.bits == 6:
+        more = q[..., width // 2 :].reshape(*pairs.shape[:-1], -1)
+        both |= jnp.concatenate([(more >> bits & 3) << 4 for bits in (0, 2, 4, 6)], axis=-1)
+    if form.bits == 4 and form.values:
+        both = jnp.asarray(form.values, jnp.int8)[both]
+    else:
+        both = both.astype(jnp.int8) - jnp.int8(1 << form.bits - 1)
     return both.reshape(*q.shape[:-1], -1)
+
+
+def _factors(words: UInt16[Array, "*any out groups"]) -> Float32[Array, "*any out halves"]:
+    """The scales of the halves of groups, from uint16."""
+    wide = words.astype(jnp.int32)[..., None]
+    factors = jnp.concatenate([wide >> 5, wide], axis=-1) << 27 >> 27  # five bits with their sign
+    power = lax.bitcast_convert_type((wide >> 10) + (127 + UNIT) << 23, jnp.float32)
+    return (factors.astype(jnp.float32) * power).reshape(*words.shape[:-1], -1)
 
 
 def _by_channel(weights: Quantized) -> bool:
@@ -84,10 +110,11 @@ def _by_channel(weights: Quantized) -> bool:
 
 
 def exact(weights: Matrix) -> Float32[Array, "*any out in"]:
-    """The weights in fp32, which holds them exactly: q has 8 bits at most, a scale of a group 8."""
+    """The weights in fp32, which holds them exactly: a value has 8 bits at most, a scale of a group 8."""
     if not isinstance(weights, Quantized):
         return weights.astype(jnp.float32)
-    values, scale = _values(weights).astype(jnp.float32), weights.scale.astype(jnp.float32)
+    values = _values(weights).astype(jnp.float32)
+    scale = _factors(weights.scale) if weights.scale.dtype == jnp.uint16 else weights.scale.astype(jnp.float32)
     if _by_channel(weights):
         return values * scale[..., None]
     groups = values.reshape(*scale.shape, -1) * scale[..., None]
@@ -118,5 +145,4 @@ def activations(x: Float[Array, "T X"], weights: Quantized, geometry: Geometry) 
 
 def group_of(weights: Quantized) -> int:
     """How many values along the input share a scale."""
-    packed = 2 if weights.q.dtype == jnp.uint8 else 1
-    return packed * weights.q.shape[-1] // weights.scale.shape[-1]
+    return 8 * weights.q.shape[-1] // FORMS[weights.form].bits // weights.scale.shape[-1]

@@ -15,7 +15,7 @@ import numpy as np
 from ling3export.artifacts import schema
 from ling3export.artifacts.parameters import FORMS, PLAIN, Tensor
 from ling3export.artifacts.store import StoreWriter
-from ling3export.checkpoint.quantize import Pair, packed, quantize
+from ling3export.checkpoint.quantize import Pair, of_parts, packed, quantize
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
@@ -99,9 +99,9 @@ def _cut(row: Weight, pair: Pair, start: int = 0, stop: int | None = None) -> tu
         return q, scale
     group = math.gcd(q.shape[1], row.group)
     if group != row.group:
-        scale = np.repeat(scale, row.group // group, axis=1)
+        scale = of_parts(scale, row.group // group)
     scale = scale[:, start // group : start // group + q.shape[1] // group]
-    return (packed(q, group) if FORMS[row.form].values == 2 else q), scale
+    return packed(q, row.form, group), scale
 
 
 def pieces(

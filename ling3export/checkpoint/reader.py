@@ -195,7 +195,7 @@ class Checkpoint:
                 f"{self.path}",
                 "--allow-rounding rounds them to int4, build --weights bf16 --dtype float32 keeps all numbers",
             )
-        routed, other = (form == PLAIN for form in WEIGHTS[weights])
+        routed, other = (form == PLAIN for form in (WEIGHTS[weights].experts, WEIGHTS[weights].others))
         rounded = [
             name
             for name, form in self._forms.items()

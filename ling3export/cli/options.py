@@ -52,7 +52,8 @@ PROGRAMS = section(
     _option(
         "weights",
         click.Choice([AS_STORED, *WEIGHTS]),
-        "Store matrices in 8 bits, or routed experts in 4 and all else in 8; int4-experts leaves all else as it is. "
+        "Store matrices in 8 bits; int4: routed experts in 4, all else in 8; int4-small: all in 4, tables in 6; "
+        "int4-experts leaves all else as it is. "
         "int8-channel, with a scale an output, is for tpu.",
     ),
     _option("dtype", click.Choice(["bfloat16", "float32"]), "float32 means highest matmul precision throughout."),

@@ -18,7 +18,7 @@ from ling3export.plan.targets import TargetSpec
 
 FOLDER = Path(ling3export.__file__).parent / "model" / "native"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("products", "quantized", "decode", "parallel"))
-HEADERS = tuple(FOLDER / f"{name}.h" for name in ("shared", "products", "tiles", "integers", "vectors"))
+HEADERS = tuple(FOLDER / f"{name}.h" for name in ("shared", "products", "tiles", "integers", "panels", "vectors"))
 COMPILERS = ("c++", "g++", "clang++")
 EXPECTED = f"expected a C++ compiler ({', '.join(COMPILERS)} or the package ziglang)"
 HINT = f"install g++, or {install('zig')}"

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ling3export.artifacts.parameters import PLAIN, WEIGHTS
+from ling3export.artifacts.parameters import FORMS, PLAIN, WEIGHTS
 from ling3export.foundation.errors import PlanError
 from ling3export.foundation.phases import PHASES
 from ling3export.model.config import Config, parsed, read_config
@@ -201,7 +201,7 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     notes += [] if kernel_note is None else [kernel_note]
     weights = weight_forms(options)
     # Kernels multiply integers where groups of values share a scale (docs/log/kernels-cpu.md).
-    narrow = bool(kernels) and not {"int8", "int4"}.isdisjoint(WEIGHTS[weights])
+    narrow = bool(kernels) and any(FORMS[form].group for form in WEIGHTS[weights] if form != PLAIN)
     geometry = Geometry(
         tp=target.tp,
         dtype=options.dtype,

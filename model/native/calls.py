@@ -53,7 +53,8 @@ def are_there(weights: Weight, few: bool, geometry: Geometry) -> bool:
         return False
     value = value_of(weights)
     if isinstance(value, Quantized):
-        return geometry.activations == "int8" and value.scale.dtype == jnp.bfloat16 and group_of(value) == GROUP
+        grouped = value.form != "int8-channel" and group_of(value) == GROUP
+        return geometry.activations == "int8" and grouped
     return few and bool(value.dtype == jnp.bfloat16)
 
 
@@ -80,7 +81,7 @@ def _call(name: str, geometry: Geometry, shape: tuple[int, ...], *arguments: jax
 def _named(name: str, weights: Matrix) -> str:
     if not isinstance(weights, Quantized):
         return name
-    return f"{name}_q4" if weights.q.dtype == jnp.uint8 else f"{name}_q8"
+    return f"{name}_{weights.form}"
 
 
 def columns(x: BFloat16[Array, "T D"], stacked: Matrix, layer: Index, geometry: Geometry) -> Float32[Array, "T s *out"]:

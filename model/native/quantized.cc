@@ -1,7 +1,7 @@
-// Products of rows of bf16 with weights of 8 or 4 bits, for XLA's foreign function interface.
+// Products of rows of bf16 with weights of 8, 6 or 4 bits, for XLA's foreign function interface.
 //
-// A weight is q * scale: q is int8 [..., out, in], or uint8 [..., out, in / 2] where byte j of a group's 16 has value j
-// in its low half and value j + 16 in its high one, each as q + 8; scale is bf16 [..., out, in / 32]. Of each row of x a
+// A weight is its value in q times its scale, and both lie as artifacts/FORMAT.md says: scale [..., out, in / 32] has a
+// bf16 number, or a word of 16 bits with the factors of both halves of a group. Of each row of x a
 // group of 32 numbers becomes 8 bits, too: its largest magnitude / 127 in fp32 is its scale, and numbers are rounded to
 // the nearest multiple, ties to even. Products within a group are exact, in int32; sums over groups are fp32. A group
 // of x that is not finite makes its sums NaN.
@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "integers.h"
+#include "panels.h"
 #include "shared.h"
 
 namespace {
@@ -22,7 +23,7 @@ constexpr int64_t kMany = 1 << 16;  // numbers of x from which on several thread
 constexpr int64_t kSome = 8;     // rows of x of such a task
 
 // Rows x [count, groups * 32] in 8 bits, by all threads where they are many.
-template <int kBits> void Fill(ffi::ThreadPool pool, int32_t devices, const Bf16* x, int64_t count, Rows<kBits>* to) {
+template <Form kForm> void Fill(ffi::ThreadPool pool, int32_t devices, const Bf16* x, int64_t count, Rows<kForm>* to) {
   const auto some = [=](int64_t from, int64_t end) {
     for (int64_t i = from * to->groups; i < end * to->groups; ++i) to->Set(i / to->groups, i % to->groups, x + i * kGroup);
   };
@@ -34,29 +35,29 @@ template <int kBits> void Fill(ffi::ThreadPool pool, int32_t devices, const Bf16
 
 // A quantized stack, q [s, n, ..., Y, X bits / 8] and scale [s, n, ..., Y, X / 32], of which one layer n is taken: matrices
 // of s (times the axes between) parts.
-template <int kBits, class Q> struct Stack {
+template <Form kForm, class Q, class S> struct Stack {
   const uint8_t* q;
   const Bf16* scale;
   int64_t shards, layers, heads, rows = 1, groups;
   bool fits;
 
-  Stack(const Q& values, const Bf16s& scales, int64_t inner) : heads(inner) {
+  Stack(const Q& values, const S& scales, int64_t inner) : heads(inner) {
     const auto size = values.dimensions(), of = scales.dimensions();
     q = reinterpret_cast<const uint8_t*>(values.untyped_data());
     scale = reinterpret_cast<const Bf16*>(scales.untyped_data());
     shards = size[0], layers = size[1], groups = of[of.size() - 1];
     for (size_t axis = 2; axis + 1 < size.size(); ++axis) rows *= size[axis];
     rows /= heads;
-    fits = size[size.size() - 1] == groups * kBytes<kBits> &&
+    fits = size[size.size() - 1] == groups * kBytes<kForm> &&
            int64_t(scales.element_count()) == shards * layers * heads * rows * groups;
   }
   int64_t first_row(int64_t part, int64_t layer) const {
     return (((part / heads) * layers + layer) * heads + part % heads) * rows;
   }
-  const uint8_t* values(int64_t row) const { return q + row * groups * kBytes<kBits>; }
+  const uint8_t* values(int64_t row) const { return q + row * groups * kBytes<kForm>; }
   const Bf16* scales(int64_t row) const { return scale + row * groups; }
   Range range(int64_t layer) const {
-    const int64_t bytes = heads * rows * groups * kBytes<kBits>;
+    const int64_t bytes = heads * rows * groups * kBytes<kForm>;
     const uint8_t* end = values(first_row(shards * heads - 1, layer) + rows);
     return {reinterpret_cast<const char*>(end), bytes, layers * bytes, shards};
   }
@@ -69,10 +70,10 @@ template <int kBits, class Q> struct Stack {
 
 // q [s, n, ..., X]: products over the last axis. x [T, X] -> y [T, s, Y], or, where `sum`, x [T, s, X] -> y [T, Y], the sum
 // over s.
-template <int kBits, bool sum, class Q>
-ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_of, ffi::Result<Floats> y,
+template <Form kForm, bool sum, class Q, class S>
+ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, S scale, Ints layer_of, ffi::Result<Floats> y,
                    int32_t devices) {
-  const Stack<kBits, Q> stack(q, scale, 1);
+  const Stack<kForm, Q, S> stack(q, scale, 1);
   const int64_t layer = layer_of.typed_data()[0], count = x.dimensions()[0], width = x.dimensions()[1];
   const int64_t each = sum ? stack.shards : 1, out_width = (sum ? 1 : stack.shards) * stack.rows;
   if (ffi::Error error = stack.Check(layer, width / each); error.failure()) return error;
@@ -88,7 +89,7 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_o
   const int64_t tasks = (stack.rows + most - 1) / most;
   float* const out = y->typed_data();
   std::fill_n(out, count * out_width, 0.0f);
-  Rows<kBits> rows(used * each, stack.groups);
+  Rows<kForm> rows(used * each, stack.groups);
   Fill(pool, devices, from, used * each, &rows);
   std::vector<int32_t> at(used * each);  // of each s the rows of x one after the other
   for (int64_t i = 0; i < used * each; ++i) at[i] = int32_t(i % used * each + i / used);
@@ -96,8 +97,8 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_o
     const int64_t o = task % tasks * most, own = std::min(most, stack.rows - o);
     float* const to = out + task / tasks * stack.rows + o;
 #ifdef LING3_VECTORS
-    if (few) {
-      Parts<kBits> sums(own, stack.groups, used);
+    if constexpr (sum) if (few) {
+      Parts<kForm> sums(own, stack.groups, used);
       for (int64_t part = 0; part < each; ++part) {
         const int64_t row = stack.first_row(part, layer) + o;
         const int64_t next = stack.first_row(std::min(part + 1, each - 1), layer) + o;
@@ -120,11 +121,11 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, Bf16s scale, Ints layer_o
 //
 // x [T, D], gate_up [s, n, e, 2, F, D], down [s, n, e, D, F], chosen [T, A] with numbers of 0 to s e - 1 (others choose
 // nothing), share [T, A], limit [1], infinite for none -> y [T, D].
-template <int kBits, class Q>
-ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Q gate_up, Bf16s gate_up_scale, Q down, Bf16s down_scale,
+template <Form kForm, class Q, class S>
+ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Q gate_up, S gate_up_scale, Q down, S down_scale,
                    Ints layer_of, Ints chosen, Floats share, Floats limit, ffi::Result<Floats> y, int32_t devices) {
   const int64_t each = gate_up.dimensions()[2], experts = gate_up.dimensions()[0] * each;
-  const Stack<kBits, Q> up(gate_up, gate_up_scale, each), out_of(down, down_scale, each);
+  const Stack<kForm, Q, S> up(gate_up, gate_up_scale, each), out_of(down, down_scale, each);
   const int64_t layer = layer_of.typed_data()[0], tokens = x.dimensions()[0], top = chosen.dimensions()[1];
   const int64_t dim = x.dimensions()[1], width = up.rows / 2;
   if (ffi::Error error = up.Check(layer, dim); error.failure()) return error;
@@ -147,7 +148,7 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Q gate_up, Bf16s gate_up_scale
     const int64_t pair = next[choice[i]]++;
     token[pair] = int32_t(i / top), number[pair] = int32_t(pair), part[pair] = share.typed_data()[i];
   }
-  Rows<kBits> rows(last, up.groups), hidden(pairs, out_of.groups);
+  Rows<kForm> rows(last, up.groups), hidden(pairs, out_of.groups);
   Fill(pool, devices, reinterpret_cast<const Bf16*>(x.untyped_data()), last, &rows);
   const int64_t parts = (width + kOutputs - 1) / kOutputs;
   const auto name = [](const uint8_t* weights) { return Range{reinterpret_cast<const char*>(weights), 0}; };
@@ -192,23 +193,28 @@ ffi::Error Experts(ffi::ThreadPool pool, Bf16s x, Q gate_up, Bf16s gate_up_scale
   return ffi::Error::Success();
 }
 
-using Eights = ffi::Buffer<ffi::S8>;
-using Fours = ffi::Buffer<ffi::U8>;
+using Signed8 = ffi::Buffer<ffi::S8>;
+using Packed = ffi::Buffer<ffi::U8>;
+using Factors = ffi::Buffer<ffi::U16>;
 
 }  // namespace
 
-#define LING3_PRODUCT(name, bits, sum, Q)                                                                        \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (Product<bits, sum, Q>),                                                   \
-      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Q>().Arg<Bf16s>().Arg<Ints>().Ret<Floats>()        \
+#define LING3_PRODUCT(name, form, sum, Q, S)                                                                     \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (Product<form, sum, Q, S>),                                                \
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Q>().Arg<S>().Arg<Ints>().Ret<Floats>()            \
           .Attr<int32_t>("devices"))
-#define LING3_EXPERTS(name, bits, Q)                                                                             \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (Experts<bits, Q>),                                                        \
-      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Q>().Arg<Bf16s>().Arg<Q>().Arg<Bf16s>().Arg<Ints>() \
+#define LING3_EXPERTS(name, form, Q, S)                                                                          \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(name, (Experts<form, Q, S>),                                                     \
+      ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<Bf16s>().Arg<Q>().Arg<S>().Arg<Q>().Arg<S>().Arg<Ints>()        \
           .Arg<Ints>().Arg<Floats>().Arg<Floats>().Ret<Floats>().Attr<int32_t>("devices"))
 
-LING3_PRODUCT(ling3_columns_q8, 8, false, Eights);
-LING3_PRODUCT(ling3_columns_q4, 4, false, Fours);
-LING3_PRODUCT(ling3_rows_q8, 8, true, Eights);
-LING3_PRODUCT(ling3_rows_q4, 4, true, Fours);
-LING3_EXPERTS(ling3_experts_q8, 8, Eights);
-LING3_EXPERTS(ling3_experts_q4, 4, Fours);
+LING3_PRODUCT(ling3_columns_int8, kInt8, false, Signed8, Bf16s);
+LING3_PRODUCT(ling3_columns_int4, kInt4, false, Packed, Bf16s);
+LING3_PRODUCT(ling3_columns_code4, kCode4, false, Packed, Factors);
+LING3_PRODUCT(ling3_columns_code6, kCode6, false, Packed, Factors);
+LING3_PRODUCT(ling3_rows_int8, kInt8, true, Signed8, Bf16s);
+LING3_PRODUCT(ling3_rows_int4, kInt4, true, Packed, Bf16s);
+LING3_PRODUCT(ling3_rows_code4, kCode4, true, Packed, Factors);
+LING3_EXPERTS(ling3_experts_int8, kInt8, Signed8, Bf16s);
+LING3_EXPERTS(ling3_experts_int4, kInt4, Packed, Bf16s);
+LING3_EXPERTS(ling3_experts_code4, kCode4, Packed, Factors);

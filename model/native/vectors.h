@@ -1,5 +1,5 @@
-// Vectors of integers and floats as the kernels of 8 and 4 bits use them, and what a group of 32 numbers is in them: one
-// section for AVX-512 with VNNI, one for AVX2, one for NEON with sdot. Without any of them there are plain loops alone.
+// Vectors of integers and floats as the kernels for quantized weights use them, and how a group of 32 numbers lies in
+// them: one section for AVX-512 with VNNI, one for AVX2, one for NEON with sdot. Other processors have plain loops.
 #ifndef LING3_VECTORS_H_
 #define LING3_VECTORS_H_
 
@@ -19,8 +19,11 @@
 
 namespace {
 
+enum Form { kInt8, kInt4, kCode4, kCode6 };  // of weights; quantized.cc says how each lies
+
 constexpr int64_t kGroup = 32;   // numbers that share a scale
 constexpr int64_t kHalf = 16;    // numbers of a group in the low halves of its bytes, where it has 4 bits
+constexpr int32_t kUnit = -48;   // the power of two of a scale of kCode4 or kCode6 whose exponent is 0
 
 #if defined(__AVX512VNNI__)
 constexpr int kLanes = 16;
@@ -40,14 +43,21 @@ constexpr int64_t kBlock = kLanes;      // groups whose scales fill a vector
 
 // What is added to q so that it is not negative, as products of unsigned with signed bytes want it.
 #ifdef __AVX512VNNI__
-template <int kBits> constexpr int32_t kOffset = kBits == 8 ? 128 : 8;
+constexpr int32_t kOfBytes = 128;
 #else
-template <int kBits> constexpr int32_t kOffset = kBits == 8 ? 0 : 8;
+constexpr int32_t kOfBytes = 0;
 #endif
-template <int kBits> constexpr int64_t kBytes = kBits * 4;  // of a group
-template <int kBits> constexpr int64_t kOf = std::max<int64_t>(1, kPiece / kBytes<kBits>);  // groups in a vector
-template <int kBits> constexpr int64_t kOwn = kLanes / kOf<kBits>;  // lanes of a vector that belong to one group
-template <int kBits> constexpr int64_t kStep = kOf<kBits> * kBytes<kBits>;  // bytes of q that are multiplied at once
+template <Form kForm>
+constexpr int32_t kOffset = kForm == kInt8 ? kOfBytes : kForm == kInt4 ? 8 : kForm == kCode4 ? 64 : 32;
+// The values of kCode4, each with kOffset added: below 128, so that two products with bytes fit 16 bits.
+alignas(16) constexpr uint8_t kCodes[] = {1, 12, 24, 34, 42, 49, 55, 60, 65, 70, 75, 81, 88, 95, 105, 119};
+
+template <Form kForm> constexpr int kHalves = kForm == kCode4 || kForm == kCode6 ? 2 : 1;  // scales of a group
+template <Form kForm> constexpr int64_t kLow = kForm == kInt8 ? 32 : 16;  // bytes of a group without those of bits 4, 5
+template <Form kForm> constexpr int64_t kBytes = kLow<kForm> + (kForm == kCode6 ? 8 : 0);  // of a group
+template <Form kForm> constexpr int64_t kOf = std::max<int64_t>(1, kPiece / kLow<kForm>);  // groups in a vector
+template <Form kForm> constexpr int64_t kOwn = kLanes / kOf<kForm>;  // lanes of a vector that belong to one group
+template <Form kForm> constexpr int64_t kStep = kOf<kForm> * kLow<kForm>;  // bytes of q that are multiplied at once
 
 #ifdef LING3_VECTORS
 #if defined(__AVX512VNNI__)
@@ -63,33 +73,48 @@ Floats32 Float(Ints32 value) { return _mm512_cvtepi32_ps(value); }
 float Total(Floats32 value) { return _mm512_reduce_add_ps(value); }
 Ints32 Low(Ints32 value) { return _mm512_and_si512(value, _mm512_set1_epi8(15)); }
 Ints32 High(Ints32 value) { return Low(_mm512_srli_epi16(value, 4)); }
-// For each group of vector `i` of a block, its scale in each of its lanes.
-template <int kBits> Floats32 Each(Floats32 scales, int64_t i) {
-  alignas(64) static constexpr int32_t kFour[] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
-  const Ints32 at = kBits == 8 ? _mm512_srli_epi32(Load(kFour), 1) : Load(kFour);
-  return _mm512_permutexvar_ps(_mm512_add_epi32(at, Spread(int32_t(i * kOf<kBits>))), scales);
+// The numbers of kCodes at sixteenths.
+Ints32 Lookup(Ints32 at) {
+  return _mm512_shuffle_epi8(_mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(kCodes))), at);
 }
-// kBlock scales in fp32.
-Floats32 Scales(const Bf16* from) {
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
-  return (Floats32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+// Bits 4 and 5 of a vector's groups, of which each has 8 bytes: those of its first half, and of its second.
+void Fifth(const uint8_t* from, int64_t bytes, Ints32* out) {
+  const __m256i some = _mm256_maskz_loadu_epi8(__mmask32((uint64_t(1) << bytes) - 1), from);
+  const __m512i at = _mm512_set_epi64(3, 3, 2, 2, 1, 1, 0, 0);
+  const __m512i twice = _mm512_permutexvar_epi64(at, _mm512_castsi256_si512(some));
+  const __m512i bits = _mm512_set1_epi8(0x30);
+  out[0] = _mm512_and_si512(bits, _mm512_sllv_epi64(twice, _mm512_set_epi64(2, 4, 2, 4, 2, 4, 2, 4)));
+  out[1] = _mm512_and_si512(bits, _mm512_srlv_epi64(twice, _mm512_set_epi64(2, 0, 2, 0, 2, 0, 2, 0)));
+}
+// For each group of vector `i` of a block, its scale in each of its lanes.
+template <Form kForm> Floats32 Each(Floats32 scales, int64_t i) {
+  alignas(64) static constexpr int32_t kFour[] = {0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3};
+  const Ints32 at = kForm == kInt8 ? _mm512_srli_epi32(Load(kFour), 1) : Load(kFour);
+  return _mm512_permutexvar_ps(_mm512_add_epi32(at, Spread(int32_t(i * kOf<kForm>))), scales);
+}
+// kBlock scales, each in the low half of an integer.
+Ints32 Words(const Bf16* from) {
+  return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 // The first bytes of a vector, and zeros; and the first of its scales.
 Ints32 LoadSome(const void* from, int64_t bytes) { return _mm512_maskz_loadu_epi8((__mmask64(1) << bytes) - 1, from); }
-Floats32 SomeScales(const Bf16* from, int64_t count) {
-  const __m256i bits = _mm256_maskz_loadu_epi16(__mmask16((1 << count) - 1), from);
-  return (Floats32)_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16);
+Ints32 SomeWords(const Bf16* from, int64_t count) {
+  return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(__mmask16((1 << count) - 1), from));
 }
 // q as the unsigned operand of products.
 Ints32 Unsigned(Ints32 q) { return _mm512_xor_si512(q, _mm512_set1_epi8(-128)); }
 // A sum, and products of a vector of q with one of x, added up in fours.
-template <int kBits> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) { return _mm512_dpbusd_epi32(sum, q, x); }
+template <Form kForm> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) { return _mm512_dpbusd_epi32(sum, q, x); }
 // What the sum of a group begins with, and what it is at the end.
-template <int kBits> Ints32 Begin(int32_t offset) { return Spread(offset); }
-template <int kBits> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
-template <int kBits> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
-  const Ints32 sum = Dot<kBits>(Load(offsets), q[0], Load(x));
-  return kBits == 8 ? sum : Dot<kBits>(sum, q[1], Load(x + kPiece));
+template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(offset); }
+template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
+template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
+  const Ints32 sum = Dot<kForm>(Load(offsets), q[0], Load(x));
+  return kForm == kInt8 ? sum : Dot<kForm>(sum, q[1], Load(x + kPiece));
+}
+// The same of one half of each group.
+template <Form kForm> Ints32 MultiplyHalf(Ints32 q, const int8_t* x, const int32_t* offsets) {
+  return Dot<kForm>(Load(offsets), q, Load(x));
 }
 // 16 bytes at `at` of rows i, i + 4, i + 8 and i + 12.
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
@@ -116,13 +141,24 @@ float Total(Floats32 value) {
 }
 Ints32 Low(Ints32 value) { return _mm256_and_si256(value, _mm256_set1_epi8(15)); }
 Ints32 High(Ints32 value) { return Low(_mm256_srli_epi16(value, 4)); }
-template <int kBits> Floats32 Each(Floats32 scales, int64_t i) {
-  const Ints32 at = kBits == 8 ? Spread(0) : _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
-  return _mm256_permutevar8x32_ps(scales, _mm256_add_epi32(at, Spread(int32_t(i * kOf<kBits>))));
+Ints32 Lookup(Ints32 at) {
+  const __m128i codes = _mm_load_si128(reinterpret_cast<const __m128i*>(kCodes));
+  return _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes), at);
 }
-Floats32 Scales(const Bf16* from) {
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return (Floats32)_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16);
+void Fifth(const uint8_t* from, int64_t bytes, Ints32* out) {
+  alignas(16) uint8_t all[16] = {};
+  if (bytes < 16) std::memcpy(all, from, bytes), from = all;
+  const __m128i some = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  const __m256i twice = _mm256_permute4x64_epi64(_mm256_castsi128_si256(some), 0x50), bits = _mm256_set1_epi8(0x30);
+  out[0] = _mm256_and_si256(bits, _mm256_sllv_epi64(twice, _mm256_set_epi64x(2, 4, 2, 4)));
+  out[1] = _mm256_and_si256(bits, _mm256_srlv_epi64(twice, _mm256_set_epi64x(2, 0, 2, 0)));
+}
+template <Form kForm> Floats32 Each(Floats32 scales, int64_t i) {
+  const Ints32 at = kForm == kInt8 ? Spread(0) : _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);
+  return _mm256_permutevar8x32_ps(scales, _mm256_add_epi32(at, Spread(int32_t(i * kOf<kForm>))));
+}
+Ints32 Words(const Bf16* from) {
+  return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
 }
 Ints32 LoadSome(const void* from, int64_t bytes) {
   alignas(32) uint8_t all[32] = {};
@@ -134,17 +170,21 @@ Ints32 Pairs(Ints32 sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1))
 // Magnitudes times x with the sign of q: two products, 2 * 128 * 127, fit 16 bits, as do four of 15 * 127.
 Ints32 Signed(Ints32 q, Ints32 x) { return Pairs(_mm256_maddubs_epi16(_mm256_abs_epi8(q), _mm256_sign_epi8(x, q))); }
 // Of 4 bits all 16 products of a pair of bytes in a group, 15 * 127 each, fit 16 bits: the sum is of 16 bits until it is whole.
-template <int kBits> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) {
-  if (kBits == 8) return _mm256_add_epi32(sum, Signed(q, x));
-  return _mm256_add_epi16(sum, _mm256_maddubs_epi16(q, x));
+template <Form kForm> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) {
+  if (kForm == kInt8) return _mm256_add_epi32(sum, Signed(q, x));
+  if (kForm == kInt4) return _mm256_add_epi16(sum, _mm256_maddubs_epi16(q, x));
+  return _mm256_add_epi32(sum, Pairs(_mm256_maddubs_epi16(q, x)));
 }
-template <int kBits> Ints32 Begin(int32_t offset) { return Spread(0); }
-template <int kBits> Ints32 Whole(Ints32 sum, int32_t offset) {
-  return kBits == 8 ? sum : _mm256_add_epi32(Pairs(sum), Spread(offset));
+template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(kHalves<kForm> == 2 ? offset : 0); }
+template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) {
+  return kForm == kInt4 ? _mm256_add_epi32(Pairs(sum), Spread(offset)) : sum;
 }
-template <int kBits> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
-  if (kBits == 8) return Signed(q[0], Load(x));
-  const Ints32 sum = Dot<kBits>(_mm256_maddubs_epi16(q[0], Load(x)), q[1], Load(x + kPiece));
+template <Form kForm> Ints32 MultiplyHalf(Ints32 q, const int8_t* x, const int32_t* offsets) {
+  return Dot<kForm>(Load(offsets), q, Load(x));
+}
+template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
+  if (kForm == kInt8) return Signed(q[0], Load(x));
+  const Ints32 sum = Dot<kForm>(_mm256_maddubs_epi16(q[0], Load(x)), q[1], Load(x + kPiece));
   return _mm256_add_epi32(Load(offsets), Pairs(sum));
 }
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
@@ -165,18 +205,28 @@ Floats32 Float(Ints32 value) { return vcvtq_f32_s32(value); }
 float Total(Floats32 value) { return vaddvq_f32(value); }
 Ints32 Low(Ints32 value) { return value & Spread(0x0f0f0f0f); }
 Ints32 High(Ints32 value) { return vreinterpretq_s32_u8(vshrq_n_u8(vreinterpretq_u8_s32(value), 4)); }
-template <int kBits> Floats32 Each(Floats32 scales, int64_t i) { return Spread(scales[i]); }
+Ints32 Lookup(Ints32 at) { return vreinterpretq_s32_u8(vqtbl1q_u8(vld1q_u8(kCodes), vreinterpretq_u8_s32(at))); }
+void Fifth(const uint8_t* from, int64_t, Ints32* out) {
+  const uint8x16_t twice = vcombine_u8(vld1_u8(from), vld1_u8(from));
+  const auto by = [](int8_t first, int8_t second) { return vcombine_s8(vdup_n_s8(first), vdup_n_s8(second)); };
+  out[0] = vreinterpretq_s32_u8(vshlq_u8(twice, by(4, 2))) & Spread(0x30303030);
+  out[1] = vreinterpretq_s32_u8(vshlq_u8(twice, by(0, -2))) & Spread(0x30303030);
+}
+template <Form kForm> Floats32 Each(Floats32 scales, int64_t i) { return Spread(scales[i]); }
 Ints32 LoadSome(const void* from, int64_t) { return Load(from); }  // a vector holds one group at most
-Floats32 Scales(const Bf16* from) { return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(from), 16)); }
+Ints32 Words(const Bf16* from) { return vreinterpretq_s32_u32(vmovl_u16(vld1_u16(from))); }
 Ints32 Unsigned(Ints32 q) { return q; }
-template <int kBits> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) {
+template <Form kForm> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) {
   return vdotq_s32(sum, vreinterpretq_s8_s32(q), vreinterpretq_s8_s32(x));
 }
-template <int kBits> Ints32 Begin(int32_t offset) { return Spread(kBits == 8 ? 0 : offset); }
-template <int kBits> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
-template <int kBits> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
-  const Ints32 sum = kBits == 8 ? Spread(0) : Load(offsets);
-  return Dot<kBits>(Dot<kBits>(sum, q[0], Load(x)), q[1], Load(x + kPiece));
+template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(kForm == kInt8 ? 0 : offset); }
+template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
+template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
+  const Ints32 sum = kForm == kInt8 ? Spread(0) : Load(offsets);
+  return Dot<kForm>(Dot<kForm>(sum, q[0], Load(x)), q[1], Load(x + kPiece));
+}
+template <Form kForm> Ints32 MultiplyHalf(Ints32 q, const int8_t* x, const int32_t* offsets) {
+  return Dot<kForm>(Load(offsets), q, Load(x));
 }
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) { return Load(rows[i] + at); }
 int64x2_t Wide(Ints32 value) { return vreinterpretq_s64_s32(value); }
@@ -189,12 +239,49 @@ Ints32 Neon_slli_epi32(Ints32 value, int bits) { return value << bits; }
 #endif
 
 #ifndef __AVX512VNNI__
-Floats32 SomeScales(const Bf16* from, int64_t count) {
+Ints32 SomeWords(const Bf16* from, int64_t count) {
   Bf16 all[kBlock] = {};
   std::copy_n(from, count, all);
-  return Scales(all);
+  return Words(all);
 }
 #endif
+
+// The scales of groups: one of each, or those of its halves.
+typedef int32_t Lanes32 __attribute__((vector_size(kPiece)));  // which has shifts, whatever the processor
+
+template <Form kForm> struct Scales {
+  Floats32 half[kHalves<kForm>];
+
+  Scales() = default;
+  // From kBlock numbers as they are stored, each in the low half of an integer.
+  explicit Scales(Ints32 words) {
+    const Lanes32 bits = (Lanes32)words;
+    if constexpr (kHalves<kForm> == 1) {
+      half[0] = (Floats32)(bits << 16);
+    } else {
+      const Floats32 unit = (Floats32)(((bits >> 10) + (127 + kUnit)) << 23);
+      half[0] = unit * Float((Ints32)(bits << 22 >> 27)), half[1] = unit * Float((Ints32)(bits << 27 >> 27));
+    }
+  }
+  Scales By(Floats32 factors) const {
+    Scales out;
+    for (int h = 0; h < kHalves<kForm>; ++h) out.half[h] = half[h] * factors;
+    return out;
+  }
+};
+
+// Adds products of a vector of groups, scaled, to two sums. `offsets` are those of the groups' first half, and `apart`
+// numbers after them those of the second.
+template <Form kForm>
+void AddProducts(const Ints32* q, const int8_t* x, const int32_t* offsets, int64_t apart, const Scales<kForm>& scales,
+                 int64_t i, Floats32& first, Floats32& second) {
+  if constexpr (kHalves<kForm> == 1) {
+    first += Float(Multiply<kForm>(q, x, offsets)) * Each<kForm>(scales.half[0], i);
+  } else {
+    first += Float(MultiplyHalf<kForm>(q[0], x, offsets)) * Each<kForm>(scales.half[0], i);
+    second += Float(MultiplyHalf<kForm>(q[1], x + kPiece, offsets + apart)) * Each<kForm>(scales.half[1], i);
+  }
+}
 #endif  // LING3_VECTORS
 
 }  // namespace

@@ -60,20 +60,39 @@ def errors(case: Case, expected: np.ndarray, **options) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize(("weights", "tp"), [("int8", 1), ("int8", 4), ("int4", 4), ("int8-channel", 1)])
+@pytest.mark.parametrize(
+    ("weights", "tp"),
+    [
+        ("int8", 1),
+        ("int8", 4),
+        ("int4", 4),
+        ("int4-small", 1),
+        ("int4-small", 4),
+        ("int4-small", 16),
+        ("int8-channel", 1),
+    ],
+)
 def test_programs_for_cpu_compute_with_what_the_weights_stand_for(case, expected, weights: str, tp: int):
     assert max(errors(case, expected[weights], weights=weights, tp=tp)) < FLOAT32
 
 
 @pytest.mark.parametrize(
     ("weights", "form", "tp"),
-    [("int8-channel", "tiles", 4), ("int8-channel", "tiles", 1), ("int4", "tiles", 4), ("int4", "card", 1)],
+    [
+        ("int8-channel", "tiles", 4),
+        ("int8-channel", "tiles", 1),
+        ("int4", "tiles", 4),
+        ("int4", "card", 1),
+        ("int4-small", "tiles", 4),
+    ],
 )
 def test_programs_for_accelerators_do_so_too(case, expected, weights: str, form: str, tp: int):
     assert max(errors(case, expected[weights], weights=weights, form=form, tp=tp)) < FLOAT32
 
 
-@pytest.mark.parametrize(("weights", "form"), [("int8", "loops"), ("int8-channel", "loops"), ("int4", "tiles")])
+@pytest.mark.parametrize(
+    ("weights", "form"), [("int8", "loops"), ("int8-channel", "loops"), ("int4", "tiles"), ("int4-small", "loops")]
+)
 def test_bf16_activations_stay_within_the_bound_of_bf16(case, expected, weights: str, form: str):
     found = errors(case, expected[weights], weights=weights, form=form, dtype="bfloat16")
     assert np.median(found) < BFLOAT16_MEDIAN
@@ -82,7 +101,7 @@ def test_bf16_activations_stay_within_the_bound_of_bf16(case, expected, weights:
 def test_forms_differ_by_as_much_as_their_bits_say(case, source, expected):
     plain = Reference(case.config, source.tensor).logits(case.prompts[0])
     distance = {weights: relative(expected[weights][-1], plain[-1]) for weights in FORMS}
-    assert FLOAT32 < distance["int8"] < distance["int4"] < 1
+    assert FLOAT32 < distance["int8"] < distance["int4"] < distance["int4-small"] < 1
     assert distance["int8"] < 0.1
 
 

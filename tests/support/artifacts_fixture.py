@@ -124,9 +124,13 @@ RECIPES = {
     "micro-tp1": Recipe(1, "micro", optimized=True),
     # With everything that may stand beside quantized weights.
     "micro-tp2-int4": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4", afd=True, snapshots=2),
+    "micro-tp2-int4-small": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4-small"),
     "micro-tp1-kernels": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on"),
     "micro-tp1-kernels-int4": Recipe(
         1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on", weights="int4"
+    ),
+    "micro-tp1-kernels-int4-small": Recipe(
+        1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on", weights="int4-small"
     ),
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
     # Decode cut at the experts: micro batches of two tokens.

@@ -1,9 +1,11 @@
-"""llama.cpp's Q8_0 and Q4_0 in numpy, by the definitions that it publishes (ggml-quants.c, quantize_row_*_ref).
+"""llama.cpp's Q8_0, Q4_0, Q4_K and Q6_K in numpy, by the definitions that it publishes (ggml-quants.c).
 
-``python -m tests.support.gguf_forms CHECKPOINT TEXT`` says what they do to the plain model in float64, beside this
-project's forms. A scale is stored in fp16; products are taken in fp32.
+``python -m tests.support.gguf_forms CHECKPOINT TEXT`` says what they and this project's forms do to the plain model in
+float64. A scale is stored in fp16; products are taken in fp32. ``Q4_K_M`` mixes Q4_K and Q6_K by the rules of
+``llama-quantize``.
 """
 
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -52,13 +54,109 @@ def q4_0(x: Array) -> Array:
     return (q - 8) * _half(d)
 
 
-FORMS: dict[str, tuple[int, Callable[[Array], Array]]] = {"Q8_0": (32, q8_0), "Q4_0": (32, q4_0)}
+def _total(x: Array) -> Array:
+    return np.sum(x, axis=1, keepdims=True)
+
+
+def _scales_and_least(x: Array) -> tuple[Array, Array]:
+    """Of blocks [B, 32] a scale and a magnitude: ``x`` is near ``scale * q - magnitude``, q from 0 to 15.
+
+    Tried are 22 scales; each is fitted by least squares, weighted by the block's root mean square plus magnitude.
+    """
+    weight = np.sqrt(np.mean(x * x, axis=1, keepdims=True)) + np.abs(x)
+    least = np.minimum(np.min(x, axis=1, keepdims=True), 0)
+    spread = np.max(x, axis=1, keepdims=True) - least
+    some = np.where(spread > 0, spread, 1)
+    sum_w, sum_x = _total(weight), _total(weight * x)
+    q = np.clip(np.rint(15 / some * (x - least)), 0, 15)
+    scale, offset = some / 15, least
+    best = _total(weight * (scale * q + offset - x) ** 2)
+    for step in range(21):
+        q = np.clip(np.rint((14 + 0.1 * step) / some * (x - least)), 0, 15).astype(np.float32)
+        sum_q, sum_q2, sum_xq = _total(weight * q), _total(weight * q * q), _total(weight * x * q)
+        determinant = sum_w * sum_q2 - sum_q * sum_q
+        safe = np.where(determinant > 0, determinant, 1)
+        own, low = (sum_w * sum_xq - sum_x * sum_q) / safe, (sum_q2 * sum_x - sum_q * sum_xq) / safe
+        own = np.where(low > 0, sum_xq / np.where(sum_q2 > 0, sum_q2, 1), own)
+        low = np.minimum(low, 0)
+        error = _total(weight * (own * q + low - x) ** 2)
+        better = (determinant > 0) & (error < best)
+        scale, offset, best = np.where(better, own, scale), np.where(better, low, offset), np.where(better, error, best)
+    return np.where(spread > 0, scale, 0), -offset
+
+
+def q4_k(x: Array) -> Array:
+    """Blocks [B, 256]: eight parts of 32 with a scale and a least value of six bits each."""
+    parts = x.reshape(-1, 32)
+    scales, least = (each.reshape(-1, 8) for each in _scales_and_least(parts))
+    d, dmin = (np.max(each, axis=1, keepdims=True) / np.float32(63) for each in (scales, least))
+    scale = (_half(d) * np.minimum(np.rint(scales * _inverse(d)), 63)).reshape(-1, 1)
+    offset = (_half(dmin) * np.minimum(np.rint(least * _inverse(dmin)), 63)).reshape(-1, 1)
+    q = np.clip(np.rint((parts + offset) * _inverse(scale)), 0, 15)
+    return (scale * q - offset).reshape(x.shape)
+
+
+def q6_k(x: Array) -> Array:
+    """Blocks [B, 256]: sixteen parts of 16, each with a scale of eight bits, q from -32 to 31, and d of the block.
+
+    Of a part's 19 tried scales that is best which fits best by least squares, weighted by the squares.
+    """
+    parts = x.reshape(-1, 16)
+    extreme = np.take_along_axis(parts, np.argmax(np.abs(parts), axis=1)[:, None], axis=1)
+    weight, scales, best = parts * parts, np.zeros_like(extreme), np.zeros_like(extreme)
+    for step in (0, *range(-9, 0), *range(1, 10)):
+        q = np.clip(np.rint(-(32 + np.float32(0.1) * step) * _inverse(extreme) * parts), -32, 31)
+        sum_xq, sum_q2 = _total(weight * parts * q), _total(weight * q * q)
+        better = (sum_q2 > 0) & ((sum_xq * sum_xq > best * sum_q2) | (step == 0))
+        own = sum_xq / np.where(sum_q2 > 0, sum_q2, 1)
+        scales, best = np.where(better, own, scales), np.where(better, own * sum_xq, best)
+    scales = scales.reshape(-1, 16)
+    largest = np.take_along_axis(scales, np.argmax(np.abs(scales), axis=1)[:, None], axis=1)
+    d = largest / np.float32(-128)
+    scale = (_half(d) * np.minimum(np.rint(scales * _inverse(d)), 127)).reshape(-1, 1)
+    return (scale * np.clip(np.rint(parts * _inverse(scale)), -32, 31)).reshape(x.shape)
+
+
+FORMS: dict[str, tuple[int, Callable[[Array], Array]]] = {
+    "Q8_0": (32, q8_0),
+    "Q4_0": (32, q4_0),
+    "Q4_K": (256, q4_k),
+    "Q6_K": (256, q6_k),
+}
+MIXES = ("Q4_0", "Q4_K_M")  # files of several forms
+_LAYER = re.compile(r"model\.layers\.([0-9]+)\.")
+
+
+def form_in(mix: str, name: str, layers: int) -> str:
+    """The form of a matrix in a file of ``mix``, by its published name.
+
+    The output head has six bits in a file of four. In Q4_K_M so have the value and down projections of the first and
+    the last eighth of all layers, and of every third layer between.
+    """
+    if mix not in MIXES:
+        return mix
+    if name == "lm_head.weight":
+        return "Q6_K"
+    if mix == "Q4_0":
+        return mix
+    match = _LAYER.match(name)
+    if match is None or not name.endswith(("attention.v_proj.weight", "down_proj.weight")):
+        return "Q4_K"
+    layer, eighth = int(match[1]), layers // 8
+    more = layer < eighth or layer >= 7 * layers // 8 or (layer - eighth) % 3 == 2
+    return "Q6_K" if more else "Q4_K"
 
 
 def rounded(values: NDArray[np.generic], form: str) -> Array:
-    """What is left of values [..., in] of any float dtype; ``in`` is a whole number of blocks."""
+    """What is left of values ``[..., in]`` of any float dtype.
+
+    ``in`` is a whole number of blocks of 32. Blocks of 256 go on in the next row, so that small models have them, too;
+    llama.cpp takes another form there.
+    """
     size, through = FORMS[form]
-    return through(values.astype(np.float32).reshape(-1, size)).reshape(values.shape)
+    flat = values.astype(np.float32).reshape(-1)
+    blocks = np.pad(flat, (0, -len(flat) % size)).reshape(-1, size)
+    return through(blocks).reshape(-1)[: len(flat)].reshape(values.shape)
 
 
 class Rounded:
@@ -74,8 +172,9 @@ class Rounded:
     def tensor(self, name: str) -> NDArray[np.generic]:
         """A tensor by its published name."""
         values = self._source.tensor(name)
-        matrix = values.ndim == 2 and name.endswith(".weight") and not name.endswith(KEPT)
-        return rounded(values, self._form) if matrix and values.shape[1] % FORMS[self._form][0] == 0 else values
+        if values.ndim != 2 or not name.endswith(".weight") or name.endswith(KEPT) or values.shape[1] % 32:
+            return values
+        return rounded(values, form_in(self._form, name, self.config.num_hidden_layers))
 
 
 def compared(checkpoint: Checkpoint, ids: Sequence[int], forms: Sequence[str]) -> Iterator[LogitsComparison]:
@@ -88,7 +187,7 @@ def compared(checkpoint: Checkpoint, ids: Sequence[int], forms: Sequence[str]) -
 
     plain = logits(checkpoint)
     for form in forms:
-        found = logits(Rounded(checkpoint, form) if form in FORMS else Dequantized(checkpoint, form))
+        found = logits(Rounded(checkpoint, form) if form.startswith("Q") else Dequantized(checkpoint, form))
         yield summed(
             [
                 judge(a, b, window[WINDOW // 2 + place])
@@ -103,10 +202,10 @@ if __name__ == "__main__":
     checkpoint = Checkpoint.open(Path(sys.argv[1]))
     text = Path(sys.argv[2]).read_text(encoding="utf-8")
     ids = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json")).encode(text).ids[: 256 + 4096]
-    forms = ("int8", "Q8_0", "int4", "Q4_0")
+    forms = ("int8", "Q8_0", "int4", "int4-small", "Q4_0", "Q4_K_M")
     for form, found in zip(forms, compared(checkpoint, ids, forms), strict=True):
         print(
-            f"{form:5} KL {found.kl_mean:.6f} ± {found.kl_error:.6f}, 99 %: {found.kl_p99:.5f}, "
+            f"{form:10} KL {found.kl_mean:.6f} ± {found.kl_error:.6f}, 99 %: {found.kl_p99:.5f}, "
             f"same best {found.same_best:.4f}, perplexity {found.perplexity_ratio:.5f}",
             flush=True,
         )

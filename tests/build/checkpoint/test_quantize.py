@@ -74,7 +74,7 @@ def test_what_was_quantized_is_quantized_to_itself():
 
 def test_nibbles_lie_as_the_kernels_read_them():
     q = np.random.default_rng(0).integers(-8, 8, (3, 64)).astype(np.int8)
-    found = packed(q, 32)
+    found = packed(q, "int4", 32)
     assert (found.shape, found.dtype) == ((3, 32), np.uint8)
     for row in range(3):
         for byte in range(32):

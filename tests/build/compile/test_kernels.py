@@ -67,9 +67,13 @@ def test_the_level_is_the_best_that_a_processor_has(monkeypatch, without, level)
     assert kernels.best_level().name == level
 
 
-def test_programs_with_quantized_weights_pass_them_with_activations_of_8_bits(artifact, whole):
+@pytest.mark.parametrize(
+    ("weights", "names"),
+    [("int4", {"columns_int8", "experts_int4"}), ("int4-small", {"columns_code6", "columns_code4", "experts_code4"})],
+)
+def test_programs_with_quantized_weights_pass_them_with_activations_of_8_bits(artifact, whole, weights, names):
     """The plain model rounds no activations. Matrices that have no groups of 32 in a shard are XLA's."""
-    quantized = artifact("micro-tp1-kernels-int4")
+    quantized = artifact(f"micro-tp1-kernels-{weights}")
     manifest = read_manifest(quantized)
     target = manifest.targets["cpu-tp1"]
     assert manifest.vectors.receipts["cpu-tp1"].passed
@@ -77,13 +81,12 @@ def test_programs_with_quantized_weights_pass_them_with_activations_of_8_bits(ar
     assert read_manifest(whole).targets["cpu-tp1"].geometry["activations"] == "bf16"
     for cell in target.cells.values():
         if cell.phase in ("prefill", "decode"):
-            assert {f"ling3_{name}.{target.kernel_names}" for name in ("columns_q8", "experts_q4")} <= {
-                *cell.call.custom_calls
-            }
+            assert {f"ling3_{name}.{target.kernel_names}" for name in names} <= {*cell.call.custom_calls}
 
 
 def test_only_kernels_round_activations():
-    rounded = {"int8": "int8", "int4": "int8", "int4-experts": "int8", "int8-channel": "bf16", "bf16": "bf16"}
+    rounded = {"int8": "int8", "int4": "int8", "int4-small": "int8", "int4-experts": "int8"}
+    rounded |= {"int8-channel": "bf16", "bf16": "bf16"}
     for weights, activations in rounded.items():
         assert make_plan(FULL, Options(tp=1, weights=weights), "cpu").geometry.activations == activations
         assert make_plan(FULL, Options(tp=1, weights=weights, kernels="off"), "cpu").geometry.activations == "bf16"

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ling3export.artifacts.parameters import WEIGHTS
+from ling3export.artifacts.parameters import FORMS, WEIGHTS
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.store import Store
 from ling3export.checkpoint.convert import convert, store_bytes, store_files
@@ -36,10 +36,16 @@ Q = ("int8", "uint8")
 
 def of_rows(index: dict[str, np.ndarray], row, layer: int, shard: int) -> np.ndarray:
     """What a TP shard's layer of a quantized parameter stands for, ``[..., out, in]``, as FORMAT.md says it lies."""
-    q, scale = index[f"{row.name}.q"][shard, layer], index[f"{row.name}.scale"][shard, layer].astype(np.float32)
+    q, scale = index[f"{row.name}.q"][shard, layer], index[f"{row.name}.scale"][shard, layer]
     if q.dtype == np.uint8:
         groups = q.reshape(*scale.shape, -1)
-        q = np.concatenate([groups & 15, groups >> 4], -1).astype(np.int8).reshape(*q.shape[:-1], -1) - 8
+        q = np.concatenate([groups & 15, groups >> 4], -1).astype(np.int8).reshape(*q.shape[:-1], -1)
+        q = np.array(FORMS[row.form].values, np.int8)[q] if FORMS[row.form].values else q - 8
+    if scale.dtype == np.uint16:
+        both = np.stack([scale >> 5 & 31, scale & 31], -1).astype(np.int32)
+        factors = np.where(both < 16, both, both - 32) * 2.0 ** ((scale >> 10).astype(np.int32) - 48)[..., None]
+        scale = factors.reshape(*scale.shape[:-1], -1)
+    scale = scale.astype(np.float32)
     if scale.ndim < q.ndim:
         return q * scale[..., None]
     return (q.reshape(*scale.shape, -1) * scale[..., None]).reshape(q.shape)
@@ -195,7 +201,7 @@ def test_plan_says_how_much_each_form_takes(tmp_path: Path):
     forms = json.loads(told)["targets"]["tpu-v5e-2x2-tp4"]["forms"]
     for what in ("weights", "seconds"):
         found = {name: form[what] for name, form in forms.items()}
-        assert found["int4"] < found["int8-channel"] < found["int8"] < 0.6 * found["bf16"], what
+        assert found["int4-small"] < found["int4"] < found["int8-channel"] < found["int8"] < 0.6 * found["bf16"], what
     assert all(form["fits"] for form in forms.values())
     config = Config.from_dict(config_fields("full", {}))
     assert store_bytes(config, "bfloat16", "int8") < 8.6e9 and store_bytes(config, "bfloat16", "int4") < 5.0e9
@@ -204,8 +210,8 @@ def test_plan_says_how_much_each_form_takes(tmp_path: Path):
 @pytest.mark.parametrize(
     ("free", "words"),
     [
-        (6 << 30, "of these, int4, int4-experts fit this machine (6.00 GiB free), state included"),
-        (5 << 30, "of these, int4 fits this machine (5.00 GiB free), state included"),
+        (6 << 30, "of these, int4, int4-small, int4-experts fit this machine (6.00 GiB free), state included"),
+        (5 << 30, "of these, int4, int4-small fit this machine (5.00 GiB free), state included"),
         (4 << 30, "of these, none fits this machine (4.00 GiB free), state included"),
     ],
 )
@@ -218,25 +224,29 @@ def test_plan_says_which_form_fits_this_machine(monkeypatch: pytest.MonkeyPatch,
     assert "int8 1.2" in reads
 
 
-def test_a_quantized_artifact_verifies_in_fp32_and_says_what_it_is(artifact: Artifacts):
+@pytest.mark.parametrize("form", ["int4", "int4-small"])
+def test_a_quantized_artifact_verifies_in_fp32_and_says_what_it_is(artifact: Artifacts, form: str):
     """Its receipts are those of fp32, 1e-5 from the plain model in float64 on the dequantized weights."""
-    folder, manifest = artifact(NAME), artifact.manifest(NAME)
+    name = f"micro-tp2-{form}"
+    folder, manifest = artifact(name), artifact.manifest(name)
     (receipts,) = verify_artifact(folder, None).targets.values()
     assert receipts.passed and receipts.tolerance.bound == 1e-5
-    assert (manifest.plan.weights, manifest.plan.forms) == ("int4", "int4")
-    assert manifest.vectors.source.endswith("on dequantized int4 weights")
-    assert manifest.targets["cpu-tp2"].geometry["weights"] == "int4"
-    config = Checkpoint.open(artifact.checkpoint(NAME)).config
-    planned = {row["tensor"]: row for row in load_plan(config, "float32", "int4")["stored"]}
+    assert (manifest.plan.weights, manifest.plan.forms) == (form, form)
+    assert manifest.vectors.source.endswith(f"on dequantized {form} weights")
+    assert manifest.targets["cpu-tp2"].geometry["weights"] == form
+    config = Checkpoint.open(artifact.checkpoint(name)).config
+    planned = {row["tensor"]: row for row in load_plan(config, "float32", form)["stored"]}
     assert {name: (row["shape"], row["dtype"]) for name, row in planned.items()} == {
         name: (list(tensor.shape), tensor.dtype) for name, tensor in manifest.weights.index.items()
     }
     steps = planned["moe.experts_down_proj.q"]["from"]["steps"]
-    assert steps[0] == "round to int4, a scale for each group of 32 inputs: take q"
+    routed = WEIGHTS[form].experts
+    assert steps[0] == f"round to {routed}, a scale for each group of 32 inputs: take q"
 
 
-def test_portable_programs_of_a_quantized_artifact_compute_the_same(artifact: Artifacts):
-    (receipts,) = verify_artifact(artifact(NAME), None, portable=True).targets.values()
+@pytest.mark.parametrize("form", ["int4", "int4-small"])
+def test_portable_programs_of_a_quantized_artifact_compute_the_same(artifact: Artifacts, form: str):
+    (receipts,) = verify_artifact(artifact(f"micro-tp2-{form}"), None, portable=True).targets.values()
     assert receipts.passed
 
 
