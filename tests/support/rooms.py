@@ -29,9 +29,9 @@ BUILD = (
     ("model",),
 )
 BELOW = (("machine",), ("artifacts",), ("foundation",))
-# The model knows nothing of machines, and of artifacts only the record of a parameter.
+# The model knows nothing of machines, and of artifacts only the records of parameters and of their forms.
 APART = {"model": {"machine", "artifacts"}}
-RECORDS = {"model.parameters": {"artifacts"}}
+RECORDS = {"model.parameters": {"artifacts"}, "model.quantized": {"artifacts"}}
 # What a room or module of the build side may import of the runners: both command lines share their options, and
 # `verify` is the one door through which a build runs what it built.
 FROM_RUNNERS = {
