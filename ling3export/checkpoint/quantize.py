@@ -81,10 +81,26 @@ def packed(q: NDArray[np.int8], form: str, group: int) -> NDArray[np.generic]:
     return np.concatenate([low, np.bitwise_or.reduce(quarters, axis=2).reshape(len(q), -1)], axis=1)
 
 
+def unpacked(stored: NDArray[np.generic], form: str, group: int) -> NDArray[np.int8]:
+    """The values ``[out, in]`` that :func:`packed` stored."""
+    bits, values = FORMS[form].bits, FORMS[form].values
+    if bits == 8:
+        return stored.astype(np.int8)
+    width = 8 * stored.shape[1] // bits
+    low, high = np.split(stored, [width // 2], axis=1)
+    pairs = low.reshape(len(low), -1, group // 2)
+    codes = np.concatenate([pairs & 15, pairs >> 4], axis=-1)
+    if bits == 6:
+        quarters = high.reshape(len(high), -1, group // 4)
+        codes |= np.concatenate([(quarters >> shift & 3) << 4 for shift in (0, 2, 4, 6)], axis=-1)
+    q = np.array(values, np.int8)[codes] if values else codes.astype(np.int8) - np.int8(8)
+    return q.reshape(len(stored), -1)
+
+
 def of_parts(scale: NDArray[np.generic], count: int) -> NDArray[np.generic]:
     """The scales ``[out, groups]`` of ``count`` equal parts of each group, which is even."""
     repeated = np.repeat(scale, count, axis=1)
-    if scale.dtype != np.uint16:
+    if scale.dtype != np.uint16 or count == 1:
         return repeated
     second = np.arange(repeated.shape[1]) % count >= count // 2  # a part lies in one half, and both its own are alike
     own = np.where(second, repeated, repeated >> 5) & 31

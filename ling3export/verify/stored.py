@@ -1,7 +1,7 @@
 """The weights of an artifact by the names of a checkpoint: ``checkpoint/convert.py`` read backwards.
 
 ``pieces`` of a checkpoint's tensors are views. Given empty tensors, it gives the views in which each piece of the store
-belongs. Quantized pieces become ``q * scale`` in fp32.
+belongs. Quantized pieces become fp32.
 """
 
 import math
@@ -13,7 +13,7 @@ import numpy as np
 from ling3export.artifacts.parameters import FORMS, PLAIN
 from ling3export.artifacts.store import Store
 from ling3export.checkpoint.convert import pieces
-from ling3export.checkpoint.quantize import dequantized
+from ling3export.checkpoint.quantize import dequantized, unpacked
 from ling3export.foundation.errors import ArtifactError
 from ling3export.model.config import Config
 from ling3export.model.parameters import EXPERT, Weight, expected_tensors, weight_table
@@ -111,14 +111,7 @@ def _piece(row: Weight, streams: list[np.ndarray], places: list[int], shape: tup
     if row.form == PLAIN:
         return take(0, size).reshape(shape)
     form, (out, width) = FORMS[row.form], shape
-    q = take(0, size // form.values).reshape(out, -1)
+    q = take(0, size * form.bits // 8).reshape(out, -1)
     group = width if form.group is None else math.gcd(width, row.group)
     scale = take(1, out * (width // group)).reshape(out, -1)
-    return dequantized((_nibbles(q, group) if form.values == 2 else q, scale))
-
-
-def _nibbles(packed: np.ndarray, group: int) -> np.ndarray:
-    """int4 values of bytes that ``quantize.packed`` made."""
-    pairs = packed.reshape(len(packed), -1, 1, group // 2)
-    halves = np.concatenate([pairs & 15, pairs >> 4], axis=2)
-    return halves.reshape(len(packed), -1).astype(np.int8) - np.int8(8)
+    return dequantized((unpacked(q, row.form, group), scale))

@@ -6,7 +6,8 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from ling3export.checkpoint.quantize import CANDIDATES, dequantized, packed, quantize
+from ling3export.artifacts.parameters import FORMS
+from ling3export.checkpoint.quantize import CANDIDATES, dequantized, of_parts, packed, quantize, unpacked
 from ling3export.foundation.errors import CheckpointError
 
 
@@ -83,8 +84,49 @@ def test_nibbles_lie_as_the_kernels_read_them():
             assert found[row, byte] >> 4 == q[row, 32 * group + j + 16] + 8
 
 
+def half(values: list[float], form: str, unit: float) -> float:
+    """The least squared error of a half of a group, whatever its factor is."""
+    errors = []
+    for factor in range(-16, 16):
+        scale = factor * unit
+        near = [min((value * scale - each) ** 2 for value in FORMS[form].values) for each in values]
+        errors.append(sum(near))
+    return min(errors)
+
+
+@pytest.mark.parametrize(("form", "most", "group"), [("code4", 1.1, 32), ("code6", 1.1, 32), ("code4", 1.2, 8)])
+def test_halves_are_rounded_nearly_as_well_as_their_best_factors_allow(form: str, most: float, group: int):
+    values = np.random.default_rng(8).normal(0, 0.02, (12, 3 * group)).astype(np.float32)
+    values[0, :group], values[1, :group] = 0, 1e-40
+    q, words = quantize(values, form, group)
+    assert set(np.unique(q)) <= {*FORMS[form].values} and words.dtype == np.uint16
+    found, best = np.square(dequantized((q, words)) - values.astype(np.float32), dtype=np.float64), 0.0
+    for (row, at), word in np.ndenumerate(words):
+        for start in (at * group, at * group + group // 2):
+            part = [float(each) for each in values[row, start : start + group // 2]]
+            scale = dequantized((np.ones((1, group), np.int8), words[row : row + 1, at : at + 1]))[0, start % group]
+            near = [min(FORMS[form].values, key=lambda value: abs(value * scale - each)) * scale for each in part]
+            own = dequantized((q, words))[row, start : start + group // 2]
+            assert np.allclose(np.abs(own - part), np.abs(np.subtract(near, part)), rtol=1e-5, atol=0)
+            best += half(part, form, 2.0 ** ((int(word) >> 10) - 48))
+    assert not dequantized((q, words))[:2, :group].any()  # zeros, and what is smaller than any scale
+    assert best * (1 - 1e-6) <= found.sum() < most * best
+
+
+@pytest.mark.parametrize("form", list(FORMS))
+@pytest.mark.parametrize("group", [32, 16, 8])
+def test_values_come_back_from_bytes_and_parts_of_groups_have_their_scales(form: str, group: int):
+    q, scale = pair = quantize(matrix(9, group), form, group)
+    stored = packed(q, form, group)
+    assert stored.nbytes == q.size * FORMS[form].bits // 8
+    assert np.array_equal(unpacked(stored, form, group), q)
+    if scale.ndim == 2:
+        for count in (2, group // 8):
+            assert np.array_equal(dequantized((q, of_parts(scale, count))), dequantized(pair))
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("form", ["int8", "int4", "int8-channel"])
+@pytest.mark.parametrize("form", list(FORMS))
 def test_what_is_not_finite_is_refused(form: str, bad: float):
     values = np.zeros((2, 64), np.float32)
     values[1, 40] = bad

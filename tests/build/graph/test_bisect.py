@@ -135,13 +135,14 @@ def test_a_mistake_in_one_layer_is_found_there(planted, mistake, phase):
             assert found.first is None, (layer, found.table())
 
 
-def test_quantized_weights_are_read_as_the_values_that_they_stand_for(artifact):
+@pytest.mark.parametrize("name", ["micro-tp2-int4", "micro-tp2-int4-small"])
+def test_quantized_weights_are_read_as_the_values_that_they_stand_for(artifact, name):
     """Of the routed experts in 4 bits and of matrices in 8: what the receipts' reference computes with."""
-    folder = artifact("micro-tp2-int4")
+    folder = artifact(name)
     manifest = read_manifest(folder)
     config, forms = config_of(manifest), manifest.plan.forms
     stored = StoredWeights(Store(folder, manifest.weights.index), config, forms)
-    source = Dequantized(Checkpoint.open(artifact.checkpoint("micro-tp2-int4")), forms)
+    source = Dequantized(Checkpoint.open(artifact.checkpoint(name)), forms)
     for tensor in expected_tensors(config):
         expected = np.asarray(source.tensor(tensor)[:], np.float32)
         np.testing.assert_array_equal(stored.tensor(tensor).astype(np.float32), expected, tensor)
