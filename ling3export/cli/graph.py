@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 TARGET = click.option("--target", metavar="TARGET", help="The target, if the artifact has several.")
 PORTABLE = click.option("--portable", is_flag=True, help="Read the portable programs, not the compiled ones.")
 LARGEST_BUDGETS = 2**20  # bytes
+PROFILE = click.option("--profile", type=PATH, metavar="TRACE", help="Measured times: a trace, or a folder of them.")
 OUTPUT = click.option("--output", type=PATH, help="Write to this file.  [default: standard output]")
 
 
@@ -96,7 +97,7 @@ def write(text: str, output: Path | None) -> None:
 @PORTABLE
 @JSON
 @click.option("--folded", is_flag=True, help="Print collapsed stacks for a flame graph.")
-@click.option("--profile", type=PATH, metavar="TRACE", help="Measured times: a trace, or a folder of them.")
+@PROFILE
 def summary(
     artifact: Path,
     cell: str | None,

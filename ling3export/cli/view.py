@@ -5,7 +5,7 @@ from pathlib import Path
 
 import click
 
-from ling3export.cli.graph import OUTPUT, PORTABLE, TARGET, chosen, read, write
+from ling3export.cli.graph import OUTPUT, PORTABLE, PROFILE, TARGET, chosen, measured, read, write
 from ling3export.cli.options import JSON
 from ling3export.runners.cli.options import PATH
 from ling3export.runners.cli.references import ARTIFACT
@@ -19,6 +19,7 @@ from ling3export.runners.cli.references import ARTIFACT
 @TARGET
 @click.option("--against-target", metavar="TARGET", help="The target of --against.  [default: that of --target]")
 @PORTABLE
+@PROFILE
 @click.option("--model-explorer", "explorer", type=PATH, help="Write files for Model Explorer instead, from this one.")
 @OUTPUT
 def view(
@@ -29,6 +30,7 @@ def view(
     target: str | None,
     against_target: str | None,
     portable: bool,
+    profile: Path | None,
     explorer: Path | None,
     output: Path | None,
 ) -> None:
@@ -43,12 +45,16 @@ def view(
 
     if against is None and (against_cell or against_target):
         raise click.UsageError("--against-cell and --against-target need --against.")
+    if profile is not None and (portable or against):
+        raise click.UsageError("--profile goes with neither --portable nor --against: they have no measured times.")
     if cell is None and (against_cell or explorer):
         raise click.UsageError("--against-cell and --model-explorer need CELL.")
     manifest, name, cells = chosen(artifact, () if cell is None else (cell,), target)
     shown = []
     for one in cells:
         (graph,) = read(artifact, (one,), name, portable)
+        if profile is not None:
+            graph = measured(graph, profile)
         before = None
         if against is not None:
             (before,) = read(against, (against_cell or one,), against_target or target, portable)

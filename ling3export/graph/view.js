@@ -5,7 +5,7 @@ const pages = JSON.parse($("data").textContent);
 const sum = (list, value) => list.reduce((total, one) => total + value(one), 0);
 const scaled = (value, steps, unit) => { let step = 0, rest = Math.abs(value || 0);
   while (rest >= 1000 && step < steps.length - 1) { rest /= 1000; step += 1; }
-  const digits = rest >= 100 || rest === 0 ? 0 : rest >= 10 ? 1 : 2;
+  const digits = rest >= 100 || step === 0 && Number.isInteger(rest) ? 0 : rest >= 10 ? 1 : 2;
   return `${value < 0 ? "−" : ""}${rest.toFixed(digits)} ${steps[step]}${unit}`; };
 const show = { seconds: (v) => scaled(v * 1e9, ["n", "µ", "m", ""], "s"),
   bytes: (v) => scaled(v, ["", "k", "M", "G"], "B"), flops: (v) => scaled(v, ["", "k", "M", "G", "T"], "FLOP"),

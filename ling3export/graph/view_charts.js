@@ -57,7 +57,8 @@ function map() {
 function memory() {
   const data = page.memory, svg = clear($("memory")), w = 520, h = 260;
   for (const id of ["point", "peak"]) clear($(id));
-  if (!data) { svg.removeAttribute("viewBox");
+  svg.style.display = data ? "" : "none";
+  if (!data) {
       $("point").textContent = "The artifact keeps no scheduled program of this cell."; return; }
   svg.setAttribute("viewBox", `0 0 ${w} ${h}`);
   const most = Math.max(1, ...data.points.map((point) => point[1])),
@@ -90,8 +91,10 @@ function memory() {
 function roofline() {
   const svg = clear($("roof")), w = 520, h = 260, text = $("rooftext");
   const points = page.operations.map((op, place) => ({ op, place })).filter(({ op }) => op.flops && op.seconds);
-  if (!page.flops || !points.length) { svg.removeAttribute("viewBox");
-    text.textContent = "This program has no times, or the processor's limits are not known."; return; }
+  if (!page.flops || !points.length) { svg.style.display = "none";
+    text.textContent = !page.flops ? "The processor's limits are not known."
+      : "No operation of this program has both FLOPs and a time."; return; }
+  svg.style.display = "";
   svg.setAttribute("viewBox", `0 0 ${w} ${h}`);
   const reach = points.map(({ op }) => op.flops / op.seconds), ridge = page.flops / page.bandwidth;
   const own = points.filter(({ op }) => op.fed).map(({ op }) => op.flops / op.fed);
@@ -124,5 +127,6 @@ function roofline() {
   text.textContent = `Limits: ${scaled(page.flops, LARGE, "FLOP/s")} and ${scaled(page.bandwidth, LARGE, "B/s")}. `
     + `${points.length} operations with FLOPs and times, ${(100 * share).toFixed(0)} % of the time.`
     + (none ? ` ${none} at the right edge use fast memory only.` : "")
-    + " An operation above the roof has operands that prefetches brought before it started.";
+    + (page.operations.some((op) => op.overlapped)
+      ? " An operation above the roof has operands that prefetches brought before it started." : "");
 }
