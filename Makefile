@@ -45,12 +45,12 @@ check: lint types
 # In processes that take whole files (tests/conftest.py says why): tracing uses one core alone. One more than two cores,
 # for some tests wait without computing.
 test: setup
-	$(BIN)/python -m pytest -m "not extras" -n 3 $(ARGS)
+	$(BIN)/python -m pytest -m "not (extras or tpu)" -n 3 $(ARGS)
 
-# What needs TensorFlow, Ray, lm-eval, inspect-ai, torch and transformers, Chromium, routers or schemas of others, or
-# minutes for a rare property.
+# What needs TensorFlow, Ray, lm-eval, inspect-ai, torch and transformers, Chromium, routers or schemas of others, what
+# compiles for a TPU, or what takes minutes for a rare property.
 extras: setup parity .venv/tests
-	$(BIN)/python -m pytest -m extras -n 3 $(ARGS)
+	$(BIN)/python -m pytest -m "extras or tpu" -n 3 $(ARGS)
 
 # Damaged input, more of it than the tests have: ARGS="--times 25 --seed 1", or a case that failed; --help says more.
 fuzz: setup

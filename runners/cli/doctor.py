@@ -1,4 +1,4 @@
-"""``ling3-runner doctor``: what this machine is, and what keeps an artifact from running on it.
+"""``ling3-runner doctor``: a description of this machine, and each reason why an artifact does not run on it.
 
 jax starts in a process of its own: the report appears also without jax, and with a plugin that ends the process.
 """
@@ -18,7 +18,7 @@ import click
 
 from ling3export.artifacts.files import REBUILD
 from ling3export.artifacts.manifest import named_target
-from ling3export.artifacts.schema import Manifest, Target
+from ling3export.artifacts.schema import Target
 from ling3export.artifacts.signing import read_trusted
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.extras import install, installed
@@ -48,7 +48,7 @@ SEVERITIES = {"note": 0, "compile": 3, "fault": 1}  # with their exit codes
 
 
 class Problem(NamedTuple):
-    """Something that does not fit, and the command that mends it."""
+    """A difference between artifact and machine, and the command that mends it."""
 
     severity: str  # one of SEVERITIES: compile means that the start needs --programs allow-compile
     what: str
@@ -63,7 +63,7 @@ def doctor(artifact: Path | None, target: str | None, as_json: bool) -> None:
     """Say what this machine is, and whether ARTIFACT runs on it.
 
     Names everything that does not fit, with the command that mends it. Exits with 0 where ARTIFACT fits, 3 where it
-    runs with --programs allow-compile, 1 where it does not run. Digests are not read; ling3export verify does that.
+    runs with --programs allow-compile, 1 where it does not run. Files are not read; ling3export verify does that.
     """
     problems, record, label, devices = list[Problem](), None, str(artifact), 1
     if artifact is not None:
@@ -74,7 +74,6 @@ def doctor(artifact: Path | None, target: str | None, as_json: bool) -> None:
             name = name if target is None else named_target(manifest.targets, target)
             record, label = manifest.targets[name], f"{artifact}, target {name}"
             devices = record.mesh.hosts.count(0)
-            problems += files_of(manifest, name, artifact)
         except ArtifactError as error:
             problems.append(Problem("fault", error.message, error.hint or REBUILD))
     packages = {name: installed(name) for name in (*NEEDED, *PLUGINS)}
@@ -123,7 +122,6 @@ def start_jax(cpu_devices: int, timeout: float = START_TIMEOUT, probe: str = PRO
 
 
 def machine_facts(packages: dict[str, str | None], runtime: JaxRuntime | str) -> dict[str, str]:
-    """What a machine is, by subject."""
     total, free, _ = environment.memory()
     system = f"{environment.machine()}, {environment.cores()} cores, {platform.release()}"
     devices = f"jax did not start: {runtime}"
@@ -191,19 +189,7 @@ def of_target(target: Target, runtime: JaxRuntime, artifact: Path) -> Iterator[P
 
 
 def jax_of(version: str) -> str:
-    """How to get a version of jax. Since 0.11 it needs Python 3.12."""
+    """The way to a version of jax, which needs Python 3.12 since 0.11."""
     if sys.version_info < (3, 12) and [int(part) for part in version.split(".")[:2]] >= [0, 11]:
         return "run with Python 3.12 or 3.13, or with --programs allow-compile"
     return f"pip install jax=={version} jaxlib=={version}"
-
-
-def files_of(manifest: Manifest, name: str, artifact: Path) -> Iterator[Problem]:
-    """Files that are missing or have another size; digests are not read."""
-    sizes = dict(manifest.weights.files)
-    sizes |= {file.path: file.bytes for file in (*manifest.targets[name].files, *manifest.tokenizer)}
-    for path, size in sizes.items():
-        file = artifact / path
-        actual = file.stat().st_size if file.is_file() else None
-        if actual != size:
-            text = "not there" if actual is None else f"expected {size:,} bytes, found {actual:,}"
-            yield Problem("fault", f"file `{path}`: {text}", REBUILD)

@@ -30,7 +30,7 @@ TARGETS = {
     "tasks": (runner_cases.tasks, 100),
     "cache": (build_cases.caches, 30),
     "body": (network_cases.bodies, 150),
-    "greeting": (network_cases.greetings, 20),
+    "greeting": (network_cases.greetings, 6),
     "request": (network_cases.requests, 100),
     "object": (transfer_cases.objects, 150),
     "pull": (transfer_cases.pulls, 60),
@@ -38,4 +38,4 @@ TARGETS = {
     "trace": (trace_cases.traces, 300),
 }
 
-EXTRAS = {"together": range(20, 180)}  # further cases, which take a minute of a core
+EXTRAS = {"together": range(20, 180), "greeting": range(6, 20)}  # further cases, which take a minute

@@ -118,7 +118,6 @@ RECIPES = {
     # Two hosts of one device each: the cheapest artifact of several hosts.
     "micro-2x1": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1"),
     "micro-2x1-snapshots": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1", snapshots=2),
-    "small-tp1": Recipe(1, optimized=True),
     "micro-tp4": Recipe(4, "micro"),
     "micro-tp2": Recipe(2, "micro"),
     "micro-tp1": Recipe(1, "micro", optimized=True),

@@ -128,6 +128,7 @@ def built(tmp_path_factory, checkpoint) -> Built:
     return Built(tmp_path_factory.mktemp("trees"), checkpoint)
 
 
+@pytest.mark.extras
 def test_two_trees_and_users_get_the_same_programs_and_keys(built):
     assert origins(built.first) == dict.fromkeys(CELLS, "compiler")
     assert origins(built.second) == dict.fromkeys(CELLS, "cache")  # of the shares

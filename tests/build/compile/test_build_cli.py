@@ -108,6 +108,7 @@ def test_a_signal_ends_the_compiler_of_the_kernels_at_once(checkpoint, tmp_path,
     assert "cpu-tp1, native kernels: compiling" in err
 
 
+@pytest.mark.extras
 def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(checkpoint, tmp_path, unoptimized):
     """And: of two builds at once one wins, the other is refused; text is refused where there is no tokenizer; neither
     the working directory nor the user's settings of jax reach the processes that compile (each once broke a build).

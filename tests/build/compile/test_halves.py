@@ -126,6 +126,7 @@ def test_receipts_stay_with_the_same_weights_and_are_named_where_others_come():
     assert notes[1].endswith(": ling3export verify ARTIFACT --target cpu-tp2") and len(notes) == 3
 
 
+@pytest.mark.extras
 def test_native_kernels_stay_with_the_programs_that_call_them(artifact, no_compiler, tmp_path):
     """They were left out: what came of ``attach`` could not be loaded."""
     out = tmp_path / "out.ling3"

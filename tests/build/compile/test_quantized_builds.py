@@ -244,6 +244,7 @@ def test_a_quantized_artifact_verifies_in_fp32_and_says_what_it_is(artifact: Art
     assert steps[0] == f"round to {routed}, a scale for each group of 32 inputs: take q"
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("form", ["int4", "int4-small"])
 def test_portable_programs_of_a_quantized_artifact_compute_the_same(artifact: Artifacts, form: str):
     (receipts,) = verify_artifact(artifact(f"micro-tp2-{form}"), None, portable=True).targets.values()

@@ -65,6 +65,7 @@ def test_a_prompt_of_one_server_is_answered_by_another(artifact: Artifacts, expe
         assert (done.token_ids, done.cached_tokens) == (expected, len(PROMPT))
 
 
+@pytest.mark.extras
 def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Artifacts, tmp_path: Path):
     """The weights in bf16 would continue other numbers."""
     state = tmp_path / "half.state"
@@ -76,6 +77,7 @@ def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Art
 
 @pytest.mark.usefixtures("unoptimized")
 @pytest.mark.hosts
+@pytest.mark.extras
 def test_hosts_load_their_own_shards_of_q_and_scale_and_answer_as_one(
     artifact: Artifacts, tmp_path: Path, expected: list[int]
 ):

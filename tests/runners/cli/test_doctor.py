@@ -15,7 +15,7 @@ from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import Target
 from ling3export.machine.verdict import JaxRuntime
 from ling3export.runners.cli import doctor
-from ling3export.runners.cli.doctor import NEEDED, PLUGINS, files_of, of_machine, of_target
+from ling3export.runners.cli.doctor import NEEDED, PLUGINS, of_machine, of_target
 from ling3export.runners.cli.main import main
 from tests.support import toy_artifact
 from tests.support.builds import python
@@ -158,20 +158,6 @@ def test_a_version_of_jax_that_needs_another_python_is_not_recommended(monkeypat
     assert doctor.jax_of("0.10.2") == "pip install jax==0.10.2 jaxlib==0.10.2"
     monkeypatch.setattr(sys, "version_info", (3, 12, 0))
     assert doctor.jax_of("0.11.2") == "pip install jax==0.11.2 jaxlib==0.11.2"
-
-
-def test_files_that_are_missing_or_short_are_named(artifact, tmp_path):
-    manifest = read_manifest(artifact)
-    assert list(files_of(manifest, "cpu-tp2", artifact)) == []
-    texts = [problem.what for problem in files_of(manifest, "cpu-tp2", tmp_path)]
-    assert len(texts) == len(set(texts)) > 6
-    assert all(text.endswith(": not there") for text in texts)
-    assert sum("`programs/cpu-tp2/state.exec`" in text for text in texts) == 1
-    weights = next(iter(manifest.weights.files))
-    (tmp_path / weights).parent.mkdir(parents=True)
-    (tmp_path / weights).write_bytes(b"short")
-    texts = [problem.what for problem in files_of(manifest, "cpu-tp2", tmp_path)]
-    assert f"file `{weights}`: expected {manifest.weights.files[weights]:,} bytes, found 5" in texts
 
 
 def test_jax_is_started_in_a_process_of_its_own():

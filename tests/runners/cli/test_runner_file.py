@@ -39,8 +39,8 @@ def test_the_file_needs_python_alone(packed: Path, artifact: Artifacts, tmp_path
     found = run("/usr/bin/env", version, "-c", code, folder=tmp_path, environment=bare)
     assert found.stdout == "\n", "packages of this Python would hide what the file lacks"
 
-    moved = shutil.copytree(artifact("small-tp1"), tmp_path / "moved.ling3")
-    here = run(*RUNNER, "generate", artifact("small-tp1"), *PROMPT)
+    moved = shutil.copytree(artifact("micro-tp1"), tmp_path / "moved.ling3")
+    here = run(*RUNNER, "generate", artifact("micro-tp1"), *PROMPT)
     there = run(packed, "generate", moved, *PROMPT, folder=tmp_path, environment=bare)
     keys = ("prompt_ids", "token_ids", "text", "stop_reason")
     told, expected = ({key: json.loads(done.stdout)[key] for key in keys} for done in (there, here))

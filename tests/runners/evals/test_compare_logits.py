@@ -15,6 +15,7 @@ from ling3export.runners.cli.main import main
 from ling3export.runners.evals import compare_logits
 from ling3export.runners.evals.compare_logits import judge
 from ling3export.runners.evals.trials import EvalError
+from ling3export.runners.load.loader import load
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from tests.support import toy_artifact
 from tests.support.artifacts_fixture import Artifacts, digest_of, kept_folder, sources_of, versions
@@ -42,6 +43,11 @@ def toys() -> tuple[Path, Path]:
     return toy_artifact.shared(), other
 
 
+@pytest.fixture(scope="module")
+def loaded(toys):
+    return load(toys[0], check="programs", report=lambda line: None)
+
+
 @pytest.fixture
 def text(tmp_path):
     file = tmp_path / "text"
@@ -67,18 +73,29 @@ def figures(a: np.ndarray, b: np.ndarray, tokens: list[int]) -> dict[str, float]
     }
 
 
-@pytest.mark.parametrize(("window", "tokens"), [(512, 4096), (16, 4096), (10, 33), (2, 3)])
-def test_every_token_behind_half_a_window_is_judged_by_whole_rows_of_both(toys, text, window, tokens):
-    """Windows of the context, of one chunk, of parts of one, in batches of as many as there are slots."""
+def wanted(toys: tuple[Path, Path], window: int, tokens: int) -> tuple[list[int], int, list[np.ndarray]]:
+    """The text's ids that are used, half a window, and both toys' logits for each judged token."""
     ids, half = ids_of(toys[0]), min(window, toy_artifact.CONTEXT) // 2
-    ids = ids[: half + tokens]
-    rows = []
+    ids, rows = ids[: half + tokens], []
     for at in range(half, len(ids)):
         start = (at - half) // half * half
         rows.append(sum(ids[start:at]) % toy_artifact.VOCAB)
-    wanted = figures(toy_artifact.table()[rows], toy_artifact.table(5)[rows], ids[half:])
-    found = compared(*toys, "--text", text, "--window", window, "--tokens", tokens)
-    assert found == pytest.approx({"window": 2 * half, **wanted}, rel=1e-9)
+    return ids, half, [toy_artifact.table(seed)[rows] for seed in (0, 5)]
+
+
+@pytest.mark.parametrize(("window", "tokens"), [(512, 4096), (16, 4096), (10, 33), (2, 3)])
+def test_every_token_behind_half_a_window_is_judged_by_a_whole_row(toys, loaded, window, tokens):
+    """Windows of the context, of one chunk, of parts of one, in batches of as many as there are slots."""
+    ids, half, (rows, _) = wanted(toys, window, tokens)
+    steps = [*compare_logits.steps(loaded, ids, half)]
+    assert sorted(place for places, _ in steps for place in places) == [*range(len(ids) - half)]
+    assert all((logits == rows[places]).all() for places, logits in steps)
+
+
+def test_two_artifacts_are_compared_by_all_their_rows(toys, text):
+    ids, half, rows = wanted(toys, 512, 4096)
+    found = compared(*toys, "--text", text)
+    assert found == pytest.approx({"window": 2 * half, **figures(*rows, ids[half:])}, rel=1e-9)
 
 
 def test_an_artifact_is_no_nat_from_itself(toys, text):

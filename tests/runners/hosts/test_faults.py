@@ -23,10 +23,15 @@ pytestmark = pytest.mark.hosts
     "fault",
     [
         Fault("killed", "running", 0, 0.3),
-        Fault("stopped", "starting", 1, 0.1),
-        Fault("stopped", "running", 0, 0.3),
-        Fault("slowed", "running", 1, 20),
-        Fault("partitioned", "running", 1, 0.3),
+        *(
+            pytest.param(fault, marks=pytest.mark.extras)
+            for fault in (
+                Fault("stopped", "starting", 1, 0.1),
+                Fault("stopped", "running", 0, 0.3),
+                Fault("slowed", "running", 1, 20),
+                Fault("partitioned", "running", 1, 0.3),
+            )
+        ),
     ],
     ids=lambda fault: f"{fault.kind} {fault.phase}",
 )

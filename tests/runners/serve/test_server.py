@@ -13,7 +13,7 @@ from tests.support.serving import RUNNER, Server, data_lines, error_of
 KEY = "sesame-7f3a"
 MOST = 6
 LONG = 900  # tokens: seconds on this artifact
-ASK = {"model": "small-tp1", "temperature": 0, "ignore_eos": True}
+ASK = {"model": "micro-tp1", "temperature": 0, "ignore_eos": True}
 MESSAGES = [{"role": "user", "content": "there were twice as many apples"}]
 
 
@@ -21,7 +21,7 @@ MESSAGES = [{"role": "user", "content": "there were twice as many apples"}]
 def server(artifact: Artifacts, tmp_path_factory: pytest.TempPathFactory):
     file = tmp_path_factory.mktemp("key") / "key"
     file.write_text(f"{KEY}\n")
-    with Server(artifact("small-tp1"), "--api-key-file", file, "--max-requests", MOST, "--max-body", 20000) as server:
+    with Server(artifact("micro-tp1"), "--api-key-file", file, "--max-requests", MOST, "--max-body", 20000) as server:
         yield server
         assert server.stop() == 0
         said = server.said()
@@ -38,7 +38,7 @@ def client(server: Server):
 @pytest.fixture(scope="module")
 def engine(artifact: Artifacts):
     """The same artifact in this process: what the answers have to be."""
-    with Engine(artifact("small-tp1"), report=lambda text: None) as engine:
+    with Engine(artifact("micro-tp1"), report=lambda text: None) as engine:
         yield engine
 
 
@@ -52,9 +52,9 @@ def idle(server: Server) -> dict[str, float]:
 
 def test_models(client):
     (model,) = client.models.list().data
-    assert (model.id, model.object, model.owned_by) == ("small-tp1", "model", "ling3export")
+    assert (model.id, model.object, model.owned_by) == ("micro-tp1", "model", "ling3export")
     assert model.max_model_len == 1024
-    assert client.models.retrieve("small-tp1") == model
+    assert client.models.retrieve("micro-tp1") == model
     with pytest.raises(openai.NotFoundError) as refused:
         client.models.retrieve("gpt-7")
     assert refused.value.code == "model_not_found"
@@ -67,9 +67,9 @@ def test_completions_are_the_engines(client, engine, prompt):
     prompts = prompt if isinstance(prompt, list) and not isinstance(prompt[0], int) else [prompt]
     expected = engine.generate(prompts, max_tokens=12)
     found = client.completions.create(
-        model="small-tp1", prompt=prompt, max_tokens=12, temperature=0, extra_body={"return_token_ids": True}
+        model="micro-tp1", prompt=prompt, max_tokens=12, temperature=0, extra_body={"return_token_ids": True}
     )
-    assert (found.object, found.model) == ("text_completion", "small-tp1")
+    assert (found.object, found.model) == ("text_completion", "micro-tp1")
     assert [choice.index for choice in found.choices] == list(range(len(prompts)))
     assert [choice.text for choice in found.choices] == [done.text for done in expected]
     assert [choice.token_ids for choice in found.choices] == [done.token_ids for done in expected]
@@ -83,7 +83,7 @@ def test_a_stream_says_what_the_whole_says(client, engine):
     prompts = ["the number of", "it was a long way"]
     expected = engine.generate(prompts, max_tokens=40)
     stream = client.completions.create(
-        model="small-tp1",
+        model="micro-tp1",
         prompt=prompts,
         max_tokens=40,
         temperature=0,
@@ -112,13 +112,13 @@ def test_chat(client, engine, parts):
     (expected,) = engine.generate([MESSAGES], max_tokens=20)
     content = [{"type": "text", "text": "there were twice "}, {"type": "text", "text": "as many apples"}]
     messages = [{"role": "user", "content": content}] if parts else MESSAGES
-    found = client.chat.completions.create(model="small-tp1", messages=messages, max_tokens=20, temperature=0)
+    found = client.chat.completions.create(model="micro-tp1", messages=messages, max_tokens=20, temperature=0)
     (choice,) = found.choices
     assert (found.object, choice.message.role, choice.message.content) == ("chat.completion", "assistant", "")
     assert choice.message.reasoning_content == expected.text, "the template begins a thought, which never ends"
     assert found.usage.prompt_tokens == len(expected.prompt_ids)
     stream = client.chat.completions.create(
-        model="small-tp1", messages=messages, max_completion_tokens=20, temperature=0, stream=True
+        model="micro-tp1", messages=messages, max_completion_tokens=20, temperature=0, stream=True
     )
     chunks = list(stream)
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -131,7 +131,7 @@ def test_chat(client, engine, parts):
 def test_sampling_is_the_engines(client, engine):
     how = {"temperature": 0.8, "top_p": 0.9, "seed": 77}
     (expected,) = engine.generate(["the number of"], max_tokens=24, top_k=40, **how)
-    ask = {"model": "small-tp1", "prompt": "the number of", "max_tokens": 24}
+    ask = {"model": "micro-tp1", "prompt": "the number of", "max_tokens": 24}
     found = [client.completions.create(**ask, **how, extra_body={"top_k": 40}).choices[0].text for _ in range(2)]
     assert found == [expected.text] * 2
     assert len({client.completions.create(**ask).choices[0].text for _ in range(4)}) > 1, "without a seed they differ"
@@ -173,7 +173,7 @@ def test_a_client_that_leaves_is_cancelled(client, server, stream):
 
 def test_metrics_count(client, server):
     before = idle(server)
-    client.completions.create(model="small-tp1", prompt=[[1, 2, 3]] * 2, max_tokens=5, extra_body={"ignore_eos": True})
+    client.completions.create(model="micro-tp1", prompt=[[1, 2, 3]] * 2, max_tokens=5, extra_body={"ignore_eos": True})
     after = idle(server)
     grown = {name: value - before.get(name, 0) for name, value in after.items()}
     assert grown["ling3_prompt_tokens_total"] == 6
@@ -196,7 +196,7 @@ def test_a_body_without_a_length_is_bounded(server):
 
 def test_sigterm_lets_calls_end(artifact: Artifacts):
     """A stream that runs is finished; nobody new comes in; the exit code is 0."""
-    with Server(artifact("small-tp1"), LING3_API_KEY=KEY) as server:
+    with Server(artifact("micro-tp1"), LING3_API_KEY=KEY) as server:
         ask = ASK | {"prompt": [1, 2], "max_tokens": 150, "stream": True, "return_token_ids": True}
         headers = {"Authorization": f"Bearer {KEY}"}
         with httpx2.stream("POST", f"{server.url}/v1/completions", json=ask, headers=headers, timeout=60) as answer:
