@@ -50,18 +50,8 @@ class Ling3API(ModelAPI):
     """Greedy unless a temperature is set; an answer is at most 2,000 tokens unless ``max_tokens`` is set.
 
     Messages go through the checkpoint's chat template, and thoughts stand apart from answers, as in the server. If
-    there is no template, a single user message is the text to complete.
-
-    Args:
-        model_name: The artifact's folder, or a reference of the catalogue, which is pulled into LING3_STORE.
-        base_url, api_key: Unused settings of inspect's.
-        artifact: Folder or reference, if it is not the model's name (``-M artifact=PATH``).
-        target: None takes the only one that fits this machine.
-        programs: ``prebuilt-only``, or ``allow-compile``.
-        check: ``all``, or ``programs``.
-
-    Raises:
-        ArtifactError: The artifact is missing, damaged, or not for this machine.
+    there is no template, a single user message is the text to complete. ``model_name``, or ``-M artifact=PATH``, is the
+    artifact's folder or a reference of the catalogue.
     """
 
     def __init__(
@@ -107,13 +97,9 @@ class Ling3API(ModelAPI):
     async def generate(
         self, input: list[ChatMessage], tools: list[ToolInfo], tool_choice: ToolChoice, config: GenerateConfig
     ) -> ModelOutput:
-        """Answers a conversation.
-
-        Raises:
-            RequestError: It cannot be served, or has a setting that this model does not have.
-        """
+        """Answers a conversation; RequestError for a setting that this model does not have."""
         if tools:
-            raise RequestError(f"tools: expected none, found {tools[0].name}", "this model calls no tools")
+            raise RequestError(f"tools: `{tools[0].name}` cannot be called", "this model calls no tools")
         for name in REFUSED:
             if getattr(config, name, None):
                 raise RequestError(f"setting `{name}`: expected it unset, found {getattr(config, name)!r}")

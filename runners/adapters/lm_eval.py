@@ -36,15 +36,9 @@ class Ling3Model(TemplateLM):
 
     Args:
         artifact: The artifact's folder, or a reference of the catalogue, which is pulled into LING3_STORE.
-        target: None takes the only one that fits this machine.
-        programs: ``prebuilt-only``, or ``allow-compile``.
-        check: ``all``, or ``programs``.
         max_gen_toks: Most tokens of an answer, if a task does not set it.
-        seed: Of tasks that sample; the seed of each request of a call follows from it.
+        seed: For tasks that sample; the seed of each request of a call follows from it.
         batch_size, max_batch_size, device: Unused; lm-eval always passes them.
-
-    Raises:
-        ArtifactError: The artifact is missing, damaged, or not for this machine.
     """
 
     def __init__(
@@ -169,7 +163,7 @@ class Ling3Model(TemplateLM):
 
 
 def main() -> None:
-    """Runs lm-eval's command line, of which ``ling3`` is now one of the models."""
+    """Runs lm-eval's command line, which now has the model ``ling3``."""
     from lm_eval.__main__ import cli_evaluate
 
     cli_evaluate()

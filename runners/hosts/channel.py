@@ -46,7 +46,7 @@ def end_process(text: str, code: int) -> None:
 
 
 def end_anyway(seconds: float) -> None:
-    """Ends this process in so many seconds with 1, and says nothing: Python need not run any more by then.
+    """Ends this process silently with 1 after ``seconds``, even if Python does not run any more by then.
 
     A process that is already ending may wait for the threads of a collective and run no other thread.
     """
@@ -57,7 +57,7 @@ class Channel:
     """The connection of this host to host 0, or those of host 0 to all others. Making one waits for all hosts.
 
     Args:
-        identity: What must be the same on all hosts, by name.
+        identity: Values that must be the same on all hosts, by name.
         lost: Called with the reason and the exit code when another host is gone; by default it ends the process.
 
     Attributes:

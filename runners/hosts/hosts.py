@@ -57,7 +57,7 @@ class Hosts:
         alone = self.count == 1 or is_loopback(self.address[0])
         if not (alone or self.secret or self.trust_network):
             raise Ling3Error(
-                f"coordinator {self.coordinator}: expected a secret where other machines reach host 0, found none",
+                f"coordinator {self.coordinator}: other machines reach host 0, and there is no secret",
                 f"{SHARE}; or trust the whole network with LING3_TRUST_NETWORK=1",
             )
 
@@ -83,7 +83,7 @@ def find_hosts(environment: Mapping[str, str] = os.environ) -> Hosts | None:
     if coordinator == DETECT:
         coordinator, count, number = launched(count, number, start_timeout)
         if coordinator is None or count is None or number is None:
-            raise Ling3Error("DIST_INIT_ADDR=auto: expected a cluster's launcher that jax knows, found none", FIXES)
+            raise Ling3Error("DIST_INIT_ADDR=auto: jax knows no launcher of this cluster", FIXES)
     elif coordinator is None and count in (None, 1):
         return None
     variables = {"DIST_INIT_ADDR": coordinator, "NNODES": count, "NODE_RANK": number}

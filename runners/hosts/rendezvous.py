@@ -58,7 +58,7 @@ def meet(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], in
     """Connects host 0 with every other host. Every host calls this.
 
     Args:
-        identity: What must be the same on all hosts, such as the artifact's digest and the target.
+        identity: Values that must be the same on all hosts, such as the artifact's digest and the target.
 
     Returns:
         Connections by the number of the host at their other end: on host 0 one to each of the others, on the others one

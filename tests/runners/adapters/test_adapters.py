@@ -359,7 +359,7 @@ def test_inspect_edges(inspect_model: Any):
     encode = engine.files.tokenizer("test").encode
     assert asyncio.run(inspect_model.count_text_tokens("Question: 17")) == len(encode("Question: 17", special=False))
     refused = [
-        (ask, (), {"tools": [ToolInfo(name="search", description="")]}, "tools: expected none, found search"),
+        (ask, (), {"tools": [ToolInfo(name="search", description="")]}, "tools: `search` cannot be called"),
         (ask, (), {"logprobs": True}, "setting `logprobs`: expected it unset, found True"),
         (ask, (), {"num_choices": 2}, "setting `num_choices`: expected 1, found 2"),
         (

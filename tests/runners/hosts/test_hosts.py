@@ -152,8 +152,8 @@ def test_which_host_this_is():
         (("h", "4", "0"), "coordinator: expected HOST:PORT, found h"),
         (("h:1", "four", "0"), "NNODES: expected a whole number, found four"),
         (("h:1", "4", "4"), "host id: expected 0 to 3 of 4 hosts, found 4"),
-        (("h:1", "4", "3"), "coordinator h:1: expected a secret where other machines reach host 0, found none"),
-        (("auto", "", ""), "DIST_INIT_ADDR=auto: expected a cluster's launcher that jax knows, found none"),
+        (("h:1", "4", "3"), "coordinator h:1: other machines reach host 0, and there is no secret"),
+        (("auto", "", ""), "DIST_INIT_ADDR=auto: jax knows no launcher of this cluster"),
     ],
 )
 def test_a_host_that_is_half_known_is_refused(given, text):

@@ -387,7 +387,7 @@ def test_other_machines_are_met_with_a_secret_or_with_trust():
         with pytest.raises(Ling3Error) as caught:
             Hosts(coordinator, 2, 1)
         assert caught.value.message == (
-            f"coordinator {coordinator}: expected a secret where other machines reach host 0, found none"
+            f"coordinator {coordinator}: other machines reach host 0, and there is no secret"
         )
         assert "LING3_SECRET_FILE" in str(caught.value.hint) and "LING3_TRUST_NETWORK" in str(caught.value.hint)
         assert SECRET not in repr(Hosts(coordinator, 2, 1, secret=SECRET))
