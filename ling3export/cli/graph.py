@@ -130,7 +130,7 @@ def summary(
 @graph.command()
 @click.argument("before", type=ARTIFACT)
 @click.argument("after", type=ARTIFACT)
-@click.argument("cell")
+@click.argument("cell", required=False)
 @click.argument("cell_after", required=False)
 @TARGET
 @click.option("--target-after", metavar="TARGET", help="The target of AFTER.  [default: that of --target]")
@@ -141,7 +141,7 @@ def summary(
 def diff(
     before: Path,
     after: Path,
-    cell: str,
+    cell: str | None,
     cell_after: str | None,
     target: str | None,
     target_after: str | None,
@@ -150,27 +150,33 @@ def diff(
     markdown: bool,
     output: Path | None,
 ) -> None:
-    """Compare CELL of two artifacts: what changed, and what the changes cost. Exits with 3 if they differ.
+    """Compare CELL of two artifacts, or every cell: what changed, and what it costs. Exits with 3 if they differ.
 
-    CELL_AFTER names another cell of AFTER: `diff A A decode@16 decode@64` shows what does not scale.
+    BEFORE may be a file of `summary --json`; rows of the summary are then compared. CELL_AFTER names another cell of
+    AFTER: `diff A A decode@16 decode@64` shows what does not scale.
     """
     from ling3export.foundation.tables import footnotes
     from ling3export.graph import diff as tables
-    from ling3export.report.cells import file_changes, graph_of
+    from ling3export.report.compared import pairs_of
 
-    manifest, name, (cell,) = chosen(before, (cell,), target)
-    manifest_after, name_after, (cell_after,) = chosen(after, (cell_after or cell,), target_after or target)
-    difference = tables.compare(
-        graph_of(before, manifest, name, cell, from_portable=portable),
-        graph_of(after, manifest_after, name_after, cell_after, from_portable=portable),
-    )
-    notes = file_changes((manifest, name, cell), (manifest_after, name_after, cell_after))
+    pairs = pairs_of((before, target, cell), (after, target_after or target, cell_after or cell), portable)
+    differences = {name: tables.compare(*pair.graphs) for name, pair in pairs.items()}
+    notes = {name: pair.notes for name, pair in pairs.items()}
     if as_json:
-        text = json.dumps({**tables.document(difference), "files": notes}, indent=1)
+        text = json.dumps(tables.document(differences, notes), indent=1)
     else:
-        text = "\n".join([*tables.table(difference, markdown=markdown), *(notes if markdown else footnotes(notes))])
+        lines = [
+            line
+            for name, difference in differences.items()
+            for line in (
+                *tables.table(difference, markdown=markdown),
+                *(notes[name] if markdown else footnotes(notes[name])),
+                "",
+            )
+        ]
+        text = "\n".join(lines).rstrip()
     write(text, output)
-    if not difference.equal:
+    if not all(difference.equal for difference in differences.values()):
         raise SystemExit(DIFFERENT)
 
 
@@ -189,16 +195,16 @@ def audit(artifact: Path, cell: str | None, target: str | None, budgets_file: Pa
     """
     from ling3export.foundation.reading import read_bytes
     from ling3export.graph import audit as rules
-    from ling3export.report.cells import expected_of
+    from ling3export.report.cells import expected_of, graph_of
 
     limits = rules.Budgets()
     if budgets_file is not None:
         data = read_bytes(budgets_file.parent, budgets_file.name, LARGEST_BUDGETS, links=True)
         limits = rules.budgets(data.decode(errors="replace"), str(budgets_file))
-    manifest, name, _ = chosen(artifact, (), target)
+    manifest, name, cells = chosen(artifact, () if cell is None else (cell,), target)
     findings = {
-        one.cell: rules.audit(one, expected_of(manifest, name, one.cell), limits)
-        for one in read(artifact, () if cell is None else (cell,), target, False)
+        one: rules.audit(graph_of(artifact, manifest, name, one), expected_of(manifest, name, one), limits)
+        for one in cells
     }
     click.echo(json.dumps(rules.document(findings), indent=1) if as_json else "\n".join(rules.table(findings)))
     if any(findings.values()):

@@ -100,6 +100,13 @@ def main() -> None:
         show_default=True,
         help="savedmodel: TensorFlow signatures of the TP=1 steps (extra savedmodel).",
     ),
+    click.option(
+        "--graphs",
+        type=click.Choice(["keep", "drop"]),
+        default="keep",
+        show_default=True,
+        help="Keep each compiled program as text for ling3export graph; to run, none is needed.",
+    ),
     ROUNDING,
     IGNORE,
 )

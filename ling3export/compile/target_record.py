@@ -9,6 +9,7 @@ from msgspec import structs
 from msgspec.structs import replace
 
 from ling3export.artifacts import schema
+from ling3export.artifacts.files import remove
 from ling3export.artifacts.manifest import file_record
 from ling3export.artifacts.records import sha256_of
 from ling3export.artifacts.schema import Cell, Manifest, Mesh, Requirements
@@ -34,6 +35,8 @@ def target_record(
         base = f"{programs}/{cell.name}"
         tiers = {suffix: file_record(folder, f"{base}.{suffix}") for suffix in ("stablehlo", "exec")}
         text = f"{base}.{schema.GRAPH}"
+        if not plan.graphs:
+            remove(folder / text, folder)
         graph = file_record(folder, text) if (folder / text).exists() else None
         status = "compiled" if target.runs_here else "compiled, not executed"
         named[cell.name] = Cell(**structs.asdict(built[cell.name].program) | tiers | {"graph": graph, "status": status})

@@ -28,12 +28,13 @@ LISTED = re.compile(
     r"|__cub\$\w+|__cublas\$\w+|__cudnn\$\w+|__triton\S*|annotate_device_placement"
 )
 CALLBACKS = re.compile(r".*(callback|xla_python|xla_ffi_partitioned_python).*", re.IGNORECASE)
+SCHEMA = "ling3.graph.audit/1"
 HOST = {"infeed", "outfeed", "send", "recv"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong in a program: the rule, the operation or input, bytes, and what to do."""
+    """A broken rule of a program: the rule, the operation or input, bytes, and what to do."""
 
     rule: str
     subject: str
@@ -44,7 +45,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Expected:
-    """What the plan says of a cell's program.
+    """A cell's program by its plan.
 
     Attributes:
         state: Names of the state arrays that the call gives back.
@@ -84,7 +85,7 @@ DEFAULTS: dict[str, float] = {
     "extra-flops": 32,
 }
 SUMS = ("seconds", "flops", "bytes_weights", "bytes_state", "bytes_other", "collective_bytes")
-LIMITS = (*SUMS, "collectives", "peak_bytes", "unscoped_share")
+LIMITS = (*SUMS, "collectives", "fusions", "peak_bytes", "unscoped_share")
 
 
 def budgets(text: str, where: str) -> Budgets:
@@ -142,6 +143,7 @@ def quantities(graph: Graph) -> dict[str, float | None]:
     return {
         **{name: getattr(total, name) for name in SUMS},
         "collectives": _runs(graph),
+        "fusions": sum(one.opcode == "fusion" for one in graph.operations),
         "peak_bytes": graph.peak_bytes,
         "unscoped_share": unscoped.bytes / total.bytes if total.bytes else 0.0,
     }
@@ -236,8 +238,9 @@ RULES: dict[str, Rule] = {
 
 
 def document(findings: Mapping[str, list[Finding]]) -> dict[str, Any]:
-    """Findings by cell as JSON values."""
-    return {cell: [vars(finding) for finding in group] for cell, group in findings.items()}
+    """Findings by cell as JSON values, by the schema ``SCHEMA``."""
+    cells = {cell: [vars(finding) for finding in group] for cell, group in findings.items()}
+    return {"schema": SCHEMA, "clean": not any(findings.values()), "cells": cells}
 
 
 def table(findings: Mapping[str, list[Finding]]) -> list[str]:

@@ -1,4 +1,4 @@
-"""What a reader knows of a program apart from its text, and the layer kind and layers of each operation."""
+"""Knowledge of a program apart from its text, and the layer kind and layers of each operation."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from ling3export.graph.record import UNKNOWN, Operation
 
 @dataclass(frozen=True)
 class Context:
-    """What a reader knows of a program apart from its text.
+    """Knowledge of a program that its text does not have.
 
     Attributes:
         inputs: Names of the entry's parameters in their order; ``params.`` and ``state.`` name weights and state.
@@ -75,7 +75,7 @@ def attributed(
 ) -> Iterator[Operation]:
     """Operations with their layer kind and layers.
 
-    One without a scope has the kind of what uses it, else of what makes its operands, else of the weight that it moves.
+    An operation without a scope has the kind of its user, else of a maker of its operands, else of its weight.
     """
     by_name = {one.name: one for one in operations}
     known = {one.name: classified(one.scope, context) for one in operations}

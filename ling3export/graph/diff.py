@@ -17,6 +17,7 @@ from ling3export.graph.record import Graph, Operation
 QUANTITIES = ("seconds", "flops", "bytes_weights", "bytes_state", "bytes_other", "collective_bytes")
 SHARES = 1e-9  # relative: what differs by less is rounding of sums
 SHOWN = 12
+SCHEMA = "ling3.graph.diff/1"
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,17 @@ class Difference:
     @property
     def equal(self) -> bool:
         """Whether the programs are the same, apart from names and order."""
-        return not self.changes and self.before.peak_bytes == self.after.peak_bytes
+        return (
+            not self.changes
+            and self.before.peak_bytes == self.after.peak_bytes
+            and self.before.aliased == self.after.aliased
+        )
+
+    @property
+    def donations(self) -> list[str]:
+        """Inputs whose buffers only one of the programs reuses for its outputs."""
+        lost = [f"{name} is no longer donated" for name in sorted(self.before.aliased - self.after.aliased)]
+        return [*lost, *(f"{name} is now donated" for name in sorted(self.after.aliased - self.before.aliased))]
 
     @property
     def unmatched_share(self) -> float:
@@ -70,7 +81,7 @@ class Difference:
         return alone / max(1, alone + 2 * self.matched)
 
     def rows(self) -> list[tuple[tuple[str, str], dict[str, float]]]:
-        """(layer kind, kind of work) and the sums of what changed there, the largest change first."""
+        """(layer kind, kind of work) and the sums of the changes in it, the largest first."""
         sums: dict[tuple[str, str], dict[str, float]] = defaultdict(
             lambda: dict.fromkeys((*QUANTITIES, "changes"), 0.0)
         )
@@ -146,14 +157,21 @@ def _bytes(sums: Mapping[str, float]) -> float:
     return sum(abs(sums[name]) for name in QUANTITIES if name.startswith("bytes_"))
 
 
-def document(difference: Difference) -> dict[str, Any]:
-    """A comparison as JSON values."""
+def document(differences: Mapping[str, Difference], notes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Comparisons and their notes by cell as JSON values, by the schema ``SCHEMA``."""
+    cells = {cell: {**values(one), "notes": list(notes[cell])} for cell, one in differences.items()}
+    return {"schema": SCHEMA, "equal": all(one.equal for one in differences.values()), "cells": cells}
+
+
+def values(difference: Difference) -> dict[str, Any]:
+    """One comparison as JSON values."""
     before, after = difference.before.totals(), difference.after.totals()
     return {
         "equal": difference.equal,
         "matched": difference.matched,
         "unmatched_share": difference.unmatched_share,
         "totals": {name: [getattr(before, name), getattr(after, name)] for name in QUANTITIES},
+        "donations": difference.donations,
         "peak_bytes": [difference.before.peak_bytes, difference.after.peak_bytes],
         "rows": [{"layer_kind": kind, "operation_kind": work, **sums} for (kind, work), sums in difference.rows()],
         "changes": [
@@ -209,7 +227,8 @@ def table(difference: Difference, *, markdown: bool = False) -> list[str]:
     lines = [f"### {title}" if markdown else title, ""]
     for rows in (totals, kinds, largest):
         lines += [*shape(rows), ""]
-    return [*lines, *([note] if markdown else footnotes([note]))]
+    notes = [note, *difference.donations]
+    return [*lines, *(notes if markdown else footnotes(notes))]
 
 
 LABELS = {

@@ -5,7 +5,9 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-from ling3export.graph.hlo import ARRAY, Computation, Instruction, Module
+from ling3export.graph.hlo import ARRAY, Computation, Instruction, Module, dims
+
+MOST_PAIRS = 10**7  # of positions in one dimension of a convolution
 
 
 def flops(module: Module, computation: Computation, instruction: Instruction) -> float:
@@ -25,7 +27,7 @@ def flops(module: Module, computation: Computation, instruction: Instruction) ->
 
 def _dims(shape: str) -> tuple[int, ...]:
     match = ARRAY.search(shape)
-    return tuple(int(size) for size in match[2].split(",") if size) if match else ()
+    return dims(match[2]) if match else ()
 
 
 def _convolution_flops(instruction: Instruction, left: tuple[int, ...], right: tuple[int, ...]) -> float:
@@ -59,6 +61,8 @@ def _setting(settings: Mapping[str, str], name: str, number: int, default: str) 
 @lru_cache(maxsize=4096)
 def _positions(out: int, kernel: int, size: int, stride: int, low: int, dilated: int, spread: int) -> int:
     """Pairs of an output's and a kernel's position that meet an element of the input in one dimension."""
+    if out * kernel > MOST_PAIRS:
+        raise ValueError(f"a convolution of {out:,} by {kernel:,} positions")
     count = 0
     for place in range(out):
         for tap in range(kernel):

@@ -5,10 +5,12 @@ kind of work an instruction is, and which bytes it moves through the large memor
 import lzma
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 LARGEST = 2**28  # bytes of a program's text: the largest of Ling3-Tiny has 10 million
+MOST = 2_000_000  # instructions with every call written out: the most of Ling3-Tiny are 100,000
 WIDTHS = {
     "pred": 1,
     "s8": 1,
@@ -26,7 +28,7 @@ WIDTHS = {
 }
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
-ARRAY = re.compile(r"\b([a-z]+[0-9]+|pred)\[([0-9,]*)\]")
+ARRAY = re.compile(r"\b([a-z]+[0-9]+|pred)\[([0-9,<=]*)\]")  # a size with <= is dynamic
 CALLED = re.compile(
     r"\b(condition|body|calls|to_apply|branch_computations|true_computation|false_computation)="
     r"(\{[^}]*\}|%[\w.\-]+)"
@@ -55,7 +57,7 @@ MOVING = {"broadcast", "concatenate", "copy", "iota", "pad", "reshape", "reverse
 SILENT = {"bitcast", "constant", "fusion", "get-tuple-element", "parameter", "tuple"}
 SLICING = {"dynamic-slice", "gather", "slice"}  # read no more of their first operand than they return
 UPDATING = {"dynamic-update-slice": 1, "scatter": 2}  # write the operand of this number into their first one
-TYPE = re.compile(r"(?:[a-z]+[0-9]+|pred)\[[0-9,]*\](?:\{[^}]*\})?")
+TYPE = re.compile(r"(?:[a-z]+[0-9]+|pred)\[[0-9,<=]*\](?:\{[^}]*\})?")
 
 
 def packed(text: str) -> bytes:
@@ -117,7 +119,8 @@ class Instruction:
     def index(self) -> int:
         """The number of the element that a ``get-tuple-element`` takes."""
         match = re.search(r"\bindex=(\d+)", self.attributes)
-        assert match is not None
+        if match is None:
+            raise ValueError(f"{self.name}: no index of an element")
         return int(match[1])
 
 
@@ -125,8 +128,13 @@ def shape_bytes(text: str) -> int:
     """Bytes of all arrays that the text of a type names."""
     total = 0
     for kind, sizes in ARRAY.findall(text):
-        total += WIDTHS.get(kind, 4) * math.prod(int(size) for size in sizes.split(",") if size)
+        total += WIDTHS.get(kind, 4) * math.prod(dims(sizes))
     return total
+
+
+def dims(sizes: str) -> tuple[int, ...]:
+    """The sizes between the brackets of a type; of a dynamic one, the most that it can be."""
+    return tuple(int(size.removeprefix("<=")) for size in sizes.split(",") if size)
 
 
 @dataclass
@@ -139,7 +147,9 @@ class Computation:
     @cached_property
     def root(self) -> Instruction:
         """The instruction whose result is the computation's."""
-        return next(instruction for instruction in self.instructions.values() if instruction.root)
+        if root := next((one for one in self.instructions.values() if one.root), None):
+            return root
+        raise ValueError(f"{self.name}: no ROOT instruction")
 
     @cached_property
     def parameters(self) -> dict[str, int]:
@@ -172,14 +182,15 @@ def _closing(text: str, at: int) -> int:
         depth += (text[index] == "(") - (text[index] == ")")
         if depth == 0:
             return index
-    raise ValueError(f"HLO text: expected a closing parenthesis, found none, in {text[:80]}")
+    raise ValueError(f"HLO text: no closing parenthesis in {text[:80]}")
 
 
 def parse(text: str) -> Module:
     """Parses ``Compiled.as_text()``.
 
     Raises:
-        ValueError: There is no entry computation.
+        ValueError: There is no entry computation, an instruction reads a value before it is made, computations call
+            each other in a circle, or there are more than ``MOST`` instructions with every call written out.
     """
     computations: dict[str, Computation] = {}
     entry = current = None
@@ -188,12 +199,28 @@ def parse(text: str) -> Module:
             current = computations[header[2]] = Computation(header[2])
             entry = current if header[1] else entry
         elif current is not None and (match := LINE.match(line)):
-            current.instructions[match[2]] = _instruction(match[2], match[3], match[1] is not None)
+            one = _instruction(match[2], match[3], match[1] is not None)
+            if later := [name for name in one.operands if name not in current.instructions]:
+                raise ValueError(f"HLO text: {one.name} reads {later[0]} before it is made")
+            current.instructions[match[2]] = one
     if entry is None:
-        raise ValueError("HLO text: expected an ENTRY computation, found none")
+        raise ValueError("HLO text: no ENTRY computation")
+    _written_out(computations, entry.name, {})
     aliases = re.search(r"input_output_alias=\{(.*?\)) \}", text.partition("\n")[0])
     numbers = re.findall(r": \((\d+), \{", aliases[1]) if aliases else []
     return Module(computations, entry, frozenset(map(int, numbers)))
+
+
+def _written_out(computations: Mapping[str, Computation], name: str, sizes: dict[str, int]) -> int:
+    """Instructions of a computation with every call written out; 0 in ``sizes`` marks a computation not yet counted."""
+    if name not in sizes:
+        sizes[name] = 0
+        instructions = computations[name].instructions.values()
+        called = [inner for one in instructions for names in one.called.values() for inner in names]
+        sizes[name] = 1 + len(instructions) + sum(_written_out(computations, inner, sizes) for inner in called)
+    if not 0 < sizes[name] <= MOST:
+        raise ValueError(f"HLO text: {name} calls itself, or has more than {MOST:,} instructions")
+    return sizes[name]
 
 
 @dataclass(frozen=True)
@@ -285,7 +312,7 @@ class Access:
 
 
 def access(module: Module, computation: Computation, instruction: Instruction) -> Access:
-    """What an instruction reads from and writes to the large memory.
+    """Bytes that an instruction reads from and writes to the large memory.
 
     A slice or a gather reads only the bytes that it takes; an update in place writes only the bytes that it changes.
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ling3export.foundation.tables import aligned, footnotes
 from ling3export.graph.context import classified_kind, scope_of
-from ling3export.graph.hlo import TYPE, WIDTHS, Computation, Instruction, Module, parse
+from ling3export.graph.hlo import TYPE, WIDTHS, Computation, Instruction, Module, dims, parse
 from ling3export.graph.optimized import FREE
 
 # Results of these are no new buffers.
@@ -169,7 +169,7 @@ def padded_bytes(shape: str) -> int:
 
 def _array_bytes(array: str) -> int:
     dtype, _, rest = array.partition("[")
-    sizes = [int(size) for size in rest.partition("]")[0].split(",") if size]
+    sizes = list(dims(rest.partition("]")[0]))
     if match := TILED.search(array):
         order, tile = ([int(size) for size in part.split(",") if size] for part in match.groups())
         for axis, size in zip(order, reversed(tile), strict=False):
@@ -194,7 +194,7 @@ def document(memory: Timeline) -> dict[str, Any]:
 
 
 def table(memory: Timeline, most: int = 15) -> list[str]:
-    """What lives at the peak, for a person, the largest first."""
+    """Tensors that live at the peak, for a person, the largest first."""
     tensors = sorted((*memory.inputs, *memory.at_peak), key=lambda one: -one.bytes)
     sums: Mapping[str, int] = {
         what: sum(one.bytes for one in tensors if one.what == what)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ling3export.graph.hlo import ARRAY, large_bytes, shape_bytes
+from ling3export.graph.hlo import ARRAY, dims, large_bytes, shape_bytes
 
 NATIVE = re.compile(r"ling3_([a-z]+)(?:_q[48])?(?:\..*)?")
 # Names that the compiler gives to a view of values, to a placement or to scratch memory: they move nothing.
@@ -21,7 +21,7 @@ CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
 
 @dataclass(frozen=True)
 class Workload:
-    """What the cost of a kernel depends on apart from shapes.
+    """The batch that a kernel is counted for.
 
     Attributes:
         experts: Routed experts of a layer on all devices.
@@ -62,7 +62,7 @@ def cost(target: str, operands: Sequence[str], result: str, attributes: str, wor
         operands: The types of its operands.
         result: The type of its result.
         attributes: The text after its operands.
-        workload: What a native kernel's cost depends on apart from shapes.
+        workload: The batch that native kernels are counted for.
 
     Raises:
         ValueError: A native kernel has another number of operands or axes than its formula.
@@ -84,8 +84,7 @@ def cost(target: str, operands: Sequence[str], result: str, attributes: str, wor
 
 def _array(text: str) -> _Array:
     match = ARRAY.search(text)
-    dims = tuple(int(size) for size in match[2].split(",") if size) if match else ()
-    return _Array(dims, float(shape_bytes(text)))
+    return _Array(dims(match[2]) if match else (), float(shape_bytes(text)))
 
 
 def _arrays(text: str) -> list[_Array]:

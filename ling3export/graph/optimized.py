@@ -110,15 +110,16 @@ class _Walk:
                 origins[name] = result if result is not None else origins[name]
         return origins[frame.computation.root.name]
 
-    def _digest(self, instruction: Instruction, operands: Sequence[Origin]) -> str:
-        """What an instruction computes, without names: see :attr:`Operation.digest`."""
+    def _digest(self, computation: Computation, instruction: Instruction, operands: Sequence[Origin]) -> str:
+        """The content of an instruction, without names: see :attr:`Operation.digest`."""
+        shapes = [computation.instructions[name].shape for name in instruction.operands]
         called = [self._inside(name) for names in instruction.called.values() for name in names]
         inputs = [origin for origin in operands if isinstance(origin, str)]
-        content = instruction.opcode, instruction.shape, plain(instruction.attributes), called, inputs
+        content = instruction.opcode, instruction.shape, shapes, plain(instruction.attributes), called, inputs
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     def _inside(self, name: str) -> str:
-        """What a called computation computes: its result as an expression of its parameters, in any order of lines."""
+        """The content of a called computation: its result as an expression of its parameters, in any order of lines."""
         if name not in self._contents:
             computation, values = self._module.computations[name], dict[str, str]()
             for one in computation.instructions.values():
@@ -224,7 +225,7 @@ class _Walk:
             times=times,
             result_bytes=instruction.bytes,
             fused=_fused(module, instruction),
-            digest=self._digest(instruction, [origins.get(name) for name in instruction.operands]),
+            digest=self._digest(computation, instruction, [origins.get(name) for name in instruction.operands]),
         )
         if opcode.removesuffix("-start") in BETWEEN_DEVICES:
             return replace(operation, kind=COLLECTIVES, collective_bytes=instruction.bytes)

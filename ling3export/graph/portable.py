@@ -7,6 +7,7 @@ weights and FLOPs are exact; bytes of other values are what an unfused program w
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ling3export.graph.context import Context, classified, enclosing
@@ -56,131 +57,111 @@ def read(blob: bytes, cell: str, target: str, context: Context) -> Graph:
         walk.functions = {
             str(one.name).strip('"'): one for one in module.body.operations if one.operation.name == "func.func"
         }
-        block = walk.functions["main"].regions[0].blocks[0]
-        names = [*context.inputs, *(f"input {number}" for number in range(len(context.inputs), len(block.arguments)))]
-        walk.block(block, 1.0, "", "", dict(zip(block.arguments, names, strict=False)), {})
+        walk.run(walk.functions["main"].regions[0].blocks[0])
     return Graph(cell=cell, target=target, form="portable", operations=tuple(walk.operations), loops=tuple(walk.loops))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The runs, the scopes and the names of operations in a block."""
+
+    times: float = 1.0
+    scope: str = ""
+    prefix: str = ""
 
 
 class _Walk:
     def __init__(self, context: Context) -> None:
         self._context = context
+        self._origins: dict[Any, Origin] = {}  # the input that a value is
+        self._values: dict[Any, int] = {}  # values that are constant integers
         self.functions: dict[str, Any] = {}
         self.operations: list[Operation] = []
         self.loops: list[Loop] = []
 
-    def block(
-        self, block: Any, times: float, scope: str, prefix: str, origins: dict[Any, Origin], values: dict[Any, int]
-    ) -> list[Any]:
+    def run(self, block: Any) -> None:
+        """Adds the operations of the main function."""
+        inputs = self._context.inputs
+        names = [*inputs, *(f"input {number}" for number in range(len(inputs), len(block.arguments)))]
+        self._origins.update(zip(block.arguments, names, strict=False))
+        self._block(block, _Place())
+
+    def _block(self, block: Any, place: _Place) -> list[Any]:
         """Adds the operations of a block; gives the operands of its terminator."""
         for number, op in enumerate(block.operations):
             opcode = op.operation.name.partition(".")[2]
             if opcode == "return":
                 return list(op.operands)
-            self._one(op, opcode, times, scope, f"{prefix}{opcode}.{number}", origins, values)
+            self._one(op, opcode, f"{place.prefix}{opcode}.{number}", place)
         return []
 
-    def _one(
-        self,
-        op: Any,
-        opcode: str,
-        times: float,
-        scope: str,
-        name: str,
-        origins: dict[Any, Origin],
-        values: dict[Any, int],
-    ) -> None:
+    def _one(self, op: Any, opcode: str, name: str, place: _Place) -> None:
         results, operands = list(op.operation.results), list(op.operation.operands)
-        own = joined(scope, op.location)
+        own = joined(place.scope, op.location)
         if opcode == "constant":
             if (value := _scalar(op)) is not None:
-                values[results[0]] = value
+                self._values[results[0]] = value
             return
         if opcode in ("call", "composite"):
             attribute = "callee" if opcode == "call" else "decomposition"
             function = self.functions[str(op.operation.attributes[attribute]).lstrip("@")]
             block = function.regions[0].blocks[0]
-            returned = self._inside(block, operands, times, own, f"{name}/", origins, values)
+            returned = self._inside(block, operands, _Place(place.times, own, f"{name}/"))
         elif opcode == "while":
-            returned = self._loop(op, operands, times, scope, name, origins, values)
+            returned = self._loop(op, operands, name, place)
         elif opcode in ("case", "if"):
-            returned = self._branches(op, times, scope, name, origins, values)
+            returned = self._branches(op, name, place)
         else:
             if opcode not in FREE:
-                self.operations.append(self._operation(op, opcode, operands, times, own, name, origins))
-            if opcode in SAME_BUFFER:
-                origins[results[0]] = origins.get(operands[0])
-            elif opcode in TAKEN and isinstance(origin := origins.get(operands[0]), str):
-                origins[results[0]] = f"~{origin.removeprefix('~')}"
-            if opcode in ("reshape", "convert") and operands[0] in values:
-                values[results[0]] = values[operands[0]]
+                self.operations.append(self._operation(op, opcode, name, replace(place, scope=own)))
+            self._follow(opcode, operands, results)
             return
         for result, value in zip(results, returned, strict=False):
-            origins[result] = origins.get(value)
-            if value in values and opcode != "while":
-                values[result] = values[value]
+            self._origins[result] = self._origins.get(value)
+            if value in self._values and opcode != "while":
+                self._values[result] = self._values[value]
 
-    def _inside(
-        self,
-        block: Any,
-        operands: Sequence[Any],
-        times: float,
-        scope: str,
-        prefix: str,
-        origins: dict[Any, Origin],
-        values: dict[Any, int],
-        constant: bool = True,
-    ) -> list[Any]:
+    def _follow(self, opcode: str, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        """Records which input, or which constant, a result is."""
+        if opcode in SAME_BUFFER:
+            self._origins[results[0]] = self._origins.get(operands[0])
+        elif opcode in TAKEN and isinstance(origin := self._origins.get(operands[0]), str):
+            self._origins[results[0]] = f"~{origin.removeprefix('~')}"
+        if opcode in ("reshape", "convert") and operands[0] in self._values:
+            self._values[results[0]] = self._values[operands[0]]
+
+    def _inside(self, block: Any, operands: Sequence[Any], place: _Place, constant: bool = True) -> list[Any]:
         for argument, operand in zip(block.arguments, operands, strict=False):
-            origins[argument] = origins.get(operand)
-            values.pop(argument, None)
-            if constant and operand in values:
-                values[argument] = values[operand]
-        return self.block(block, times, scope, prefix, origins, values)
+            self._origins[argument] = self._origins.get(operand)
+            self._values.pop(argument, None)
+            if constant and operand in self._values:
+                self._values[argument] = self._values[operand]
+        return self._block(block, place)
 
-    def _loop(
-        self,
-        op: Any,
-        operands: Sequence[Any],
-        times: float,
-        scope: str,
-        name: str,
-        origins: dict[Any, Origin],
-        values: dict[Any, int],
-    ) -> list[Any]:
+    def _loop(self, op: Any, operands: Sequence[Any], name: str, place: _Place) -> list[Any]:
         condition, body = (region.blocks[0] for region in op.operation.regions)
-        own = joined(scope, op.location)
-        trips, source = self._context.counted(_trips(condition, operands, values), enclosing(own))
-        self.loops.append(Loop(own, trips, source, times))
-        self._inside(condition, operands, times * (trips + 1), scope, f"{name}/cond/", origins, values, False)
-        self._inside(body, operands, times * trips, scope, f"{name}/", origins, values, False)
+        own = joined(place.scope, op.location)
+        trips, source = self._context.counted(_trips(condition, operands, self._values), enclosing(own))
+        self.loops.append(Loop(own, trips, source, place.times))
+        for block, runs, prefix in ((condition, trips + 1, f"{name}/cond/"), (body, trips, f"{name}/")):
+            self._inside(block, operands, _Place(place.times * runs, place.scope, prefix), False)
         return list(operands)
 
-    def _branches(
-        self, op: Any, times: float, scope: str, name: str, origins: dict[Any, Origin], values: dict[Any, int]
-    ) -> list[Any]:
+    def _branches(self, op: Any, name: str, place: _Place) -> list[Any]:
         parts, returned = [], []
         for number, region in enumerate(op.operation.regions):
             kept, self.operations = self.operations, []
-            returned.append(self.block(region.blocks[0], times, scope, f"{name}/{number}/", origins, values))
+            returned.append(self._block(region.blocks[0], replace(place, prefix=f"{name}/{number}/")))
             parts.append(self.operations)
             self.operations = kept
-        shares = branch_shares(parts, self._context, enclosing(joined(scope, op.location)))
+        shares = branch_shares(parts, self._context, enclosing(joined(place.scope, op.location)))
         for part, (share, layers) in zip(parts, shares, strict=True):
             self.operations += [taken(one, share, layers) for one in part if share]
         return returned[max(range(len(parts)), key=lambda number: shares[number][0])]
 
-    def _operation(
-        self,
-        op: Any,
-        opcode: str,
-        operands: Sequence[Any],
-        times: float,
-        scope: str,
-        name: str,
-        origins: dict[Any, Origin],
-    ) -> Operation:
-        results = list(op.operation.results)
+    def _operation(self, op: Any, opcode: str, name: str, place: _Place) -> Operation:
+        results, operands = list(op.operation.results), list(op.operation.operands)
+        origins = [self._origins.get(value) for value in operands]
         sizes, made = [_bytes(value.type) for value in operands], sum(_bytes(value.type) for value in results)
         whole = made
         if opcode in SLICING:
@@ -188,23 +169,22 @@ class _Walk:
         if opcode in UPDATING:
             made, sizes = sizes[UPDATING[opcode]], [0, *sizes[1:]]
         read: dict[str, float] = {}
-        for value, size in zip(operands, sizes, strict=True):
+        for origin, size in zip(origins, sizes, strict=True):
             # A weight counts where it is taken from its own buffer, not where a slice of it is used.
-            place = place_of(origins.get(value))
-            read[place] = read.get(place, 0.0) + size
-        written = place_of(origins.get(operands[0])) if opcode in UPDATING else "other"
+            read[place_of(origin)] = read.get(place_of(origin), 0.0) + size
+        written = place_of(origins[0]) if opcode in UPDATING else "other"
         collective = OPCODES.get(opcode) == COLLECTIVES
-        layer_kind, layers = classified(scope, self._context)
-        weights = [origin.removeprefix("~") for value in operands if isinstance(origin := origins.get(value), str)]
+        layer_kind, layers = classified(place.scope, self._context)
+        weights = [origin.removeprefix("~") for origin in origins if isinstance(origin, str)]
         return Operation(
             name=name,
             opcode=opcode,
             kind=OPCODES.get(opcode, ELEMENTWISE),
             shapes=tuple(_shape(value.type) for value in results),
-            scope=scope,
+            scope=place.scope,
             layer_kind=layer_kind,
             layers=layers,
-            times=times,
+            times=place.times,
             flops=_flops(op, operands, results) if opcode == "dot_general" else 0.0,
             read={} if collective else read,
             written={} if collective else {written: float(made)},
@@ -216,7 +196,7 @@ class _Walk:
 
 
 def joined(scope: str, location: Any) -> str:
-    """The scopes of an operation's location behind those of the call that it stands in."""
+    """The scopes of an operation's location, after the scopes of the call that it stands in."""
     match = re.match(r'loc\("([^"]*)"', str(location))
     return "/".join(filter(None, (scope, match[1] if match else "")))
 

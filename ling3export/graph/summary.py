@@ -27,7 +27,8 @@ def cell(graph: Graph, by: str = "operation_kind") -> dict[str, Any]:
         {"layer_kind": row.layer_kind, "operation_kind": row.operation_kind, "count": row.count, **sums(row)}
         for row in graph.rows(by)
     ]
-    return {"target": graph.target, "form": graph.form, "totals": totals, "rows": rows}
+    donated = sorted(graph.aliased)
+    return {"target": graph.target, "form": graph.form, "by": by, "totals": totals, "rows": rows, "aliased": donated}
 
 
 def sums(row: Row) -> dict[str, float | None]:

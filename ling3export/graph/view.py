@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
-from ling3export.graph.diff import Difference, document
+from ling3export.graph.diff import Difference, values
 from ling3export.graph.memory import Timeline
 from ling3export.graph.record import Graph, Operation
 from ling3export.graph.show import Limits
@@ -66,7 +66,7 @@ def _cell(shown: Shown) -> dict[str, Any]:
         },
         "difference": difference
         and {
-            **document(difference),
+            **values(difference),
             "before": f"{difference.before.target} {difference.before.cell}",
             "after": f"{difference.after.target} {difference.after.cell}",
         },

@@ -35,6 +35,7 @@ class Options:
         weights: The stored forms of the weights: ``as-stored``, or a key of ``artifacts/parameters.py``'s WEIGHTS.
         jobs: Cells compiled at a time; None is one a core.
         kernels: Native kernels in executables for cpu: ``auto`` (where they pay), ``on`` or ``off``.
+        graphs: Whether to ``keep`` the compilers' programs as text, for ``ling3export graph``, or to ``drop`` them.
     """
 
     paddings: tuple[int, ...] = (16, 128, 512)
@@ -55,6 +56,7 @@ class Options:
     weights: str = AS_STORED
     jobs: int | None = None
     kernels: str = "auto"
+    graphs: str = "keep"
 
 
 # Shared by all targets of an artifact: a target that is added takes them as they are.

@@ -47,6 +47,7 @@ class Plan:
     notes: tuple[str, ...] = ()  # lines for the user: what was chosen, and why
     score_paddings: tuple[int, ...] = ()  # score's
     ffn_paddings: tuple[int, ...] = ()  # those of dispatch and experts; with none, decode steps are not cut
+    graphs: bool = True  # whether the artifact keeps the compiled programs as text
 
     @property
     def named_notes(self) -> list[str]:
@@ -219,7 +220,8 @@ def make_plan(config: Config, options: Options, target_text: str) -> Plan:
     geometry, note = size_pages(config, geometry, options, target)
     notes.append(note)
     scored, split = tuple(options.score_paddings), derive_ffn_paddings(config, decode) if options.afd else ()
-    return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, tuple(notes), scored, split)
+    kept = options.graphs == "keep"
+    return Plan(target, geometry, tuple(options.paddings), tuple(decode), context, tuple(notes), scored, split, kept)
 
 
 def make_plans(config: Config, options: Options) -> list[Plan]:

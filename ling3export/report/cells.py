@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ling3export.artifacts.manifest import named_target, read_checked
+from ling3export.artifacts.program_records import Program
 from ling3export.artifacts.schema import Cell, Manifest, Target
 from ling3export.cost.chips import device
 from ling3export.cost.estimates import context_of
@@ -19,6 +20,8 @@ from ling3export.graph.memory import Timeline, timeline
 from ling3export.graph.record import Graph
 from ling3export.graph.show import Limits
 from ling3export.graph.view import Shown
+from ling3export.model.config import Config
+from ling3export.model.geometry import Geometry
 from ling3export.model.scopes import LAYER_KINDS
 from ling3export.plan.recorded import config_of, plan_of
 
@@ -65,7 +68,7 @@ def graph_of(folder: Path, manifest: Manifest, target: str, name: str, *, from_p
     config, plan = config_of(manifest), plan_of(manifest, target)
     chip = device(record.platform, record.kind, record.tp)
     compiled = not from_portable and cell.graph is not None
-    context = context_of(config, plan.geometry, cell.phase, cell.padding, leaves(cell, compiled=compiled), chip)
+    context = context_of(config, plan.geometry, cell.phase, cell.padding, input_names(cell, compiled=compiled), chip)
     with known_form(where):
         if compiled:
             return optimized.read(text_of(folder, cell, where), name, target, context, cell.memory.compiler_peak)
@@ -76,7 +79,7 @@ def memory_of(folder: Path, manifest: Manifest, target: str, name: str) -> Timel
     """The memory of one cell's optimized program. Arguments and errors as of :func:`graph_of`."""
     cell, where = manifest.targets[target].cells[name], f"{folder.name}: {target} {name}"
     with known_form(where):
-        inputs = leaves(cell, compiled=True)
+        inputs = input_names(cell, compiled=True)
         return timeline(text_of(folder, cell, where), inputs, frozenset(LAYER_KINDS), cell.memory.compiler_peak)
 
 
@@ -111,7 +114,7 @@ def limits_of(manifest: Manifest, target: str) -> Limits | None:
     return None if chip is None else Limits(chip.flops, chip.bandwidth)
 
 
-def leaves(cell: Cell, *, compiled: bool) -> tuple[str, ...]:
+def input_names(cell: Program, *, compiled: bool) -> tuple[str, ...]:
     """Names of a program's inputs; of a compiled one, those that it keeps."""
     names = tuple(f"{leaf.group}.{leaf.name}" for leaf in cell.inputs)
     if not compiled or cell.call is None:
@@ -126,7 +129,9 @@ def text_of(folder: Path, cell: Cell, where: str) -> str:
         ArtifactError: The artifact does not keep it, or the file is damaged.
     """
     if cell.graph is None:
-        raise ArtifactError(f"{where}: the artifact keeps no optimized program", "build it again")
+        raise ArtifactError(
+            f"{where}: the artifact keeps no optimized program", "build it with --graphs keep, or read --portable"
+        )
     return unpacked(read_checked(folder, cell.graph))
 
 
@@ -135,19 +140,23 @@ def known_form(where: str) -> Iterator[None]:
     """Errors of readers as one that names the program."""
     try:
         yield
-    except (ValueError, KeyError, IndexError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, ArithmeticError, AttributeError, TypeError, RecursionError) as error:
         raise ArtifactError(
-            f"{where}: the program has a form that this version does not read ({error})",
+            f"{where}: the program has a form that this version does not read ({error!r:.200})",
             "report it with the version of jax that built the artifact",
         ) from error
 
 
 def expected_of(manifest: Manifest, target: str, name: str) -> Expected:
     """What the plan says of a cell's program: its state, its collectives and its FLOPs."""
-    record, config = manifest.targets[target], config_of(manifest)
-    cell, geometry = record.cells[name], plan_of(manifest, target).geometry
-    state = tuple(f"state.{leaf.name}" for leaf in cell.outputs if leaf.group == "state")
-    layered = PHASES[cell.phase].family == "logits"
-    collectives = expected_collectives(config, geometry, cell.phase) if layered else None
-    flops = cell.floor.flops if cell.floor is not None and layered else None
+    cell = manifest.targets[target].cells[name]
+    return expected(config_of(manifest), plan_of(manifest, target).geometry, cell)
+
+
+def expected(config: Config, geometry: Geometry, program: Program) -> Expected:
+    """The state, the collectives and the FLOPs of a program by the model's formulas."""
+    state = tuple(f"state.{leaf.name}" for leaf in program.outputs if leaf.group == "state")
+    layered = PHASES[program.phase].family == "logits"
+    collectives = expected_collectives(config, geometry, program.phase) if layered else None
+    flops = program.floor.flops if program.floor is not None and layered else None
     return Expected(state=state, collectives=collectives, flops=flops)

@@ -1,6 +1,5 @@
 """The account of operations: FLOPs by formula, bytes of weights, times; comparisons and rules on planted changes."""
 
-import dataclasses
 import json
 import math
 from collections import defaultdict
@@ -9,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.schema import GRAPH
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cli.main import main
 from ling3export.compile.lower import lower_cell
@@ -17,12 +17,13 @@ from ling3export.cost.roofline import expected_collectives
 from ling3export.foundation.errors import PlanError
 from ling3export.graph import audit, diff, hlo, memory, optimized, portable, summary
 from ling3export.graph.context import Context
-from ling3export.graph.record import Graph, Operation
+from ling3export.graph.record import Graph
 from ling3export.model.config import Config
 from ling3export.model.scopes import LAYER_KINDS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.report.cells import graph_of, memory_of
+from tests.support.artifacts_fixture import RECIPES
 
 NAME = "micro-tp2"
 
@@ -106,6 +107,19 @@ def test_an_artifact_keeps_the_optimized_program_and_names_its_weights(artifact)
     assert (same.exit_code, "equal" in same.stdout) == (0, True)
 
 
+def test_a_build_can_leave_the_programs_texts_out(artifact):
+    recipe = RECIPES[NAME]
+    words = (*recipe.options(), "--graphs", "drop")
+    folder = artifact.built("dropped.ling3", artifact.checkpoint(NAME), *words, variables=recipe.variables)
+    ((_, target),) = read_manifest(folder).targets.items()
+    assert not list(folder.rglob(f"*.{GRAPH}"))
+    assert {cell.graph for cell in target.cells.values()} == {None}
+    cell = next(iter(target.cells))
+    assert "portable" in CliRunner().invoke(main, ["graph", "summary", str(folder), cell]).stdout
+    refused = CliRunner().invoke(main, ["graph", "memory", str(folder), cell])
+    assert refused.exit_code == 1 and "--graphs keep" in refused.stderr
+
+
 TEXT = """HloModule jit_body, is_scheduled=true, input_output_alias={ {0}: (1, {}, may-alias) }, num_partitions=1
 
 %fused (p.1: f32[16,64], p.2: bf16[64,64]) -> f32[16,64] {
@@ -142,90 +156,9 @@ def test_operations_of_a_text_have_the_costs_that_add_up_by_hand():
     assert graph(TEXT).aliased == {"state.kda_conv"}
 
 
-FIRST, SECOND = "  %w = bf16[64,64]{1,0} parameter(0)\n", "  %s = f32[9,64]{1,0} parameter(1)\n"
-ROOT = "  ROOT %d.1"
-
-
-def added(line: str, scope: str) -> str:
-    """The text with one more operation in its entry."""
-    return TEXT.replace("  %z =", f'  {line}, metadata={{op_name="jit(f)/layer_0/{scope}"}}\n  %z =')
-
-
-SAME = {
-    "renamed": TEXT.replace("%y", "%q.7").replace("%fused", "%other"),
-    "moved source lines": TEXT.replace('/dot"}', '/dot" source_line=7}'),
-    "noted by the compiler": TEXT.replace('/add"}', '/add"}, backend_config={"a":"b"}'),
-    "other order": TEXT.replace(FIRST + SECOND, SECOND + FIRST),
-    "rebuilt": TEXT,
-}
-SELECT = "  %k.1 = f32[16,64]{1,0} select(%mask, %p.1, %p.1)\n"
-PLANTED = {
-    "changed mask": (TEXT.replace("dot(%p.1", "dot(%k.1").replace(ROOT, SELECT + ROOT), "kda"),
-    "upcast": (added("%u = f32[64,64]{1,0} convert(%w)", "kda/convert"), "kda"),
-    "collective": (added("%r = f32[16,64]{1,0} all-reduce(%y), to_apply=%fused", "mla/psum"), "mla"),
-    "copy": (added("%c = f32[9,64]{1,0} copy(%s)", "experts/copy"), "experts"),
-    "other weights": (TEXT.replace("fusion(%x, %w)", "fusion(%x, %s)"), "kda"),
-    "wider": (TEXT.replace("%z = f32[16,64]{1,0} add(%y, %x)", "%z = f64[16,64]{1,0} add(%y, %x)"), "norm"),
-}
-
-
-@pytest.mark.parametrize("change", SAME)
-def test_changes_that_mean_nothing_are_no_difference(change):
-    assert (SAME[change] == TEXT) is (change == "rebuilt")
-    assert diff.compare(graph(TEXT), graph(SAME[change])).equal
-
-
-@pytest.mark.parametrize("change", PLANTED)
-def test_a_planted_change_is_found_in_its_layer_kind_and_nowhere_else(change):
-    text, layer_kind = PLANTED[change]
-    difference = diff.compare(graph(TEXT), graph(text))
-    assert not difference.equal
-    assert {one.operation.layer_kind for one in difference.changes} == {layer_kind}
-    assert any(layer_kind in line for line in diff.table(difference, markdown=True))
-
-
 def test_operations_of_two_paddings_are_partners():
     difference = diff.compare(graph(TEXT), graph(TEXT.replace("16,64", "64,64"), "decode@64"))
     assert difference.unmatched_share == 0 and difference.matched == 2
-
-
-MB = 2**20
-BASE = Operation(name="one", opcode="fusion", kind=hlo.PRODUCTS, layer_kind="kda", flops=100.0)
-FAULTS = {
-    "fp32-weights": {"kind": hlo.ELEMENTWISE, "shapes": ("f32[1024,1024]",), "weights": ("kda.q",)}
-    | {"written": {"other": 4.0 * MB}, "result_bytes": 4 * MB},
-    "large-copy": {"opcode": "copy", "kind": hlo.LAYOUT, "copied": 2 * MB},
-    "weight-layout": {"kind": hlo.LAYOUT, "weights": ("kda.q",), "written": {"other": 2.0 * MB}},
-    "host-callback": {"opcode": "custom-call", "target": "xla_ffi_python_cpu_callback"},
-    "custom-call": {"opcode": "custom-call", "target": "somebody_elses"},
-    "collectives": {"kind": hlo.COLLECTIVES, "times": 5.0},
-    "dynamic-shape": {"shapes": ("f32[<=16]",)},
-    "extra-flops": {"flops": 1e6},
-}  # fmt: skip
-EXPECTED = audit.Expected(state=("state.kda_conv",), collectives=4, flops=100.0)
-
-
-def whole(operation: Operation, **fields: object) -> Graph:
-    changes = {"aliased": frozenset({"state.kda_conv"}), **fields}
-    graph = Graph(cell="decode@16", target="toy", form="optimized", operations=(operation,))
-    return dataclasses.replace(graph, **changes)
-
-
-@pytest.mark.parametrize("rule", FAULTS)
-def test_a_rule_finds_its_fault_and_can_be_switched_off(rule):
-    faulty = whole(dataclasses.replace(BASE, **FAULTS[rule]))
-    assert [one.rule for one in audit.audit(faulty, EXPECTED, audit.Budgets())] == [rule]
-    assert audit.audit(faulty, EXPECTED, audit.Budgets({rule: False})) == []
-    assert audit.audit(whole(BASE), EXPECTED, audit.Budgets()) == []
-
-
-def test_constants_donation_and_budgets_have_findings_too():
-    constant = whole(BASE, constants={"table": 3 * MB})
-    kept = whole(BASE, aliased=frozenset())
-    limits = audit.budgets('[cells."decode@16"]\nflops = 99\ncollectives = 0\n', "b.toml")
-    found = [audit.audit(one, EXPECTED, rules) for one, rules in
-             ((constant, audit.Budgets()), (kept, audit.Budgets()), (whole(BASE), limits))]  # fmt: skip
-    assert [[one.rule for one in group] for group in found] == [["large-constant"], ["state-donation"], ["budget"]]
 
 
 @pytest.mark.parametrize(
