@@ -14,7 +14,7 @@ const NAMES = { seconds: "Time", bytes: "Bytes", flops: "FLOPs", change: "Change
 const words = (by) => by === "flops" ? "FLOPs" : NAMES[by].toLowerCase();
 const HUES = { embed: 255, norm: 110, kda: 30, mla: 200, router: 300, experts: 150, shared_expert: 175, dense_mlp: 75,
   logits: 335, sample: 10, state: 230, other: 270 }, KINDS = Object.keys(HUES);  // in the order of the model
-let page, tree, metric, leaves, query = "", cursor = -1, chosen = null, zoom, dark = 0;
+let page, tree, metric, leaves, query = "", cursor = -1, chosen = null, zoom;
 
 function put(parent, tag, attributes = {}, text = null) {
   const node = parent instanceof SVGElement || tag === "svg" ? document.createElementNS(SVG, tag)
@@ -44,8 +44,8 @@ function grow(steps) {
     let node = root;
     const chain = [root];
     for (const step of path) chain.push(node = branch(node, step, step));
-    const leaf = { label: op.name, op, place, share, layer, parent: node, kids: [], sums: {}, id: node.id + "/#"
-        + place };
+    const id = `${node.id}/#${place}`;
+    const leaf = { label: op.name, op, place, share, layer, parent: node, kids: [], sums: {}, id };
     node.kids.push(leaf); leaf.leaves = [leaf]; all.push(leaf);
     for (const one of chain) one.leaves.push(leaf);
   } });
@@ -66,13 +66,15 @@ function prepare() {
   [tree, leaves] = grow(byLayer);
   const middle = (node) => node.leaves[node.leaves.length >> 1].place;
   const first = Math.min(...leaves.filter((leaf) => leaf.layer !== null).map((leaf) => leaf.place));
-  const order = (node) => node.leaves[0].layer ?? (node.label === "embed" || node.leaves[0].place < first
-      && node.label
-    !== "other" ? -1 : 1e6 + node.leaves[0].place);
-  const arrange = (node) => { const at = node === tree ? order : node.parent === tree && node.layered
-      ? (kid) => KINDS.indexOf(kid.label) : middle;
+  // The model's order: the embedding and what runs before the layers, the layers by number, what comes after them.
+  const early = (node) => node.label === "embed" || node.leaves[0].place < first && node.label !== "other";
+  const order = (node) => node.leaves[0].layer ?? (early(node) ? -1 : 1e6 + node.leaves[0].place);
+  const arrange = (node) => {
+    const kinds = node.parent === tree && node.layered ? (kid) => KINDS.indexOf(kid.label) : middle;
+    const at = node === tree ? order : kinds;
     node.kids.sort((a, b) => at(a) - at(b));
-    node.kids.forEach(arrange); };
+    node.kids.forEach(arrange);
+  };
   for (const node of tree.kids) node.layered = node.leaves[0].layer !== null;
   arrange(tree); tree.open = true;
   page.instances = page.operations.map(() => []);
@@ -80,11 +82,13 @@ function prepare() {
   page.kinds = KINDS.filter((kind) => page.operations.some((op) => op.kind === kind));
   // Bytes that an operation reads and writes, and those that prefetches bring for it.
   const known = (op) => (op.operands || []).map((name) => page.index.get(name)).filter((at) => at !== undefined);
-  const brought = (at, depth) => { const op = page.operations[at], users = page.users[at].length;
-    return (op.overlapped ? op.bytes || 0 : depth && !op.seconds ? sum(known(op), (one) => brought(one, depth - 1))
-        : 0) / users; };
-  for (const op of page.operations) op.fed = (op.bytes || 0) + (op.overlapped ? 0 : sum(known(op), (at) => brought(at,
-      3)));
+  const brought = (at, depth) => {
+    const op = page.operations[at];
+    const inside = depth && !op.seconds ? sum(known(op), (one) => brought(one, depth - 1)) : 0;
+    return (op.overlapped ? op.bytes || 0 : inside) / page.users[at].length;
+  };
+  for (const op of page.operations)
+    op.fed = (op.bytes || 0) + (op.overlapped ? 0 : sum(known(op), (at) => brought(at, 3)));
   zoom = page.map = grow((op) => [[[op.kind, ...op.path], 1]])[0];
 }
 
@@ -144,12 +148,15 @@ function draw(node, parent) {
     const amount = total(node) ? show[metric](total(node)) : "–", mark = node.op ? "" : open ? "▾ " : "▸ ";
     const kinds = node.layered ? " · " + ["kda", "mla", "experts", "dense_mlp"].filter((kind) =>
       node.index.has(kind)).join(", ") : "";
-    if (node.layered && !open) { let x = 8;
+    if (node.layered && !open) {
       const size = (kid) => Math.abs(total(kid)), whole = sum(node.kids, size) || 1;
-      for (const kid of node.kids) { const width = (node.w - 16) * size(kid) / whole;
-        if (width > 0) put(group, "rect", { class: "tone", style: tone(kid.label), x, y: node.h - 7, width,
-            height: 3.5 });
-        x += width; } }
+      let x = 8;
+      for (const kid of node.kids) {
+        const width = (node.w - 16) * size(kid) / whole;
+        put(group, "rect", { class: "tone", style: tone(kid.label), x, y: node.h - 7, width, height: 3.5 });
+        x += width;
+      }
+    }
     const name = `${mark}${node.label.split("/").at(-1)}${kinds}${hits && node.kids.length ? ` (${hits})` : ""}`;
     put(group, "text", { x: 10, y: 18 }, shorten(name, (node.w - 24) / 6.9 - amount.length));
     put(group, "text", { x: node.w - 10, y: 18, "text-anchor": "end" }, amount);
@@ -170,8 +177,9 @@ function draw(node, parent) {
 }
 function render() {
   const box = $("graph"), { scrollTop, scrollLeft } = box, narrow = box.clientWidth < 520;
-  BOX.w = narrow ? Math.max(190, box.clientWidth - 130) : 230; BOX.wide = narrow ? box.clientWidth - 60 : 420;
-      page.most = {}; page.focus ??= tree.kids[0];
+  BOX.w = narrow ? Math.max(190, box.clientWidth - 130) : 230;
+  BOX.wide = narrow ? box.clientWidth - 60 : 420;
+  page.most = {}; page.focus ??= tree.kids[0];
   place(tree, narrow ? 1 : 3);
   const svg = put(clear(box), "svg", { width: tree.w, height: tree.h, role: "tree", "aria-label": "Layers" });
   draw(tree, svg);
@@ -191,14 +199,14 @@ function choose(node, reveal = false) {
 }
 function move(event) {
   const list = seen(tree).slice(1), at = list.indexOf(page.focus), node = page.focus;
-  const next = { ArrowDown: () => list[at + 1], ArrowUp: () => list[at - 1], Home: () => list[0],
-      End: () => list.at(-1),
-    ArrowRight: () => { if (node.kids.length && node.open) return node.kids[0];
-        if (node.kids.length) node.open = true;
-      return node; },
-    ArrowLeft: () => { if (node.open) { node.open = false; return node;
-        } return node.parent === tree ? node : node.parent; },
-    Enter: () => { toggle(node); return node; }, " ": () => { toggle(node); return node; } }[event.key];
+  const unfolded = () => { node.open = true; return node; }, folded = () => { node.open = false; return node; };
+  const toggled = () => { toggle(node); return node; };
+  const next = {
+    ArrowDown: () => list[at + 1], ArrowUp: () => list[at - 1], Home: () => list[0], End: () => list.at(-1),
+    ArrowRight: () => !node.kids.length ? node : node.open ? node.kids[0] : unfolded(),
+    ArrowLeft: () => node.open ? folded() : node.parent === tree ? node : node.parent,
+    Enter: toggled, " ": toggled,
+  }[event.key];
   if (!next) return;
   event.preventDefault(); event.stopPropagation();
   const goal = next();
@@ -209,42 +217,60 @@ const bound = (op) => !page.flops || !op.flops && !op.fed ? "" :
 function describe(node) {
   const aside = clear($("detail")), op = node.op;
   put(aside, "h3", {}, node.label);
-  const list = put(aside, "dl"), row = (name, text) => { if (text) { put(list, "dt", {}, name);
-    return put(list, "dd", {}, typeof text === "string" ? text : ""); } };
-  for (const by of page.metrics) row(words(by), show[by](total(node, by))
-    + (total(tree, by) && by !== "change" ? ` · ${(100 * total(node, by) / total(tree, by)).toFixed(1)} %` : ""));
-  if (!op) { row("operations", `${new Set(node.leaves.map((leaf) => leaf.place)).size}`);
+  const list = put(aside, "dl");
+  const row = (name, text) => { put(list, "dt", {}, name); return put(list, "dd", {}, text); };
+  for (const by of page.metrics) {
+    const share = by === "change" ? 0 : total(node, by) / total(tree, by);
+    row(words(by), show[by](total(node, by)) + (share ? ` · ${(100 * share).toFixed(1)} %` : ""));
+  }
+  if (!op) {
+    row("operations", `${new Set(node.leaves.map((leaf) => leaf.place)).size}`);
     const parts = (node === tree ? page.map : node).kids.slice().sort((a, b) => total(b) - total(a)).slice(0, 14);
-    for (const kid of parts) { const bar = put(put(list, "dt", { class: "part" }, shorten(kid.label, 24)).parentNode,
-        "dd");
-      put(bar, "i", { class: "tone",
-          style: `${tone(kid.id.split("/").find((step) => step in HUES))};width:${Math.max(0,
-        100 * total(kid) / (total(parts[0]) || 1))}px` }); bar.append(show[metric](total(kid))); }
-    return; }
-  for (const [name, text] of [["opcode", op.opcode], ["work", op.work], ["layer kind", op.kind], ["scope", op.scope],
-    ["fused", op.fused?.join(", ")],
-    ["layers", op.layers?.join(", ")], ["result", op.shapes], ["runs", `${+(op.runs || 0).toFixed(3)} in a call`],
-    ["time from", op.source], ["bound by", bound(op)], ["moved", op.moved && show.bytes(op.moved)],
-    ["custom call", op.target], ["overlapped", op.overlapped && "runs at the same time as other operations"],
-    ["weights", op.weights?.join(", ")]]) row(name, text);
-  for (const [name, names] of [["reads", op.operands], ["read by", page.users[node.place].map((at) =>
-    page.operations[at].name)]]) if (names?.length) { const cell = row(name, true);
-    for (const one of names.slice(0, 30)) { const at = page.index.get(one);
-      if (at === undefined) put(cell, "div", {}, one); else put(cell, "button", { onclick: () => pick(at,
-          node.layer) }, one); } }
+    for (const kid of parts) {
+      const bar = row(shorten(kid.label, 24), ""), kind = kid.id.split("/").find((step) => step in HUES);
+      const width = Math.max(0, 100 * total(kid) / (total(parts[0]) || 1));
+      put(bar, "i", { class: "tone", style: `${tone(kind)};width:${width}px` });
+      bar.append(show[metric](total(kid)));
+    }
+    return;
+  }
+  const facts = [["opcode", op.opcode], ["work", op.work], ["layer kind", op.kind], ["scope", op.scope],
+    ["fused", op.fused?.join(", ")], ["layers", op.layers?.join(", ")], ["result", op.shapes],
+    ["runs", `${+(op.runs || 0).toFixed(3)} in a call`], ["time from", op.source], ["bound by", bound(op)],
+    ["moved", op.moved && show.bytes(op.moved)], ["custom call", op.target],
+    ["overlapped", op.overlapped && "runs at the same time as other operations"],
+    ["weights", op.weights?.join(", ")]];
+  for (const [name, text] of facts) if (text) row(name, text);
+  const users = page.users[node.place].map((at) => page.operations[at].name);
+  for (const [name, names] of [["reads", op.operands || []], ["read by", users]]) {
+    if (!names.length) continue;
+    const cell = row(name, "");
+    for (const one of names.slice(0, 30)) {
+      const at = page.index.get(one);
+      if (at === undefined) put(cell, "div", {}, one);
+      else put(cell, "button", { onclick: () => pick(at, node.layer) }, one);
+    }
+  }
 }
-const pick = (at, layer) => choose(page.instances[at].find((one) => one.layer === layer) || page.instances[at][0],
-    true);
+function pick(at, layer) {
+  const same = page.instances[at];
+  choose(same.find((one) => one.layer === layer) || same[0], true);
+}
 
+// A table: lines of [cells, what a click does, title of the first cell]. Columns of words are flush left.
 function rows(table, head, lines) {
   clear(table);
-  const top = put(put(table, "thead"), "tr"), body = put(table, "tbody");
-  head.forEach((name, at) => put(top, "th", at && lines.every((line) => !/^[a-z(]/.test(line[0][at])) ? {}
-      : { class: "text" }, name));
-  for (const [cells, act, title] of lines) { const line = put(body, "tr", act ? { tabindex: 0, onclick: act,
-      onkeydown: (event) => { if (event.key === "Enter") act(); } } : {});
-    cells.forEach((text, at) => put(line, "td", { class: at === 0 ? "name" : /^[a-z(]/.test(text) ? "text" : "",
-      ...(at === 0 ? { title: title || text } : {}) }, text)); }
+  const top = put(put(table, "thead"), "tr"), body = put(table, "tbody"), wordy = (text) => /^[a-z(]/.test(text);
+  head.forEach((name, at) => {
+    const left = !at || lines.some(([cells]) => wordy(cells[at]));
+    put(top, "th", left ? { class: "text" } : {}, name);
+  });
+  for (const [cells, act, title] of lines) {
+    const onkeydown = (event) => { if (event.key === "Enter") act(); };
+    const line = put(body, "tr", act ? { tabindex: 0, onclick: act, onkeydown } : {});
+    put(line, "td", { class: "name", title: title || cells[0] }, cells[0]);
+    for (const text of cells.slice(1)) put(line, "td", { class: wordy(text) ? "text" : "" }, text);
+  }
 }
 function table() {
   const cost = (op) => Math.abs(value(op)), moving = page.operations.some((op) => op.moved);
@@ -264,35 +290,33 @@ function changes() {
   const data = page.difference;
   $("changes").hidden = !data;
   if (!data) return;
-  const share = (100 * data.unmatched_share).toFixed(1), sign = (by) => (v) => v ? (v > 0 ? "+" : "") + show[by](v)
-      : "";
-  $("pair").textContent = `${data.before} → ${data.after}` + (data.equal ? ": equal"
-      : `; ${share} % of the operations have no partner`);
-  const costs = (one) => [sign("seconds")(one.seconds), sign("flops")(one.flops), sign("bytes")(one.bytes_weights),
-    sign("bytes")(one.bytes_state), sign("bytes")(one.bytes_other), sign("bytes")(one.collective_bytes)];
-  const head = ["time", "FLOPs", "weights", "state", "other", "moved"];
-  const [seconds, flops, weights, state, other, moved] = ["seconds", "flops", "bytes_weights", "bytes_state",
-      "bytes_other",
-    "collective_bytes"].map((name) => data.totals[name].map((one) => one || 0)), step = ([a, b]) => b - a;
-  rows($("rows"), ["layer kind", "work", "changes", ...head], [{ layer_kind: "all", operation_kind: "",
-      changes: data.changes.length,
-    seconds: step(seconds), flops: step(flops), bytes_weights: step(weights), bytes_state: step(state),
-        bytes_other: step(other),
-    collective_bytes: step(moved) }, ...data.rows.slice(0, 14)].map((one) => [[one.layer_kind, one.operation_kind,
-        `${one.changes}`, ...costs(one)]]));
-  const listed = data.changes.filter((one) => !query
-      || `${one.before} ${one.after} ${one.scope} ${one.layer_kind}`.toLowerCase().includes(query));
-  rows($("list"), ["operation", "change", "kind", ...head], listed.slice(0, 15).map((one) => [[one.after
-      || one.before, one.kind,
-    one.layer_kind || "other", ...costs(one)], page.index.has(one.after) ? () => pick(page.index.get(one.after))
-        : null, one.scope]));
+  const share = `${(100 * data.unmatched_share).toFixed(1)} % of the operations have no partner`;
+  $("pair").textContent = `${data.before} → ${data.after}${data.equal ? ": equal" : `; ${share}`}`;
+  const COSTS = { seconds: ["time", show.seconds], flops: ["FLOPs", show.flops], bytes_weights: ["weights", show.bytes],
+    bytes_state: ["state", show.bytes], bytes_other: ["other", show.bytes], collective_bytes: ["moved", show.bytes] };
+  const names = Object.keys(COSTS), head = names.map((name) => COSTS[name][0]);
+  const signed = (name, cost) => cost ? (cost > 0 ? "+" : "") + COSTS[name][1](cost) : "";
+  const costs = (one) => names.map((name) => signed(name, one[name]));
+  const step = ([before, after]) => (after || 0) - (before || 0);
+  const whole = Object.fromEntries(names.map((name) => [name, step(data.totals[name])]));
+  const all = { layer_kind: "all", operation_kind: "", changes: data.changes.length, ...whole };
+  rows($("rows"), ["layer kind", "work", "changes", ...head], [all, ...data.rows.slice(0, 14)].map((one) =>
+    [[one.layer_kind, one.operation_kind, `${one.changes}`, ...costs(one)]]));
+  const text = (one) => `${one.before} ${one.after} ${one.scope} ${one.layer_kind}`.toLowerCase();
+  const listed = data.changes.filter((one) => text(one).includes(query)).slice(0, 15);
+  rows($("list"), ["operation", "change", "kind", ...head], listed.map((one) => {
+    const at = page.index.get(one.after), cells = [one.after || one.before, one.kind, one.layer_kind || "other"];
+    return [[...cells, ...costs(one)], at === undefined ? null : () => pick(at), one.scope];
+  }));
 }
 function search() {
   query = $("search").value.trim().toLowerCase(); cursor = -1;
-  for (const leaf of leaves) { const op = leaf.op; leaf.match = query !== "" && [op.name, op.scope, op.opcode,
-      op.kind, op.work, op.shapes,
-    op.target, leaf.layer === null ? "" : `layer ${leaf.layer} `, ...(op.weights
-        || [])].some((text) => text?.toLowerCase().includes(query)); }
+  for (const leaf of leaves) {
+    const { name, scope, opcode, kind, work, shapes, target, weights = [] } = leaf.op;
+    const layer = leaf.layer === null ? "" : `layer ${leaf.layer} `;
+    const texts = [name, scope, opcode, kind, work, shapes, target, layer, ...weights];
+    leaf.match = query !== "" && texts.some((text) => text?.toLowerCase().includes(query));
+  }
   page.hits = leaves.filter((leaf) => leaf.match);
   $("matches").textContent = query ? `${new Set(page.hits.map((leaf) => leaf.place)).size} found` : "";
   render(); table(); changes();
@@ -302,8 +326,11 @@ function next(step) {
   cursor = (cursor + step + page.hits.length) % page.hits.length;
   choose(page.hits[cursor], true); $("search").focus({ preventScroll: true });
 }
-function fold() { for (const node of everything(tree)) node.open = node === tree; page.focus = tree.kids[0]; render();
-    }
+function fold() {
+  for (const node of everything(tree)) node.open = node === tree;
+  page.focus = tree.kids[0];
+  render();
+}
 function colour(by) {
   metric = by;
   for (const button of $("metrics").children) button.setAttribute("aria-pressed", button.dataset.by === by);
@@ -312,15 +339,19 @@ function colour(by) {
   render(); map(); table(); describe(chosen || tree);
 }
 function open(number) {
-  page = pages[number]; chosen = null; query = $("search").value = ""; clear($("detail"));
-      $("matches").textContent = "";
+  page = pages[number]; chosen = null;
+  query = $("search").value = $("matches").textContent = "";
   prepare();
   document.title = `${page.cell} · ${page.target}`;
   clear($("title")).append(page.cell);
   put($("title"), "small", {}, `${page.target}, ${page.form} program`);
   page.metrics = [...(page.timed ? ["seconds"] : []), "bytes", "flops", ...(page.difference ? ["change"] : [])];
-  const totals = clear($("totals")), item = (name, text) => { const pair = put(totals, "div");
-      put(pair, "dt", {}, name); put(pair, "dd", {}, text); };
+  const totals = clear($("totals"));
+  const item = (name, text) => {
+    const pair = put(totals, "div");
+    put(pair, "dt", {}, name);
+    put(pair, "dd", {}, text);
+  };
   for (const by of page.metrics) if (by !== "change") item(NAMES[by], show[by](total(tree, by)));
   item("Collectives", show.bytes(sum(page.operations, (op) => op.moved || 0)));
   if (page.peak) item("Peak memory", show.bytes(page.peak));
@@ -334,14 +365,16 @@ $("search").addEventListener("keydown", (event) => { if (event.key === "Enter") 
   if (event.key === "Escape") { $("search").value = ""; search(); } });
 $("fold").addEventListener("click", fold);
 $("up").addEventListener("click", () => { zoom = page.map; map(); });
-addEventListener("keydown", (event) => { if (/INPUT|SELECT/.test(event.target.tagName) || event.ctrlKey
-    || event.metaKey || event.altKey) return;
-  if (event.key === "/") { event.preventDefault(); $("search").focus(); } else if (event.key === "f") fold();
+addEventListener("keydown", (event) => {
+  if (/INPUT|SELECT/.test(event.target.tagName) || event.ctrlKey || event.metaKey || event.altKey) return;
+  if (event.key === "/") { event.preventDefault(); $("search").focus(); }
+  else if (event.key === "f") fold();
   else if (event.key === "Escape") { $("search").value = ""; search(); }
-  else if (page.metrics[event.key - 1]) colour(page.metrics[event.key - 1]); });
+  else if (page.metrics[event.key - 1]) colour(page.metrics[event.key - 1]);
+});
 addEventListener("resize", () => { render(); map(); });
-if (pages.length > 1) { $("cell").hidden = false; pages.forEach((one, at) => put($("cell"), "option", { value: at },
-    one.cell)); }
+$("cell").hidden = pages.length === 1;
+pages.forEach((one, at) => put($("cell"), "option", { value: at }, one.cell));
 $("cell").addEventListener("change", (event) => open(+event.target.value));
 open(0);
 document.body.dataset.ready = "1";

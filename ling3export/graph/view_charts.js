@@ -6,9 +6,10 @@ function squares(items, x, y, w, h, done) {
   const whole = sum(items, (item) => item.size);
   if (!items.length || whole <= 0) return;
   const scale = w * h / whole, short = Math.min(w, h);
-  const worst = (row, area) => { const side = area / short;
-    return Math.max(...row.map((item) => { const other = item.size * scale / side;
-        return Math.max(side / other, other / side); })); };
+  const worst = (row, area) => Math.max(...row.map((item) => {
+    const side = area / short, other = item.size * scale / side;
+    return Math.max(side / other, other / side);
+  }));
   let row = [], area = 0, at = 0;
   while (at < items.length) { const more = items[at].size * scale;
     if (row.length && worst([...row, items[at]], area + more) > worst(row, area)) break;
@@ -28,65 +29,70 @@ function map() {
   $("where").textContent = `Where the ${{ seconds: "time goes", bytes: "bytes go", flops: "FLOPs go" }[by]}`
     + (zoom === page.map ? "" : `: ${zoom.id.slice(1).replaceAll("/", " / ")}`);
   $("up").hidden = zoom === page.map;
-  const items = (node) => node.kids.map((kid) => ({ node: kid, size: total(kid,
-      by) })).filter((item) => item.size > 0)
-    .sort((a, b) => b.size - a.size);
+  const items = (node) => node.kids.map((kid) => ({ node: kid, size: total(kid, by) }))
+    .filter((item) => item.size > 0).sort((a, b) => b.size - a.size);
+  const enter = (node) => () => { if (node.op) pick(node.place); else { zoom = node; map(); } };
   squares(items(zoom), 0, 0, width, height, (node, x, y, w, h) => {
-    const group = put(svg, "a", { onclick: () => {
-      if (node.op) pick(node.place); else { zoom = node; map(); } } });
+    const group = put(svg, "a", { onclick: enter(node) });
     put(group, "title", {}, `${node.label}\n${show[by](total(node, by))}`);
-    put(group, "rect", { class: "tone", style: tone(node.id.split("/")[1]) + ";stroke:var(--paper);stroke-width:2", x,
-        y, width: w, height: h });
+    const style = `${tone(node.id.split("/")[1])};stroke:var(--paper);stroke-width:2`;
+    put(group, "rect", { class: "tone", style, x, y, width: w, height: h });
     const label = w > 50 && h > 18, inset = label && h > 60 ? 22 : 0;
     if (inset) squares(items(node), x + 4, y + inset, w - 8, h - inset - 4, (kid, kx, ky, kw, kh) => {
-      const inner = put(svg, "a", { onclick: () => { if (kid.op) pick(kid.place); else { zoom = kid; map(); } } });
+      const inner = put(svg, "a", { onclick: enter(kid) });
+      const thin = "fill:var(--card);fill-opacity:.35;stroke:var(--paper)";
       put(inner, "title", {}, `${node.label} / ${kid.label}\n${show[by](total(kid, by))}`);
-      put(inner, "rect", { x: kx, y: ky, width: kw, height: kh,
-          style: "fill:var(--card);fill-opacity:.35;stroke:var(--paper)" });
-      if (kw > 60 && kh > 18) put(inner, "text", { x: kx + 5, y: ky + 14, class: "soft" }, shorten(kid.label,
-          kw / 7));
+      put(inner, "rect", { x: kx, y: ky, width: kw, height: kh, style: thin });
+      const whole = `${kid.label}  ${show[by](total(kid, by))}`;
+      const text = whole.length <= kw / 7 ? whole : shorten(kid.label, kw / 7);
+      if (kw > 60 && kh > 18) put(inner, "text", { x: kx + 5, y: ky + 14, class: "soft" }, text);
     });
-    if (label) put(group, "text", { x: x + 6, y: y + 15 }, shorten(`${node.label}  ${show[by](total(node, by))}`,
-        w / 6.6));
+    const text = shorten(`${node.label}  ${show[by](total(node, by))}`, w / 6.6);
+    if (label) put(group, "text", { x: x + 6, y: y + 15 }, text);
   });
   clear($("keys"));
   for (const kind of page.kinds) { const key = put($("keys"), "span", { class: "key" });
     put(key, "i", { class: "tone", style: tone(kind) }); key.append(kind); }
 }
 
+// A line of text in a plot.
+const mark = (svg, x, y, text, anchor = "end") =>
+  put(svg, "text", { class: "soft", x, y, "text-anchor": anchor }, text);
 function memory() {
   const data = page.memory, svg = clear($("memory")), w = 520, h = 260;
   for (const id of ["point", "peak"]) clear($(id));
-  svg.style.display = data ? "" : "none";
-  if (!data) {
-      $("point").textContent = "The artifact keeps no scheduled program of this cell."; return; }
+  svg.style.display = data?.points.length ? "" : "none";
+  if (!data?.points.length) {
+    $("point").textContent = "The artifact keeps no scheduled program of this cell.";
+    return;
+  }
   svg.setAttribute("viewBox", `0 0 ${w} ${h}`);
-  const most = Math.max(1, ...data.points.map((point) => point[1])),
-      at = data.points.findIndex((point) => point[1] === most);
-  const x = (place) => 56 + (w - 60) * place / Math.max(1, data.points.length - 1),
-      y = (bytes) => h - 22 - (h - 44) * bytes / most;
-  for (const part of [0, .5, 1]) { put(svg, "line", { class: "axis", x1: 56, x2: w, y1: y(most * part),
-      y2: y(most * part) });
-    put(svg, "text", { class: "soft", x: 52, y: y(most * part) + 4, "text-anchor": "end" }, show.bytes(most * part));
-        }
-  const line = data.points.map((point, place) => `L${x(place).toFixed(1)},${y(point[1]).toFixed(1)}`).join("");
-  put(svg, "path", { d: `M56,${y(0)}${line}L${x(data.points.length - 1)},${y(0)}Z`,
-      style: "fill:var(--hot);fill-opacity:.55" });
+  const sizes = data.points.map((point) => point[1]), last = sizes.length - 1, most = Math.max(1, ...sizes);
+  const x = (place) => 56 + (w - 60) * place / Math.max(1, last), y = (bytes) => h - 22 - (h - 44) * bytes / most;
+  for (const size of [0, most / 2, most]) {
+    put(svg, "line", { class: "axis", x1: 56, x2: w, y1: y(size), y2: y(size) });
+    mark(svg, 52, y(size) + 4, show.bytes(size));
+  }
+  const line = sizes.map((size, place) => `L${x(place).toFixed(1)},${y(size).toFixed(1)}`).join("");
+  const area = `M56,${y(0)}${line}L${x(last)},${y(0)}Z`;
+  put(svg, "path", { d: area, style: "fill:var(--hot);fill-opacity:.55" });
+  const at = Math.max(0, sizes.indexOf(most)), held = sum(data.inputs, (one) => one[1]);
   put(svg, "circle", { cx: x(at), cy: y(most), r: 4, style: "fill:var(--ink)" });
-  put(svg, "text", { class: "soft", x: 56, y: h - 4 }, "start"); put(svg, "text", { class: "soft", x: w, y: h - 4,
-      "text-anchor": "end" }, "end of the program");
-  const held = sum(data.inputs, (one) => one[1]), words = (place) => `${data.points[place][0]}: `
-    + `${show.bytes(data.points[place][1])} of temporaries, ${show.bytes(held)} of inputs`;
-  $("point").textContent = `Peak at ${words(at)}`;
-  svg.onpointermove = (event) => { const frame = svg.getBoundingClientRect(),
-      share = (event.clientX - frame.left) / frame.width * w;
-    const place = Math.round((share - 56) / (w - 60) * (data.points.length - 1));
-    $("point").textContent = words(Math.min(data.points.length - 1, Math.max(0, place))); };
-  svg.onpointerleave = () => { $("point").textContent = `Peak at ${words(at)}`; };
-  rows($("peak"), ["at the peak", "bytes", "what", "kind"], [...data.inputs, ...data.at_peak].sort((a,
-      b) => b[1] - a[1])
-    .slice(0, 12).map(([name, bytes, what, shape, kind]) => [[name, show.bytes(bytes), what, kind || ""], null,
-        shape]));
+  mark(svg, 56, h - 4, "start", "start");
+  mark(svg, w, h - 4, "end of the program");
+  const words = (place) => `${data.points[place][0]}: ${show.bytes(sizes[place])} of temporaries, `
+    + `${show.bytes(held)} of inputs`;
+  const rest = () => { $("point").textContent = `Peak at ${words(at)}`; };
+  rest();
+  svg.onpointerleave = rest;
+  svg.onpointermove = (event) => {
+    const frame = svg.getBoundingClientRect(), along = (event.clientX - frame.left) / frame.width * w;
+    const place = Math.round((along - 56) / (w - 60) * last);
+    $("point").textContent = words(Math.min(last, Math.max(0, place)));
+  };
+  const tensors = [...data.inputs, ...data.at_peak].sort((a, b) => b[1] - a[1]).slice(0, 12);
+  rows($("peak"), ["at the peak", "bytes", "what", "kind"], tensors.map(([name, bytes, what, shape, kind]) =>
+    [[name, show.bytes(bytes), what, kind || ""], null, shape]));
 }
 function roofline() {
   const svg = clear($("roof")), w = 520, h = 260, text = $("rooftext");
@@ -98,31 +104,32 @@ function roofline() {
   svg.setAttribute("viewBox", `0 0 ${w} ${h}`);
   const reach = points.map(({ op }) => op.flops / op.seconds), ridge = page.flops / page.bandwidth;
   const own = points.filter(({ op }) => op.fed).map(({ op }) => op.flops / op.fed);
-  const low = Math.floor(Math.log10(Math.min(...own, ridge / 10))), high = Math.min(low + 7,
-      Math.ceil(Math.log10(Math.max(...own, ridge * 10))));
-  const top = Math.ceil(Math.log10(page.flops)), down = Math.max(top - 8, -1
-      + Math.floor(Math.log10(Math.min(...reach))));
-  const x = (v) => 46 + (w - 60) * (Math.log10(v) - low) / (high - low), y = (v) => 10
-      + (h - 44) * (top - Math.max(down, Math.log10(v))) / (top - down);
+  const low = Math.floor(Math.log10(Math.min(...own, ridge / 10)));
+  const high = Math.min(low + 7, Math.ceil(Math.log10(Math.max(...own, ridge * 10))));
+  const top = Math.ceil(Math.log10(page.flops));
+  const down = Math.max(top - 8, Math.floor(Math.log10(Math.min(...reach))) - 1);
+  const x = (v) => 46 + (w - 60) * (Math.log10(v) - low) / (high - low);
+  const y = (v) => 10 + (h - 44) * (top - Math.max(down, Math.log10(v))) / (top - down);
   const power10 = (power) => power < 3 ? `${+(10 ** power).toFixed(6)}`
     : 10 ** (power % 3) + LARGE[Math.floor(power / 3)];
   for (let power = down; power <= top; power++) {
     put(svg, "line", { class: "axis", x1: 46, x2: w - 14, y1: y(10 ** power), y2: y(10 ** power) });
-    put(svg, "text", { class: "soft", x: 42, y: y(10 ** power) + 4, "text-anchor": "end" }, power10(power));
+    mark(svg, 42, y(10 ** power) + 4, power10(power));
   }
-  for (let power = low; power <= high; power++) put(svg, "text", { class: "soft", x: x(10 ** power), y: h - 18,
-      "text-anchor": power === high ? "end" : "middle" }, power10(power));
-  put(svg, "text", { class: "soft", x: w - 14, y: h - 2, "text-anchor": "end" }, "FLOPs a byte → FLOP/s ↑");
+  for (let power = low; power <= high; power++)
+    mark(svg, x(10 ** power), h - 18, power10(power), power === high ? "end" : "middle");
+  mark(svg, w - 14, h - 2, "FLOPs a byte → FLOP/s ↑");
   const start = Math.max(10 ** low, 10 ** down / page.bandwidth);
   put(svg, "path", { d: `M${x(start)},${y(start * page.bandwidth)}L${x(ridge)},${y(page.flops)}H${w - 14}`,
       style: "fill:none;stroke:var(--ink);stroke-width:1.5" });
   const whole = total(tree, "seconds") || 1;
   for (const { op, place } of points.sort((a, b) => b.op.seconds - a.op.seconds)) {
     const link = put(svg, "a", { onclick: () => pick(place) });
-    put(link, "circle", { class: "tone", style: tone(op.kind) + ";stroke:var(--soft);stroke-width:.5",
-      cx: op.fed ? Math.min(w - 14, x(op.flops / op.fed)) : w - 14, cy: y(op.flops / op.seconds), r: 2.5
-          + 30 * Math.sqrt(op.seconds / whole) });
-    put(link, "title", {}, `${op.name}\n${op.scope || op.kind}\n${show.seconds(op.seconds)}`); }
+    const cx = op.fed ? Math.min(w - 14, x(op.flops / op.fed)) : w - 14, cy = y(op.flops / op.seconds);
+    const r = 2.5 + 30 * Math.sqrt(op.seconds / whole), style = `${tone(op.kind)};stroke:var(--soft);stroke-width:.5`;
+    put(link, "circle", { class: "tone", style, cx, cy, r });
+    put(link, "title", {}, `${op.name}\n${op.scope || op.kind}\n${show.seconds(op.seconds)}`);
+  }
   const none = points.filter(({ op }) => !op.fed).length, share = sum(points, ({ op }) => op.seconds) / whole;
   text.textContent = `Limits: ${scaled(page.flops, LARGE, "FLOP/s")} and ${scaled(page.bandwidth, LARGE, "B/s")}. `
     + `${points.length} operations with FLOPs and times, ${(100 * share).toFixed(0)} % of the time.`
