@@ -17,6 +17,7 @@ from ling3export.artifacts.records import (
     from_json,
     laid_out,
     one_of,
+    reading,
     sha256_of,
     to_json,
     within,
@@ -108,18 +109,10 @@ def read_calibration(path: Path) -> Calibration:
     Raises:
         ArtifactError: The file is missing or holds something else; says what, and where.
     """
-    what = f"calibration `{path.name}`"
-    try:
+    with reading(f"calibration `{path.name}`", path, ArtifactError, AGAIN):
         record = from_json(Calibration, read_json(path, LARGEST))
         if other := sorted(record.cells.keys() ^ record.receipts.cells.keys()):
             raise WrongRecordError("times and a receipt of each cell", f"only one of them for {other[0]}", ("cells",))
-    except OSError as error:
-        raise ArtifactError(f"{what}: expected a file, found {error.strerror}, at {path}", AGAIN) from error
-    except WrongRecordError as error:
-        at = f" `{error.where}`" if error.path else ""
-        raise ArtifactError(f"{what}{at}: expected {error.expected}, found {error.actual}, in {path}", AGAIN) from error
-    except ValueError as error:
-        raise ArtifactError(f"{what}: expected JSON, found {error}, in {path}", AGAIN) from error
     return record
 
 

@@ -7,8 +7,8 @@ import hashlib
 import os
 import re
 import shlex
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.files import REBUILD, leftovers, open_regular, remove, replace_file, writing
-from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, to_json
+from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, reading, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest
 from ling3export.foundation.errors import ArtifactError, listed, shown
 from ling3export.foundation.strict_json import LARGEST, parse_json
@@ -47,7 +47,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         ArtifactError: A value that no reader would take, or the disk is full. Nothing is written.
     """
     body = to_json(replace(manifest, programs_digest=None, weights_digest=None, sha256=None))
-    with _refusing(folder):
+    with _reading(folder):
         whole = _typed(body)
     digests = _digests(body)
     data = (laid_out({"format": FORMAT_VERSION, **body, **digests, "sha256": "0" * 64}) + "\n").encode()
@@ -76,10 +76,8 @@ def read_manifest(folder: Path, check: Callable[[bytes], object] = lambda data: 
     folder = Path(folder)
     data = _read(folder)
     check(data)
-    try:
+    with _reading(folder):
         raw = parse_json(data)
-    except ValueError as error:
-        raise ArtifactError(f"{MANIFEST}: expected JSON, found {error}, in {folder}", REBUILD) from error
     version = raw.get("format") if isinstance(raw, dict) else None
     if type(version) is not int or version < 1:
         raise ArtifactError(f"{MANIFEST}: expected a format version, found {shown(version)}, in {folder}", REBUILD)
@@ -88,7 +86,7 @@ def read_manifest(folder: Path, check: Callable[[bytes], object] = lambda data: 
             f"{MANIFEST}: expected format {FORMAT_VERSION}, found format {version}, in {folder}",
             "install a newer ling3export, or build the artifact again with this one",
         )
-    with _refusing(folder):
+    with _reading(folder):
         return _checked(raw, data)
 
 
@@ -108,31 +106,22 @@ def _read(folder: Path) -> bytes:
         return file.read(LARGEST + 1)
 
 
-@contextmanager
-def _refusing(folder: Path) -> Iterator[None]:
-    """Turns what is wrong with a manifest's text or records into an ArtifactError."""
-    try:
-        yield
-    except WrongRecordError as error:
-        what = f"{MANIFEST} `{error.where}`" if error.path else MANIFEST
-        message = f"{what}: expected {error.expected}, found {error.actual}, in {folder}"
-        raise ArtifactError(message, REBUILD) from error
-    except ValueError as error:
-        raise ArtifactError(f"{MANIFEST}: {error}, in {folder}", REBUILD) from error
+def _reading(folder: Path) -> AbstractContextManager[None]:
+    return reading(MANIFEST, folder, ArtifactError, REBUILD)
 
 
 def _checked(raw: dict[str, Any], data: bytes) -> Manifest:
     last = LAST_LINE.search(data, max(0, len(data) - 100))
     if last is None:
-        raise ValueError("expected its sha256 on a line of its own before the last, found none")
+        raise WrongRecordError("its sha256 on a line of its own before the last", "none")
     digest = hashlib.sha256(data[: last.start()]).hexdigest()
     if last[1].decode() != digest:
-        raise ValueError(f"expected sha256 {last[1].decode()}, found {digest}")
+        raise WrongRecordError(f"sha256 {last[1].decode()}", digest)
     del raw["format"]
     manifest, digests = _typed(raw), _digests(raw)
     for name in DIGESTS:
         if raw.get(name) != digests.get(name):
-            raise ValueError(f"expected {name} {digests.get(name)}, found {shown(raw.get(name))}")
+            raise WrongRecordError(f"{name} {digests.get(name)}", shown(raw.get(name)))
     return manifest
 
 

@@ -90,7 +90,6 @@ class Tensor(Record, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole tensor."""
         return math.prod(self.shape) * BY_NAME[self.dtype].nbytes
 
     @property

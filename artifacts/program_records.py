@@ -52,7 +52,6 @@ class Array(Record, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole array."""
         return math.prod(self.shape) * BY_NAME[self.dtype].nbytes
 
 
@@ -82,7 +81,6 @@ class FieldRecord(Record, frozen=True):
 
     @property
     def size(self) -> int:
-        """Elements of the packed vector."""
         return math.prod(self.shape)
 
 
@@ -211,12 +209,10 @@ class LoweredProgram(Record, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """``decode@16``."""
         return f"{self.phase}@{self.padding}"
 
     @property
     def packed(self) -> int:
-        """Elements of the packed batch."""
         return sum(field.size for field in self.fields)
 
     @property

@@ -12,6 +12,8 @@ import math
 import re
 import types
 import typing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -19,7 +21,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from ling3export.foundation.errors import listed, shown
+from ling3export.foundation.errors import Ling3Error, listed, shown
 
 CANONICAL = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
 SPACED = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -79,6 +81,25 @@ class WrongRecordError(ValueError):
     def __str__(self) -> str:
         place = f", at {self.where}" if self.path else ""
         return f"expected {self.expected}, found {self.actual}{place}"
+
+
+@contextmanager
+def reading(what: str, where: object, kind: type[Ling3Error], hint: str | None = None) -> Iterator[None]:
+    """Words what is wrong with a file of records as an error of ``kind``: the file, its JSON, or a field.
+
+    Args:
+        what: The file's name in messages.
+        where: Its folder.
+    """
+    try:
+        yield
+    except WrongRecordError as error:
+        field = f" `{error.where}`" if error.path else ""
+        raise kind(f"{what}{field}: expected {error.expected}, found {error.actual}, in {where}", hint) from error
+    except OSError as error:
+        raise kind(f"{what}: expected a file, found {error.strerror}, in {where}", hint) from error
+    except ValueError as error:
+        raise kind(f"{what}: expected JSON, found {error}, in {where}", hint) from error
 
 
 # --- JSON text -------------------------------------------------------------------------------------------------------

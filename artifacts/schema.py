@@ -109,7 +109,6 @@ class Mesh(Record, frozen=True):
 
     @property
     def processes(self) -> int:
-        """How many hosts there are, a process on each."""
         return max(self.hosts) + 1
 
 
@@ -188,16 +187,13 @@ class Target(Record, frozen=True, kw_only=True):
 
     @property
     def tp(self) -> int:
-        """How many devices share the model."""
         return len(self.mesh.devices)
 
     @property
     def processes(self) -> int:
-        """How many hosts run it together."""
         return self.mesh.processes
 
     def paddings(self, phase: str) -> tuple[int, ...]:
-        """Paddings of a phase, ascending."""
         return tuple(sorted(cell.padding for cell in self.cells.values() if cell.phase == phase))
 
 
@@ -209,7 +205,6 @@ class WeightsRecord(Record, frozen=True):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all files."""
         return sum(self.files.values())
 
 
@@ -257,7 +252,6 @@ class Receipts(Record, frozen=True):
 
     @property
     def passed(self) -> bool:
-        """Whether every cell did."""
         return all(receipt.status == "passed" for receipt in self.cells.values())
 
 
@@ -309,7 +303,6 @@ class Manifest(Record, frozen=True):
         return self.vectors.receipts.get(target) or (self.vectors.portable or {}).get(target)
 
     def receipt(self, target: str, cell: str) -> Receipt | None:
-        """The receipt of a cell; None where it was not executed."""
         receipts = self.vectors.receipts.get(target)
         return None if receipts is None else receipts.cells.get(cell)
 
@@ -319,7 +312,6 @@ class Manifest(Record, frozen=True):
 
     @property
     def vocab_size(self) -> int:
-        """Tokens of the vocabulary."""
         size = self.config["vocab_size"]
         assert isinstance(size, int)
         return size

@@ -16,16 +16,7 @@ from msgspec import Meta
 
 from ling3export.artifacts.files import TRUST, create, open_regular, remove, replace_file, writing
 from ling3export.artifacts.manifest import MANIFEST, read_manifest
-from ling3export.artifacts.records import (
-    Record,
-    WrongRecordError,
-    at_most,
-    expect,
-    from_json,
-    laid_out,
-    one_of,
-    to_json,
-)
+from ling3export.artifacts.records import Record, at_most, expect, from_json, laid_out, one_of, reading, to_json
 from ling3export.artifacts.schema import Manifest
 from ling3export.foundation.errors import ArtifactError, TrustError, listed
 from ling3export.foundation.extras import require
@@ -82,14 +73,8 @@ def read_signatures(folder: Path) -> tuple[Signature, ...]:
         return ()
     with open_regular(folder, SIGNATURES, SIGNATURES) as file:
         data = file.read(LARGEST + 1)
-    try:
+    with reading(SIGNATURES, folder, TrustError, "sign the artifact again: ling3export sign ARTIFACT --key KEY"):
         return from_json(Signatures, parse_json(data, 64 << 10)).signatures
-    except WrongRecordError as error:
-        where = f" `{error.where}`" if error.path else ""
-        message = f"{SIGNATURES}{where}: expected {error.expected}, found {error.actual}, in {folder}"
-    except ValueError as error:
-        message = f"{SIGNATURES}: expected JSON, found {error}, in {folder}"
-    raise TrustError(message, "sign the artifact again: ling3export sign ARTIFACT --key KEY")
 
 
 def make_key(path: Path) -> str:

@@ -1,6 +1,6 @@
 """Reads weight files: mapped, never copied; every byte covered by a digest or by the manifest.
 
-`StoreWriter` writes them, and `store_layout` says how they are laid out.
+`StoreWriter` writes them and says how they are laid out.
 """
 
 import hashlib
@@ -15,8 +15,7 @@ import numpy as np
 
 from ling3export.artifacts.files import REBUILD, open_regular
 from ling3export.artifacts.parameters import Tensor
-from ling3export.artifacts.store_layout import header
-from ling3export.artifacts.store_writer import StoreWriter
+from ling3export.artifacts.store_writer import StoreWriter, header
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.errors import ArtifactError
 
@@ -70,7 +69,6 @@ class Store:
             list(pool.map(lambda part: self._check_shard(*part), shards))  # the first error cancels what has not begun
 
     def nbytes(self, ranges: Iterable[ShardRange]) -> int:
-        """Bytes of shards."""
         return sum(self.index[name].shard_bytes for part in ranges for name, _ in self._shards(*part))
 
     def _stored(self, name: str) -> Tensor:

@@ -16,7 +16,6 @@ class Dtype:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of one element."""
         return self.numpy.itemsize
 
 

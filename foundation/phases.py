@@ -126,7 +126,6 @@ class PhaseSpec:
         return part_of(name) in self.params
 
     def takes_state(self, name: str) -> bool:
-        """Whether it takes a state array."""
         return self.state == EVERY_ARRAY or name in self.state
 
 

@@ -130,7 +130,6 @@ class JobThread:
 
     @property
     def waiting(self) -> int:
-        """Jobs that have not begun."""
         return self._jobs.qsize()
 
     def put(self, label: str, job: Callable[[], object], failed: Failed = lambda error: None) -> None:

@@ -240,7 +240,6 @@ def parse_reference(text: str) -> tuple[OciLayout, str, str | None]:
 
 
 def parse_store(text: str) -> OciLayout:
-    """The store ``oci:FOLDER``."""
     if not text.startswith("oci:") or text == "oci:":
         hint = "skopeo copy moves versions between a folder and a registry"
         raise CatalogError(f"store `{text}`: it must be oci:FOLDER", hint)

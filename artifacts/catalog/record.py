@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeVar
 from msgspec import Meta
 
 from ling3export.artifacts.files import stays_inside
-from ling3export.artifacts.records import Digest, Record, WrongRecordError, at_most, expect, from_json, one_of
+from ling3export.artifacts.records import Digest, Record, at_most, expect, from_json, one_of, reading
 from ling3export.foundation.errors import CatalogError, UnsafePath
 from ling3export.foundation.strict_json import parse_json
 
@@ -27,7 +27,6 @@ T = TypeVar("T")
 
 
 def is_version(text: str) -> bool:
-    """Whether a text is a semantic version."""
     return len(text) <= LONGEST_VERSION and SEMVER.fullmatch(text) is not None
 
 
@@ -108,7 +107,6 @@ class CatalogRecord(Record, frozen=True, kw_only=True):
 
     @property
     def size(self) -> int:
-        """Bytes of all files."""
         return sum(file.size for file in self.files)
 
 
@@ -125,11 +123,8 @@ def read_record(data: bytes, where: str) -> CatalogRecord:
 
 
 def parsed(data: bytes, where: str, what: str) -> dict[str, Any]:
-    """A JSON object; a CatalogError if it is none."""
-    try:
+    with reading(what, where, CatalogError):
         raw = parse_json(data, LARGEST)
-    except ValueError as error:
-        raise CatalogError(f"{what}: expected JSON, found {error}, in {where}") from error
     if not isinstance(raw, dict):
         raise CatalogError(f"{what}: it must be a JSON object, in {where}")
     return raw
@@ -137,11 +132,8 @@ def parsed(data: bytes, where: str, what: str) -> dict[str, Any]:
 
 def typed(kind: type[T], raw: object, where: str, what: str) -> T:
     """A record from JSON; a CatalogError if a field is missing, unknown or of another type."""
-    try:
+    with reading(what, where, CatalogError):
         return from_json(kind, raw)
-    except WrongRecordError as error:
-        field = f" `{error.where}`" if error.path else ""
-        raise CatalogError(f"{what}{field}: expected {error.expected}, found {error.actual}, in {where}") from error
 
 
 def check_paths(paths: Iterable[str], where: str) -> None:

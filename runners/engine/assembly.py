@@ -28,13 +28,9 @@ class EngineParts:
     """The parts of an engine.
 
     Attributes:
-        loaded: The artifact: programs, weights and state on the devices.
-        files: The tokenizer and the chat template.
-        limits: Bounds of one request.
-        blocks: Slots and pages.
-        cache: The prefix cache; None where nothing is shared.
+        cache: None where nothing is shared.
         renew: Makes another core over the same weights, with fresh state; None on several hosts.
-        store: Keeps the prefix cache's entries in a folder; None without one.
+        store: None without a folder.
     """
 
     loaded: Loaded

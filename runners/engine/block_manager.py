@@ -79,24 +79,20 @@ class BlockManager:
 
     @classmethod
     def of(cls, target: Target) -> "BlockManager":
-        """The block manager of a manifest's target."""
         state = target.state
         stripes = target.tp if state.placement == "striped" else 1
         return cls(state.slots, state.pages, state.page_size, state.max_pages, stripes, state.snapshots or 0)
 
     @property
     def free_slots(self) -> int:
-        """Slots that nobody holds."""
         return len(self._slots)
 
     @property
     def free_pages(self) -> int:
-        """Pages that nobody holds."""
         return sum(len(pool) for pool in self._pools)
 
     @property
     def free_snapshots(self) -> int:
-        """Snapshots that hold nothing."""
         return len(self._spare)
 
     def admit(self, tokens: int, shared: Sequence[int] = (), home: int | None = None) -> BlockTable | None:
@@ -134,7 +130,6 @@ class BlockManager:
                 self._pools[self._place(page)].append(page)
 
     def is_unshared(self, page: int) -> bool:
-        """Whether a page has a single user."""
         return self._holders[page] == 1
 
     def take_snapshot(self) -> int | None:
@@ -142,7 +137,6 @@ class BlockManager:
         return self._spare.pop() if self._spare else None
 
     def free_snapshot(self, slot: int) -> None:
-        """Takes a snapshot back."""
         self._spare.append(slot)
 
     def grow(self, table: BlockTable, tokens: int) -> bool:

@@ -47,10 +47,7 @@ class PrefixCacheCoordinator:
     """Shares and keeps states for a scheduler.
 
     Args:
-        executor: Exports the states that leave the engine.
-        blocks: Slots, pages and snapshots.
-        counters: Told of hits and misses.
-        cache: Keeps beginnings of sequences; None where nothing is shared.
+        cache: None where nothing is shared.
         supports_state_copy: Whether the artifact has the programs that move states: then a sequence that gives its
             pages back keeps its state in host memory.
         store: Keeps what the cache knows in a folder; None where nothing does.

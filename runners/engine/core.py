@@ -75,21 +75,12 @@ class EngineCore:
     The next call is dispatched before the last one's tokens are read: decode takes its token from the devices.
 
     Args:
-        executor: Runs the calls.
-        shapes: The paddings of the programs.
-        blocks: Slots and pages.
-        vocab_size: Token ids are below it; a sequence that samples another fails.
         prepare: Gives a sequence that arrives what the artifact adds to it.
         ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
         counters: Those of an earlier core, to go on with.
-        cache: Keeps beginnings of sequences for others; None shares nothing.
         supports_state_copy: Whether the artifact has the programs that move states.
-        store: Keeps what the cache knows in a folder; None where nothing does.
-        channel: To the other hosts; None on one host.
 
     Attributes:
-        executor: Runs the calls.
-        counters: What was done.
         live: The sequences that have not ended, by the number of their arrival.
         doing: The cell whose call a step dispatches or waits for, and since when; None between steps.
     """
@@ -200,7 +191,6 @@ class EngineCore:
         self._sample_waiting(self._masks.fill())
 
     def _sample(self, output: SchedulerOutput, logits: DeviceArray) -> None:
-        """Dispatches the sampling of a call's rows."""
         edits = self._processor.logits_edits(output)
         self._flight.append(self.executor.sample_tokens(output, logits, edits))
 
@@ -221,7 +211,6 @@ class EngineCore:
         return waited
 
     def _collect(self) -> None:
-        """Waits for the oldest call in flight, and takes what it brought."""
         call = self._flight.popleft()
         self.doing = call.output.cell, now()
         self._processor.update_from_output(call.output, self.executor.read(call))
@@ -243,11 +232,6 @@ class SharedCore(EngineCore):
     failed. All compare these digests where the inputs ask for it, and the others with host 0's before each step. So a
     request that fails by itself has to fail on all hosts: what it meets follows from its inputs and its tokens, unless
     it is an error of this machine, which ends all hosts.
-
-    Args:
-        channel: Between the hosts.
-        core: The arguments of ``EngineCore``.
-        options: More of them.
     """
 
     def __init__(self, channel: Channel, *core: Any, **options: Any) -> None:
@@ -323,7 +307,6 @@ def encode(inputs: StepInputs) -> bytes:
 
 
 def decode(payload: bytes) -> StepInputs:
-    """What ``encode`` wrote."""
     if not payload:
         return StepInputs()
     (record, arrays), arrivals = unpacked(payload), []

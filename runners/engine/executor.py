@@ -69,15 +69,7 @@ class Executor(Protocol):
 
 
 class ModelExecutor:
-    """The executor of one process.
-
-    Args:
-        runner: The loaded programs.
-        chunk: Padded tokens a chunk.
-        blocks: Has the page table.
-        vocab_size: Token ids are below it.
-        counters: Counts the calls.
-    """
+    """The executor of one process."""
 
     def __init__(
         self, runner: "ModelRunner", chunk: int, blocks: BlockManager, vocab_size: int, counters: Counters
@@ -87,7 +79,6 @@ class ModelExecutor:
         self._sampling = np.full(len(blocks.page_table), GREEDY)  # how the tokens of each state slot are sampled
 
     def execute_model(self, output: SchedulerOutput) -> DeviceArray | Mapping[str, DeviceArray]:
-        """See :class:`Executor`."""
         for slot, sampling in output.admitted:
             self._sampling[slot] = (sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed)
         if output.before:
@@ -130,7 +121,6 @@ class ModelExecutor:
     def sample_tokens(
         self, output: SchedulerOutput, logits: DeviceArray, edits: Mapping[int, LogitsEdits]
     ) -> InFlightSample:
-        """See :class:`Executor`."""
         rows = output.rows
         if not rows:
             return InFlightSample(output, logits)
@@ -154,7 +144,6 @@ class ModelExecutor:
         return InFlightSample(output, logits if kept else None, tokens, logprobs)
 
     def read(self, call: InFlightSample | InFlightScore) -> ModelRunnerOutput:
-        """See :class:`Executor`."""
         read = self._read
         if isinstance(call, InFlightScore):
             scores = {
@@ -174,28 +163,20 @@ class ModelExecutor:
         return self._runner.read(array)
 
     def export(self, slot: int, pages: Many[int]) -> "Callable[[], ShardedState]":
-        """See :class:`Executor`."""
         return self._runner.fetch(slot, pages)
 
     def gathered(self, state: "ShardedState") -> "ShardedState":
-        """See :class:`Executor`."""
         return state
 
     def reset(self) -> None:
-        """See :class:`Executor`."""
         self._runner.reset()
 
     def close(self) -> None:
-        """See :class:`Executor`."""
+        """Nothing is held."""
 
 
 class HostsExecutor(ModelExecutor):
-    """The executor of one of several hosts: host 0 gets arrays whole that are split over them.
-
-    Args:
-        channel: To the other hosts.
-        arguments: Those of ``ModelExecutor``.
-    """
+    """The executor of one of several hosts: host 0 gets arrays whole that are split over them."""
 
     def __init__(self, channel: Channel, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -205,12 +186,12 @@ class HostsExecutor(ModelExecutor):
         return whole_array(array, self._channel.parts)
 
     def export(self, slot: int, pages: Many[int]) -> "Callable[[], ShardedState]":
-        """See :class:`Executor`. All hosts wait here."""
+        # All hosts wait here.
         state = self.gathered(self._runner.fetch(slot, pages)())
         return lambda: state
 
     def gathered(self, state: "ShardedState") -> "ShardedState":
-        """See :class:`Executor`. All hosts wait here."""
+        # All hosts wait here.
         return state.joined(self._channel.parts(state.split()))
 
 
@@ -220,7 +201,6 @@ class SplitExecutor(ModelExecutor):
     Args:
         decode: Runs a decode step; gives its logits, fp32 ``[rows, vocab]``.
         close: Leaves the worker.
-        arguments: Those of ``ModelExecutor``.
     """
 
     def __init__(self, decode: Callable[[Fields], np.ndarray], close: Callable[[], None], *arguments: Any) -> None:
@@ -231,5 +211,4 @@ class SplitExecutor(ModelExecutor):
         return self._runner.logits(self._through(fields))
 
     def close(self) -> None:
-        """See :class:`Executor`."""
         self._leave()

@@ -49,7 +49,7 @@ class RequestDelta:
     Attributes:
         text: Whole characters without any part of a stop string; may be empty.
         token_ids: The tokens that were generated.
-        likely: How likely each of them was, if that was asked for.
+        logprobs: How likely each of them was, if that was asked for.
         completion: The whole answer; with the last piece only.
     """
 
@@ -60,7 +60,6 @@ class RequestDelta:
 
     @classmethod
     def whole(cls, completion: Completion) -> "RequestDelta":
-        """A whole answer as one piece."""
         return cls(completion.text or "", completion.token_ids, completion, tuple(completion.logprobs or ()))
 
 
@@ -68,11 +67,6 @@ class RequestHandle:
     """A submitted request. The engine's thread fills it; one reader takes from it, in any thread or coroutine.
 
     Nothing waits for a slow reader: what it did not take yet is joined into one piece, which max_tokens bounds.
-
-    Args:
-        request: What was asked.
-        number: Its place in the order of arrival.
-        cancel: Tells the engine to cancel it.
 
     Attributes:
         cancelled: Whether it was cancelled before its end.
@@ -93,7 +87,6 @@ class RequestHandle:
 
     @property
     def done(self) -> bool:
-        """Whether it ended, in whatever way."""
         return self._over.is_set()
 
     def cancel(self) -> None:
@@ -163,7 +156,6 @@ class RequestHandle:
             self._there = len(output.token_ids), len(output.text or ""), len(output.logprobs)
 
     def finish(self, outcome: Completion | Exception) -> None:
-        """The request ended, or failed."""
         with self._lock:
             if isinstance(outcome, Completion):
                 self._completion = outcome

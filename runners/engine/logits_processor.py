@@ -21,8 +21,6 @@ class LogitsProcessorState:
     An edit is a token, what its logit is scaled by, and what is added then: see ``logits_processor@R`` in FORMAT.md.
 
     Args:
-        request: What was asked.
-        matcher: See below.
         ends: Tokens that end the text: not allowed before the request's ``min_tokens``.
 
     Attributes:
@@ -102,7 +100,6 @@ class LogitsProcessorState:
         return words
 
     def accept(self, token: int) -> None:
-        """Takes a token that was read."""
         sampling = self._how
         self._to_wait -= 1
         self._allowed = None
@@ -139,7 +136,6 @@ def adjust_inputs(
 
     Args:
         count: Rows of the call.
-        vocab_size: Token ids are below it.
         wanted: What changes which rows.
     """
     fields = {name: np.zeros(count, np.int32) for name in ("edited", "masked", "top")}

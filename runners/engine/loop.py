@@ -37,16 +37,14 @@ class Loop:
     An error in a step stops the loop: what the devices hold is in doubt then. Every handle gets it.
 
     Args:
-        core: Takes the steps; belongs to the thread from now on.
+        core: Belongs to the thread from now on.
         timings: Gets the seconds to the first token that was ever read.
         max_requests: At most this many at once, waiting ones too; None for any number.
         renew: Makes another core, over fresh state, once the thread of the one before has ended; None if none can be.
         step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
-        transfers: Carries states to other engines and from them; None where none leaves or comes.
-        store: Has beginnings of prompts in a folder; None where there is none.
 
     Attributes:
-        core: What takes the steps; None once the loop has ended.
+        core: None once the loop has ended.
     """
 
     def __init__(
@@ -251,7 +249,6 @@ class Loop:
 
     @property
     def live(self) -> int:
-        """Requests that have not ended."""
         return len(self._handles)
 
     @property
@@ -424,7 +421,6 @@ class Loop:
 
 
 def outcome(sequence: Sequence) -> Completion | Exception:
-    """What a sequence that ended came to."""
     try:
         return sequence.error or sequence.completion()
     except BaseException as error:

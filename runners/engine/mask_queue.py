@@ -32,12 +32,10 @@ class WaitingRow(NamedTuple):
 
     @property
     def sequence(self) -> Sequence:
-        """The sequence of the row."""
         return self.row.sequence
 
     @property
     def processor(self) -> LogitsProcessorState:
-        """What changes the logits of the sequence."""
         assert self.sequence.logits_processor is not None
         return self.sequence.logits_processor
 
@@ -46,7 +44,6 @@ class MaskQueue:
     """The rows that wait for their masks, the oldest first.
 
     Args:
-        vocab_size: Token ids are below it.
         fail: Ends a sequence with an error of its own.
         channel: To the other hosts, which fill the masks that host 0 filled; None on one host.
     """

@@ -20,15 +20,7 @@ from ling3export.runners.engine.sequence import Sequence, now
 
 
 class OutputProcessor:
-    """Takes what calls brought.
-
-    Args:
-        scheduler: Has the sequences; those that end are taken out of it.
-        coordinator: Told which tokens were read, and who ended.
-        counters: Told of tokens and failures.
-        vocab_size: Token ids are below it; a sequence that samples another fails.
-        chunk: Padded tokens a chunk.
-    """
+    """Takes what calls brought. A sequence that samples a token beyond ``vocab_size`` fails."""
 
     def __init__(
         self, scheduler: Scheduler, coordinator: PrefixCacheCoordinator, counters: Counters, vocab_size: int, chunk: int
@@ -149,7 +141,6 @@ class OutputProcessor:
 
 
 def unusable(sequence: Sequence, problem: str, position: int) -> LogitsError:
-    """The error of a sequence from whose logits no token can be taken."""
     return LogitsError(
         f"logits of {sequence.request.name}: expected finite numbers, found {problem}, at position {position}",
         "some weight is not finite, or a number left its range: `ling3export verify` compares the programs",

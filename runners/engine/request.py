@@ -170,12 +170,10 @@ class Request:
 
     @property
     def do_remote_decode(self) -> bool:
-        """Whether another engine goes on from its prompt's state."""
         return self.kv_transfer_params is not None and bool(self.kv_transfer_params.get("do_remote_decode"))
 
     @property
     def do_remote_prefill(self) -> bool:
-        """Whether its prompt's state comes from another engine."""
         return self.kv_transfer_params is not None and bool(self.kv_transfer_params.get("do_remote_prefill"))
 
     def _check_transfer(self, params: object) -> None:
@@ -253,8 +251,8 @@ class Completion:
         token_ms: Milliseconds from submission until each token was read.
         steps: The calls that it took part in. A request that gave its pages back was prefilled again.
         cached_tokens: How many of the prompt's first tokens the prefix cache had, so that they were not computed.
-        likely: How likely each generated token was, if asked for. For a request that scores, each token from
-            ``score_from`` on, beside the best one in its place, of which older score programs give the id alone.
+        logprobs: How likely each generated token was, if asked for. For a request that scores, each token from
+            ``score_from`` on, with the best one in its place.
         kv_transfer_params: Where the prompt's state left: what the request that goes on from it has to have. Where it
             came: ``phases_ms``, the milliseconds of each phase up to the first token, and ``transfer_bytes``, the
             state's.
@@ -290,7 +288,6 @@ class Completion:
 
     @property
     def gaps_ms(self) -> list[float]:
-        """Milliseconds between tokens."""
         return [later - earlier for earlier, later in itertools.pairwise(self.token_ms)]
 
 

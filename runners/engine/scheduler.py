@@ -39,14 +39,7 @@ Settle = Callable[[], bool]  # reads all calls in flight, which may end sequence
 
 
 class Scheduler:
-    """The queues of sequences, and what is taken from them next.
-
-    Args:
-        shapes: The paddings of the programs.
-        blocks: Slots and pages.
-        counters: Told of what was scheduled.
-        coordinator: What sequences share and keep.
-    """
+    """The queues of sequences, and what is taken from them next."""
 
     def __init__(
         self, shapes: Shapes, blocks: BlockManager, counters: Counters, coordinator: PrefixCacheCoordinator
@@ -60,7 +53,6 @@ class Scheduler:
 
     @property
     def busy(self) -> bool:
-        """Whether a sequence is in any queue."""
         return bool(self._waiting or self._prefilling or self._running)
 
     def submit(self, sequence: Sequence) -> None:

@@ -146,17 +146,14 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether it ended."""
         return self.stop_reason is not None
 
     @property
     def has_grammar(self) -> bool:
-        """Whether a grammar restricts its tokens."""
         return self.logits_processor is not None and self.logits_processor.matcher is not None
 
     @property
     def scoring(self) -> bool:
-        """Whether it scores its tokens, and generates none."""
         return self.request.score_from is not None
 
     @property
@@ -172,7 +169,6 @@ class Sequence:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Tokens of the prompt."""
         return len(self.request.prompt_ids)
 
     @property

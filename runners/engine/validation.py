@@ -28,7 +28,6 @@ class NumberRange:
     whole: bool = False
 
     def __contains__(self, value: object) -> bool:
-        """Whether ``value`` is a number of the range."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
         number: Any = value

@@ -114,7 +114,6 @@ class Loaded:
 
     @property
     def record(self) -> Target:
-        """The manifest's record of the target."""
         return self.manifest.targets[self.target]
 
 

@@ -186,7 +186,6 @@ class ModelRunner:
         return np.asarray(array)
 
     def wait(self, array: jax.Array) -> None:
-        """Waits until an array is computed."""
         array.block_until_ready()
 
     def call(self, name: str, fields: Mapping[str, np.ndarray], batch: Mapping[str, Any]) -> dict[str, jax.Array]:
@@ -244,7 +243,6 @@ class _Cell:
 
     @cached_property
     def program(self) -> Program:
-        """The program, once it has loaded."""
         return self._programs[self._own]
 
     def pack(self, fields: Mapping[str, np.ndarray]) -> np.ndarray:

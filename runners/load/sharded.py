@@ -36,7 +36,6 @@ class Shards:
 
     @classmethod
     def of(cls, array: "jax.Array") -> "Shards":
-        """Waits for an array, and fetches it."""
         shards = {_place(shard.index, array.shape): shard.data for shard in array.addressable_shards}
         return cls(array.shape, {place: np.asarray(data) for place, data in shards.items()})
 

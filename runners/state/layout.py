@@ -44,12 +44,10 @@ class StateLayout:
         return [self.recurrent, (TOKENS, (tokens,), "int32"), (name, (layers, tokens, width), dtype), self.conv]
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the latents of so many tokens and of the recurrent and conv state after them."""
         return sum(nbytes(form) for form in self.forms(tokens) if form[0] != TOKENS)
 
 
 def nbytes(form: Form) -> int:
-    """Bytes of an array."""
     _, shape, dtype = form
     return BY_NAME[dtype].nbytes * math.prod(shape)
 

@@ -302,7 +302,6 @@ class PrefixCache:
         self._kept.move_to_end(node.name)
 
     def forget(self, node: Node) -> None:
-        """Frees the snapshot of a node that has one."""
         assert node.snapshot is not None
         self._pools.free_snapshot(node.snapshot)
         node.snapshot = None

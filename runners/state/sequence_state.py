@@ -87,12 +87,10 @@ class SequenceState:
 
     @property
     def stop(self) -> int:
-        """The position after the last token."""
         return self.first + len(self.tokens)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the arrays."""
         return sum(array.nbytes for array in self.arrays.values())
 
     def pool_arrays(self, page: int) -> dict[str, np.ndarray]:
@@ -268,7 +266,6 @@ def load_state(path: Path, layout: StateLayout, description: Mapping[str, object
 
 
 def refused(path: Path, problem: str) -> StateFileError:
-    """The error for a file that is not a saved state."""
     return StateFileError(
         f"state `{path.name}`: expected a whole file that Engine.save wrote, found {problem}, in {path.parent}",
         "copy it again, or save it again",

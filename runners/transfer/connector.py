@@ -86,15 +86,12 @@ class Connector:
         self._buffers = buffers
 
     def bind_connector_metadata(self, meta: ConnectorMetadata) -> None:
-        """Begins a step."""
         self._meta = meta
 
     def clear_connector_metadata(self) -> None:
-        """Ends a step."""
         self._meta = ConnectorMetadata()
 
     def start_load_kv(self) -> None:
-        """Begins this step's loads."""
         for request in self._meta.loads:
             self._queue.load(request.number, request, self._loaded(request.number))
         for address in self._meta.refused:
@@ -131,7 +128,6 @@ class Connector:
         return set(), received
 
     def shutdown(self) -> None:
-        """Ends the queue."""
         self._queue.close()
 
     def _loaded(self, number: int) -> Callable[[TransferredState | None], None]:

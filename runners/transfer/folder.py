@@ -131,11 +131,9 @@ class FolderStore:
         return state, reason
 
     def has(self, name: str) -> bool:
-        """Whether there is a file of a name."""
         return self._path(name).is_file()
 
     def remove(self, name: str) -> None:
-        """Removes a state, if it is there."""
         remove(self._path(name))
 
     def release(self, address: StateAddress, until: float) -> None:
@@ -246,7 +244,6 @@ def _make_private(folder: Path) -> None:
 
 
 def _files(folder: Path, prefix: str) -> list[tuple[Path, os.stat_result]]:
-    """The states of this user."""
     files, user = [], os.geteuid()
     with os.scandir(folder) as entries:  # a tenth of the time of paths
         for entry in entries:

@@ -72,7 +72,6 @@ class HttpStore:
         self._leased: dict[str, _Leased] = {}
 
     def put(self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, fill: Fill, first: int = 0) -> bool:
-        """Writes a state into memory."""
         data = StateBytes(self._layout, descriptor, tokens, first)
         size, outcome = data.memory.nbytes, "abandoned"
         with self._lock:
@@ -94,7 +93,6 @@ class HttpStore:
         return True
 
     def get(self, address: StateAddress, until: float) -> SequenceState | None:
-        """Takes a state from its holder."""
         state, reason = None, "hit"
         try:
             with self._asking("GET", address, until) as response:
@@ -119,19 +117,16 @@ class HttpStore:
         return state
 
     def release(self, address: StateAddress, until: float) -> None:
-        """Tells the holder that no reader wants a state."""
         errors = OSError, http.client.HTTPException, ValueError, _RefusedError
         with suppress(*errors), self._asking("DELETE", address, until):
             pass
 
     def expire(self) -> None:
-        """Frees the states whose lease is over."""
         with self._lock:
             for name in [name for name, leased in self._leased.items() if leased.until < self._clock()]:
                 self._end(self._leased.pop(name), "expired")
 
     def close(self) -> None:
-        """Frees all states."""
         with self._lock:
             self._leased.clear()
 
@@ -170,7 +165,6 @@ class HttpStore:
         return leased is not None
 
     def proof(self, text: str) -> str:
-        """The HMAC of a text."""
         return hmac.digest(self._secret.encode(), text.encode(), "sha256").hex()
 
     def _end(self, leased: _Leased, reason: str) -> None:

@@ -140,7 +140,6 @@ class PrefixStore:
         return pieces
 
     def record(self) -> dict[str, int]:
-        """All counts, as JSON."""
         return dict(sorted((self.counts + self._folder.counts).items()))
 
     def close(self) -> None:
@@ -153,7 +152,6 @@ class PrefixStore:
 
     @staticmethod
     def _name(block: bytes) -> str:
-        """The name of a state's file, from the digest of all tokens up to its end."""
         return hashlib.blake2b(block, digest_size=16).hexdigest()
 
     def _loaded_state(self, request: Any) -> TransferredState | None:

@@ -152,7 +152,6 @@ class TransferQueue:
             self._wanted.discard(number)
 
     def record(self) -> dict[str, int]:
-        """All counts, as JSON."""
         return dict(sorted((self.counts.copy() + self.store.counts.copy()).items()))
 
     def close(self) -> None:
