@@ -56,12 +56,12 @@ def events(data: bytes, where: str) -> list[Event]:
     try:
         document = json.loads(_text(data, where))
         rows = document["traceEvents"]
-        found = [event for event in map(_event, rows) if event is not None]
+        known = [event for event in map(_event, rows) if event is not None]
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ArtifactError(f"{where}: not a trace of jax's profiler ({type(error).__name__}: {error})") from error
-    if not found:
+    if not known:
         raise ArtifactError(f"{where}: the trace has no operations of a program", f"record it: {RECORD}")
-    return found
+    return known
 
 
 def _text(data: bytes, where: str) -> bytes:
@@ -93,10 +93,10 @@ def _event(row: Any) -> Event | None:
     return Event(name, run, device, (str(row.get("pid")), str(row.get("tid"))), begin, length)
 
 
-def calls(found: Iterable[Event]) -> list[Call]:
+def calls(events: Iterable[Event]) -> list[Call]:
     """The calls of programs, one a device and run, in the order of their beginning."""
     groups: dict[tuple[str, str], list[Event]] = {}
-    for event in sorted(found, key=lambda event: (event.begin, -event.length)):
+    for event in sorted(events, key=lambda event: (event.begin, -event.length)):
         groups.setdefault((event.run, event.device), []).append(event)
     return [_call(group) for group in groups.values()]
 

@@ -267,8 +267,9 @@ UNASKED = {
     "ling3export/cli/graph.py": "reads programs as text; nothing runs",
     "ling3export/cli/main.py": "inspect shows what a manifest says",
     "ling3export/compile/into.py": "whether an addition that failed had replaced it",
+    "ling3export/opened.py": "opens programs as text; nothing runs",
     "ling3export/plan/pricing.py": "plan reads times and sizes",
-    "runners/bench_serving/compare.py": "reads plans; the servers that run them ask",
+    "runners/batch/run.py": "sizes of the artifact that its engines then open with trust",
     "runners/bench_serving/measure.py": "tokenizes prompts with it; what runs it asks",
 }
 
