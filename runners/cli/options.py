@@ -17,7 +17,7 @@ from ling3export.machine.verdict import CHECKS, POLICIES
 from ling3export.runners.cli.command import Decorator, Once, section
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.request import Sampling
-from ling3export.runners.engine.validation import BOUNDS
+from ling3export.runners.engine.validation import BOUNDS, NumberRange
 from ling3export.runners.hosts.hosts import read_secret
 from ling3export.runners.load.references import is_reference
 from ling3export.runners.transfer.options import CARRIERS, ROLES, PrefixFolder, Transfer
@@ -42,24 +42,11 @@ class _Folder(click.Path):
 FOLDER = _Folder()
 
 
-class Setting(click.ParamType):
-    """A number within the bounds of a sampling setting.
-
-    Args:
-        name: A field of Sampling.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._bounds = BOUNDS[name]
-        self._type = click.INT if self._bounds.whole else click.FLOAT
-        self.name = self._type.name
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number, or a usage error."""
-        number: float = self._type.convert(value, param, ctx)
-        if number not in self._bounds:
-            self.fail(f"expected {self._bounds}, found {number}.", param, ctx)
-        return number
+def within(bounds: NumberRange) -> click.ParamType:
+    """A number within the bounds of a setting."""
+    if bounds.whole:
+        return click.IntRange(int(bounds.low), int(bounds.high))
+    return click.FloatRange(bounds.low, bounds.high, min_open=bounds.above)
 
 
 def switch(value: str | bool) -> bool:
@@ -248,7 +235,7 @@ def _transfer_of(options: dict[str, Any]) -> Transfer | None:
 
 def sampling_option(name: str, text: str) -> Decorator:
     """``--temperature`` and its like: an option for the field ``name`` of Sampling, with the help ``text``."""
-    return field_option(Sampling, name, Setting(name), text)
+    return field_option(Sampling, name, within(BOUNDS[name]), text)
 
 
 def shard_option(text: str) -> Decorator:

@@ -411,5 +411,5 @@ class Engine:
             size = len(prompt.encode())
         except UnicodeEncodeError:
             raise RequestError(f"{name}: expected text in Unicode, found half a character (a lone surrogate)") from None
-        self.limits.check_text(size, tokenizer.longest, name)
+        self.limits.check_text(size, name)
         return tuple(tokenizer.encode(prompt, special=special))

@@ -29,6 +29,7 @@ from ling3export.runners.text.grammar import Grammar, grammar_of
 if TYPE_CHECKING:
     import numpy as np
 
+BYTES_A_TOKEN = 1024  # more than any tokenizer writes in one, but for white space
 SHORTEN = "shorten the prompt, or build the artifact with a larger --context"
 
 
@@ -315,23 +316,15 @@ class Limits:
         """The most tokens that the answer to a prompt of ``length`` tokens may have."""
         return min(self.context, self.pages * self.page_size + 1) - length  # the last token is never fed back
 
-    def check_text(self, size: int, longest: int | None, name: str) -> None:
-        """Refuses a text that can never fit, before anybody looks for its tokens.
-
-        Args:
-            size: Bytes of the text in UTF-8.
-            longest: Bytes that one token can stand for; None where they have no bound: then any size passes.
-            name: What messages call it.
+    def check_text(self, size: int, name: str) -> None:
+        """Refuses a text of ``size`` bytes that can never fit, before it is tokenized, which takes seconds.
 
         Raises:
-            RequestError: The text has more tokens than the context.
+            RequestError: The text has over BYTES_A_TOKEN bytes for each token of the context.
         """
-        if longest is not None and size > self.context * longest:
-            raise RequestError(
-                f"{name}: expected text within the context of {self.context} tokens, found {size:,} bytes, which are "
-                f"{-(-size // longest):,} tokens or more: none has over {longest} bytes",
-                SHORTEN,
-            )
+        if size > self.context * BYTES_A_TOKEN:
+            most = f"{self.context} tokens of at most {BYTES_A_TOKEN} bytes"
+            raise RequestError(f"{name}: expected text within the context of {most}, found {size:,} bytes", SHORTEN)
 
     def check(self, request: Request) -> None:
         """Refuses a request that this artifact can never serve.

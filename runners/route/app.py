@@ -36,37 +36,21 @@ T = TypeVar("T")
 RESPONSES = "/v1/responses"
 CHARACTERS_A_TOKEN = 4  # of a text, about
 EVENTS = "text/event-stream"
-HELD = 256 << 20  # bytes of whole answers that are held until their end, of all calls together
 BODIES = 256 << 20  # bytes of bodies, of all calls together
 GONE = (OSError, TimeoutError, h11.ProtocolError)
 
 
 @dataclass(frozen=True)
 class RoutingPolicy:
-    """How a router chooses.
+    """How a router chooses."""
 
-    Attributes:
-        every: Seconds between two looks at each server.
-        most_local: A prompt of no more tokens is prefilled by the server that decodes it.
-        most_queued: While each server that prefills has so many requests, so is every prompt.
-    """
-
-    every: float = 1.0
-    most_local: int = 0
-    most_queued: int = 64
+    every: float = 1.0  # seconds between two looks at each server
+    most_local: int = 0  # a prompt of no more tokens is prefilled by the server that decodes it
+    most_queued: int = 64  # while each server that prefills has so many requests, so is every prompt
 
 
 class Router:
-    """Sends requests on.
-
-    Args:
-        prefill: Servers that prefill for others; none where each does both.
-        decode: Servers that answer.
-        policy: How to choose.
-
-    Attributes:
-        bodies: Bytes of the bodies of all calls.
-    """
+    """Sends requests on; without servers of ``prefill``, each of ``decode`` does both."""
 
     def __init__(self, prefill: Sequence[Worker], decode: Sequence[Worker], policy: RoutingPolicy) -> None:
         self.prefill, self.decode, self._policy = list(prefill), list(decode), policy
@@ -76,12 +60,8 @@ class Router:
             "ling3_http_responses", "Responses that were begun.", ["path", "status"], registry=registry
         )
         self._falls = Counter("ling3_route_fallbacks", "What others had to do.", ["why"], registry=registry)
-        names = ["role", "url"]
-        self._well = Gauge("ling3_route_well", "Whether a server answers.", names, registry=registry)
-        self._picked = Gauge("ling3_route_picked", "How often a server was chosen.", names, registry=registry)
-        self._failed = Gauge("ling3_route_failed", "How often it did not answer.", names, registry=registry)
-        self._held = 0  # bytes
-        self.bodies = 0
+        self._well = Gauge("ling3_route_well", "Whether a server answers.", ["role", "url"], registry=registry)
+        self.bodies = 0  # bytes of the bodies of all calls
         self._reader = ThreadPoolExecutor(1, "ling3-route")
 
     async def beside(self, work: Callable[..., T], *arguments: Any) -> T:
@@ -97,8 +77,6 @@ class Router:
         for role, workers in (("prefill", self.prefill), ("decode", self.decode)):
             for worker in workers:
                 self._well.labels(role, worker.url).set(worker.healthy)
-                self._picked.labels(role, worker.url).set(worker.picked)
-                self._failed.labels(role, worker.url).set(worker.failed)
         return generate_latest(self._registry)
 
     @asynccontextmanager
@@ -124,22 +102,19 @@ class Router:
             PrefillRefusedError: The request is wrong for every server.
         """
         if body.get("kv_transfer_params") is not None:
-            raise ApiError(
-                400,
-                "kv_transfer_params: the router pairs servers itself and takes none from clients",
-                param="kv_transfer_params",
-            )
+            message = "kv_transfer_params: the router pairs servers itself and takes none from clients"
+            raise ApiError(400, message, param="kv_transfer_params")
         if self.prefill and path != RESPONSES and self._goes_apart(body):  # /v1/responses has no kv_transfer_params
             params = await self._prefilled(path, body)
             body = body if params is None else body | {"kv_transfer_params": params}
-        data = await self.beside(_written, body)
+        data = (await self.beside(json.dumps, body)).encode()
         tried: list[Worker] = []
-        while (worker := _pick(self.decode, tried)) is not None:
+        while (worker := least_loaded(self.decode, tried)) is not None:
             begun = False
             try:
                 async with aclosing(self._ask(worker, path, data)) as replies:
                     async for reply in replies:
-                        if not begun and reply.status in BUSY and _pick(self.decode, [*tried, worker]):
+                        if not begun and reply.status in BUSY and least_loaded(self.decode, [*tried, worker]):
                             break
                         begun = True
                         yield reply
@@ -155,12 +130,8 @@ class Router:
                 self._falls.labels("decode_gone").inc()
             tried.append(worker)
         self._ends.labels("no_server").inc()
-        raise ApiError(
-            503,
-            "router: expected a server that decodes, found none that answers",
-            code="no_server",
-            headers={"Retry-After": "1"},
-        )
+        message = "router: expected a server that decodes, found none that answers"
+        raise ApiError(503, message, code="no_server", headers={"Retry-After": "1"})
 
     def _goes_apart(self, body: dict[str, Any]) -> bool:
         """Whether a prompt is long enough for a server that prefills, and one of them has room; why not is counted."""
@@ -180,7 +151,7 @@ class Router:
         """
         data = await self.beside(prefill_body, body)
         tried: list[Worker] = []
-        while (worker := _pick(self.prefill, tried)) is not None:
+        while (worker := least_loaded(self.prefill, tried)) is not None:
             try:
                 with worker.busy():
                     return await prefilled(worker.endpoint, path, data)
@@ -196,48 +167,26 @@ class Router:
         return None
 
     async def _ask(self, worker: Worker, path: str, body: bytes) -> AsyncGenerator[Reply, None]:
-        """The pieces of a stream as they come; any other answer in one piece, once it is whole.
-
-        One that would make more than HELD bytes of such answers goes on as it comes: no other server can give it then.
-        """
+        """The pieces of a stream as they come; any other answer in one piece, once it is whole."""
         with worker.busy():
             async with aclosing(worker.endpoint.replies("POST", path, body)) as replies:
-                first, parts, size = await anext(replies), list[bytes](), 0
-                try:
-                    while not first.kind.startswith(EVENTS):
-                        reply = await anext(replies, None)
-                        if reply is not None:
-                            parts.append(reply.data)
-                            size, self._held = size + len(reply.data), self._held + len(reply.data)
-                        if reply is None or self._held > HELD:
-                            first = replace(first, data=b"".join(parts))
-                            break
-                finally:
-                    self._held -= size
+                first = await anext(replies)
+                if not first.kind.startswith(EVENTS):
+                    first = replace(first, data=b"".join([reply.data async for reply in replies]))
                 yield first
                 async for reply in replies:
                     yield reply
 
 
-def _pick(workers: Sequence[Worker], tried: Sequence[Worker]) -> Worker | None:
-    return least_loaded([worker for worker in workers if worker not in tried])
-
-
-def _written(body: dict[str, Any]) -> bytes:
-    return json.dumps(body).encode()
-
-
 def _tokens_about(body: dict[str, Any]) -> int:
     """About how many tokens a prompt has; of token ids exactly."""
     text = body.get("prompt", body.get("messages"))
-    if isinstance(text, list) and all(type(token) is int for token in text):
+    if not isinstance(text, list):
+        return len(str(text)) // CHARACTERS_A_TOKEN
+    if all(type(token) is int for token in text):
         return len(text)
-    if isinstance(text, list):
-        contents = (message.get("content") for message in text if isinstance(message, dict))
-        return sum(len(content if isinstance(content, str) else str(content)) for content in contents) // (
-            CHARACTERS_A_TOKEN
-        )
-    return len(str(text)) // CHARACTERS_A_TOKEN
+    contents = (message.get("content") for message in text if isinstance(message, dict))
+    return sum(len(str(content)) for content in contents) // CHARACTERS_A_TOKEN
 
 
 class _Call:

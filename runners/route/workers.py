@@ -28,32 +28,18 @@ BUSY = {429, 500, 502, 503, 504}  # statuses after which another server may answ
 
 @dataclass(eq=False)
 class Worker:
-    """A server.
-
-    Attributes:
-        url: Its address.
-        endpoint: Its client.
-        healthy: Whether it answered the last time.
-        live: Requests of this router that it has at the moment.
-        usage: Share of its pages that are held, at the last look.
-        queued: Requests of others without a slot, at the last look.
-        picked: How often it was chosen.
-        failed: How often it did not answer.
-    """
+    """A server."""
 
     url: str
     endpoint: Endpoint
-    healthy: bool = True
-    live: int = 0
-    usage: float = 0.0
-    queued: float = 0.0
-    picked: int = 0
-    failed: int = 0
+    healthy: bool = True  # whether it answered the last time
+    live: int = 0  # requests of this router that it has at the moment
+    usage: float = 0.0  # share of its pages that are held, at the last look
+    queued: float = 0.0  # requests of others without a slot, at the last look
 
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Counts a request that the server has within the block."""
-        self.picked += 1
         self.live += 1
         try:
             yield
@@ -63,7 +49,6 @@ class Worker:
     def lost(self) -> None:
         """Notes that it did not answer."""
         self.healthy = False
-        self.failed += 1
 
     async def look(self) -> None:
         """Reads its health and load; missing figures count as zero."""
@@ -91,9 +76,12 @@ def _samples(text: str) -> dict[str, float]:
     return {sample.name: sample.value for sample in samples if not sample.labels}
 
 
-def least_loaded(workers: Sequence[Worker]) -> Worker | None:
-    """The healthy server with the fewest requests, then the fewest pages; of equals the first. None if none is."""
-    healthy = (worker for worker in workers if worker.healthy)
+def least_loaded(workers: Sequence[Worker], tried: Sequence[Worker] = ()) -> Worker | None:
+    """The healthy server with the fewest requests, then the fewest pages; of equals the first. None if none is.
+
+    Those that were ``tried`` do not count.
+    """
+    healthy = (worker for worker in workers if worker.healthy and worker not in tried)
     return min(healthy, key=lambda worker: (worker.queued + worker.live, worker.usage), default=None)
 
 

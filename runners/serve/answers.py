@@ -138,12 +138,14 @@ class ChoicesAnswer(Answer):
         more: dict[str, Any] = {"token_ids": piece.token_ids} if self._token_ids else {}
         if piece.logprobs:
             more["logprobs"] = self._likely(index, piece.token_ids, piece.logprobs)
-        parts = [(TEXT, piece.text)] if piece.text else []
+        parts: list[tuple[str, Any]] = [(TEXT, piece.text)] if piece.text else []
         if self._parsers:
             parts = self._parsers[index].push(piece.text, last=piece.completion is not None)
         if not parts and any(more.values()):
             parts = [(TEXT, "")]
         for kind, content in parts:
+            if kind == TOOL and content["index"] and not getattr(self._call.body, "parallel_tool_calls", True):
+                continue
             delta = {kind: [content] if kind == TOOL else content}
             chunks.append(self._chunk([self._choice(index, delta) | more]))
             more = {}
@@ -165,8 +167,6 @@ class ChoicesAnswer(Answer):
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else self._kind
         counts: dict[str, Any] = {"usage": None} if self._options.include_usage else {}
-        if self._options.continuous_usage_stats:
-            counts = {"usage": self.usage()}
         return {**self._head, "object": kind, "choices": choices, **counts}
 
     def _choice(self, index: int, delta: dict[str, Any], reason: str | None = None) -> dict[str, Any]:

@@ -199,8 +199,8 @@ def generation(
     if (form := grammar_field(body)) is not None:
         field, grammar = form
         if grammars:
-            param, wanted = str(tools.reason), "true" if tools.single else '"auto" or "none"'
-            raise refusal(param, f"{wanted} beside `{field}`", shown(getattr(body, param)))
+            wanted = f'"auto" or "none" with `{field}`'
+            raise refusal("tool_choice", wanted, shown(getattr(body, "tool_choice", None)))
         grammars = [grammar._replace(behind=THOUGHT if within else "")]
     with refusing(field):
         for grammar in grammars:
@@ -215,8 +215,6 @@ def generation(
         called = name if len(prompts) == 1 else f"{name} {number}"
         with refusing(name):
             ids = engine.prompt_ids(prompt, called, special=special)
-            if (last := body.truncate_prompt_tokens) is not None:
-                ids = ids[-(last if last > 0 else engine.limits.context - 1) :]
             encoded.append(ids)
             if limit == 0:  # only an echo
                 engine.limits.check(Request(ids, 0, name=called, score_from=1) if ids[1:] else Request(ids, 1))

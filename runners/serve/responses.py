@@ -23,15 +23,15 @@ from ling3export.runners.serve.schema import (
     Count,
     Effort,
     ListedObject,
-    TopLogprobs,
     refusal,
     text_of_parts,
 )
 from ling3export.runners.serve.translation import Event, TranslatedAnswer, TranslatedBody
-from ling3export.runners.text.answer import REASONING, TEXT, AnswerParser
+from ling3export.runners.text.answer import REASONING, TEXT
 
 # By the kind of a chat's part: the type of the item, the begin of its id, the type of its content.
 FORMS = {TEXT: ("message", "msg", "output_text"), REASONING: ("reasoning", "rs", "reasoning_text")}
+LOGPROBS: dict[str, dict[str, Any]] = {TEXT: {"logprobs": []}, REASONING: {}}  # chats give log-probabilities
 # By the type of an item of a conversation: the fields that it has, and those that it may have.
 ITEMS = {
     "message": ({"role", "content"}, {"phase"}),
@@ -42,11 +42,10 @@ ITEMS = {
 # Fields of a chat that this API does not have, or has in another form.
 NOT_PASSED = frozenset(
     "logprobs max_completion_tokens max_tokens messages n kv_transfer_params response_format return_token_ids "
-    "stream_options top_logprobs tools truncate_prompt_tokens".split()
+    "stream_options top_logprobs tools ".split()
 )
 ONLY_A_THOUGHT = {"role", "content", "reasoning_content"}  # fields of a message
 STORED = frozenset({"store", "previous_response_id", "conversation"})  # fields that would have a server keep answers
-LOGPROBS = "message.output_text.logprobs"
 # A copy of thoughts that a server which keeps none could read again: here thoughts go back as the text that they are.
 ENCRYPTED = "reasoning.encrypted_content"
 
@@ -122,10 +121,9 @@ class ResponsesBody(TranslatedBody):
         Field(default_factory=list, max_length=CHOICES, description=f"a list of at most {CHOICES} functions"),
     ]
     include: Annotated[
-        list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-        Field(default_factory=list, description=f'a list of "{LOGPROBS}" and "{ENCRYPTED}" at most'),
+        list[Literal["reasoning.encrypted_content"]],
+        Field(default_factory=list, description=f'a list of "{ENCRYPTED}" at most'),
     ]
-    top_logprobs: TopLogprobs = 0
     reasoning: Annotated[
         _Reasoning | None, Field(description="an object with an effort, and at most a summary of auto beside it")
     ] = None
@@ -153,8 +151,6 @@ class ResponsesBody(TranslatedBody):
             "response_format": {"type": form["type"], "json_schema": form}
             if form.get("type") == "json_schema"
             else form,
-            "logprobs": LOGPROBS in self.include or self.top_logprobs > 0,
-            "top_logprobs": self.top_logprobs,
         }
         return fields if self.reasoning is None else fields | {"reasoning_effort": self.reasoning.effort}
 
@@ -198,7 +194,7 @@ class ResponsesAnswer(TranslatedAnswer):
     def __init__(self, call: GenerationCall, model: str) -> None:
         super().__init__(call, model)
         request, body = call.outer, call.body
-        repeated = ("instructions", "max_output_tokens", "metadata", "top_logprobs")
+        repeated = ("instructions", "max_output_tokens", "metadata")
         shared = ("parallel_tool_calls", "temperature", "tool_choice", "top_p")
         self._head = {
             "id": f"resp_{secrets.token_hex(12)}",
@@ -218,9 +214,7 @@ class ResponsesAnswer(TranslatedAnswer):
         }
         self._events = itertools.count()
         self._id = self._text = ""
-        self._entries: list[dict[str, Any]] = []  # log-probabilities of the open item's tokens
-        self._unsaid: list[dict[str, Any]] = []  # those of tokens whose text did not come yet
-        self._thoughts = _Thoughts(call) if call.format is not None and call.format.thinks else None
+        self._reasoning_tokens = 0
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         *_, last = self.piece(0, RequestDelta.whole(completions[0]))
@@ -234,30 +228,19 @@ class ResponsesAnswer(TranslatedAnswer):
         details = {"code": error.code or "server_error", "message": error.message}
         return self._event("failed", response=self._response("failed", error=details))
 
-    def count(self, piece: RequestDelta, choices: list[dict[str, Any]]) -> None:
-        thought = [False] * len(piece.token_ids) if self._thoughts is None else self._thoughts.push(piece.token_ids)
-        entries = [entry for choice in choices for entry in (choice["logprobs"] or {}).get("content", ())]
-        self._unsaid += [entry for entry, own in zip(entries, thought, strict=bool(entries)) if not own]
-
     def grow(self, kind: str, delta: str) -> Iterator[Event]:
         if self.kind is None:
             yield from self._opened(kind)
         self._text += delta
-        entries = {}
-        if kind == TEXT:
-            entries, self._unsaid = {"logprobs": self._unsaid}, []
-            self._entries += entries["logprobs"]
-        yield self._event(f"{FORMS[kind][2]}.delta", **self._place(), delta=delta, **entries)
+        yield self._event(f"{FORMS[kind][2]}.delta", **self._place(), delta=delta, **LOGPROBS[kind])
 
     def close(self, status: str = "completed") -> Iterator[Event]:
         if self.kind is None:
             return
-        entries = {}
-        if self.kind == TEXT:
-            self._entries, self._unsaid = self._entries + self._unsaid, []
-            entries = {"logprobs": self._entries}
+        if self.kind == REASONING and self._call.tokenizer is not None:
+            self._reasoning_tokens += len(self._call.tokenizer.encode(self._text, special=False))
         part = self._part()
-        yield self._event(f"{part['type']}.done", **self._place(), text=self._text, **entries)
+        yield self._event(f"{part['type']}.done", **self._place(), text=self._text, **LOGPROBS[self.kind])
         yield self._event("content_part.done", **self._place(), part=part)
         yield self._added(self._item(status, [part]))
         self.kind = None
@@ -280,7 +263,7 @@ class ResponsesAnswer(TranslatedAnswer):
         yield self._event(status, response=self._response(status, usage=self._counted(), **more))
 
     def _opened(self, kind: str) -> Iterator[Event]:
-        self.kind, self._text, self._entries = kind, "", []
+        self.kind, self._text = kind, ""
         self._id = f"{FORMS[kind][1]}_{secrets.token_hex(12)}"
         yield self._event("output_item.added", output_index=len(self.blocks), item=self._item("in_progress", []))
         yield self._event("content_part.added", **self._place(), part=self._part())
@@ -297,8 +280,8 @@ class ResponsesAnswer(TranslatedAnswer):
 
     def _part(self) -> dict[str, Any]:
         assert self.kind is not None
-        more = {"annotations": [], "logprobs": self._entries} if self.kind == TEXT else {}
-        return {"type": FORMS[self.kind][2], "text": self._text, **more}
+        more: dict[str, Any] = {"annotations": []} if self.kind == TEXT else {}
+        return {"type": FORMS[self.kind][2], "text": self._text, **more, **LOGPROBS[self.kind]}
 
     def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
         assert self.kind is not None
@@ -315,24 +298,6 @@ class ResponsesAnswer(TranslatedAnswer):
             "input_tokens": counts["prompt_tokens"],
             "input_tokens_details": counts["prompt_tokens_details"] | {"cache_write_tokens": 0},
             "output_tokens": counts["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0 if self._thoughts is None else self._thoughts.tokens},
+            "output_tokens_details": {"reasoning_tokens": self._reasoning_tokens},
             "total_tokens": counts["total_tokens"],
         }
-
-
-class _Thoughts:
-    """Finds the tokens of thoughts, the marks around them included; ``tokens`` is their number so far."""
-
-    def __init__(self, call: GenerationCall) -> None:
-        assert call.format is not None and call.tokenizer is not None
-        self._parser, self._text, self.tokens = AnswerParser(call.format), call.tokenizer.stream(), 0
-
-    def push(self, ids: Sequence[int]) -> list[bool]:
-        """Whether each of the next tokens belongs to a thought."""
-        belongs = []
-        for id in ids:
-            before = self._parser.thinking
-            self._parser.push(self._text.push(id))
-            belongs.append(before or self._parser.thinking)
-        self.tokens += sum(belongs)
-        return belongs

@@ -203,7 +203,6 @@ class StreamOptions(JsonObject):
     """What a stream has beside the pieces of the answer."""
 
     include_usage: Flag = False
-    continuous_usage_stats: Flag = False
     include_obfuscation: Any = None
 
 
@@ -254,10 +253,6 @@ class GenerationBody(ModelBody):
     cache_salt: Text = ""
     max_tokens: Count = None
     max_completion_tokens: Count = None
-    truncate_prompt_tokens: Annotated[
-        Literal[-1] | Annotated[int, Field(ge=1, le=MOST)] | None,
-        Field(description=f"-1 or a whole number from 1 to {MOST}"),
-    ] = None
     n: Annotated[int, Field(ge=1, le=CHOICES, description=f"a whole number from 1 to {CHOICES}")] = 1
     response_format: Annotated[
         dict[str, Any] | None, Field(description="an object with a type: text, json_object or json_schema")

@@ -36,13 +36,6 @@ if TYPE_CHECKING:
     from ling3export.runners.serve.chat import ChatBody
 
 OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")  # of vLLM's `structured_outputs`
-# A text with one call at its end, or with none.
-AT_MOST_ONE = Grammar(
-    "lark",
-    "start: SAID | before called\nSAID: /(?s:.*)/\n"
-    f'before[suffix="{CALL}"]: /(?s:.*)/\n'
-    rf'called[suffix="{CALLED}"]: /(?s:([^"]|"([^"\\]|\\.)*")*)/' + "\n",  # a mark in a string ends no call
-)
 DEPTH = 64  # objects and lists within each other that a schema may have
 ANY = "/(?s:.*)/"
 OF_TEXTS = {"pattern", "minLength", "maxLength"}
@@ -103,40 +96,28 @@ class Tools:
         offered: What the chat template is given; None where there are none.
         functions: Those that an answer may call, each with the schema of its arguments.
         called: Those of which it has to call one; none where it need not.
-        single: Whether it may call no more than one.
         reader: What reads a call, as the template writes it.
     """
 
     offered: list[dict[str, Any]] | None = None
     functions: Mapping[str, Any] = field(default_factory=dict)
     called: tuple[str, ...] = ()
-    single: bool = False
     reader: type[Reader] = JsonCall
 
-    @property
-    def reason(self) -> str | None:
-        """The field that asks for a grammar; None where none does."""
-        return "tool_choice" if self.called else "parallel_tool_calls" if self.single else None
-
     def grammars(self, within: bool = False) -> list[Grammar]:
-        """What the answer has to be, where it has to call a function or may call one alone; none elsewhere.
+        """The grammar of an answer that has to call a function, and others to try: that of the values of arguments.
 
         Args:
             within: Whether the answer begins within a thought.
 
-        Returns:
-            The grammar, and others to try beside it: those of its values, if it begins with any text.
-
         Raises:
             ApiError: The schemas of its arguments are too large or nested too deeply.
         """
-        if self.reason is None:
+        if not self.called:
             return []
         if self.reader is KeyedCall:
-            called = self.called or tuple(self.functions)
-            return list(one_keyed_call(self.functions, called, within=within, free=not self.called))
-        grammar = one_json_call(self.functions, self.called) if self.called else AT_MOST_ONE
-        return [grammar._replace(behind=THOUGHT if within else "")]
+            return list(one_keyed_call(self.functions, self.called, within=within))
+        return [one_json_call(self.functions, self.called)._replace(behind=THOUGHT if within else "")]
 
 
 NO_TOOLS = Tools()
@@ -179,7 +160,7 @@ def tools(body: "ChatBody", template: str) -> Tools:
         if reader is KeyedCall and not NAME.fullmatch(name):
             raise refusal("tools", "names of letters, digits and _ . : / - with this model", shown(name))
     called = (str(named),) if isinstance(choice, dict) else tuple(functions) if choice == "required" else ()
-    return Tools(offered, functions, called, not (called or body.parallel_tool_calls), reader)
+    return Tools(offered, functions, called, reader)
 
 
 def schema_text(schema: Any, param: str) -> str:
@@ -220,13 +201,12 @@ def one_json_call(functions: Functions, called: Sequence[str]) -> Grammar:
     return Grammar("lark", f'start: "{CALL}\\n" call "\\n{CALLED}"\ncall: %json {schema}\n')
 
 
-def one_keyed_call(functions: Functions, called: Sequence[str], *, within: bool, free: bool) -> tuple[Grammar, Grammar]:
+def one_keyed_call(functions: Functions, called: Sequence[str], *, within: bool) -> tuple[Grammar, Grammar]:
     """A call of one of the functions ``called``, as marked keys and values; and a grammar of its values alone.
 
     Args:
         functions: The schema of each one's arguments.
         within: It stands behind a thought that is open, or ends it.
-        free: Any text may stand before it, and there may be no call.
 
     Raises:
         ApiError: Their schemas are too large or nested too deeply.
@@ -237,9 +217,7 @@ def one_keyed_call(functions: Functions, called: Sequence[str], *, within: bool,
     except RecursionError:
         raise refusal("tools", "schemas that come to an end", "references that lead on and on") from None
     start = f'"{CALL}" call'
-    if free:
-        start = "SAID | open call"
-    elif within:
+    if within:
         start = f'thought BLANKS "{CALL}" call | open call'
     common = (
         f"call: {' | '.join(calls)}",

@@ -77,7 +77,6 @@ class TranslatedAnswer(Answer):
     def piece(self, index: int, piece: RequestDelta) -> list[Event]:
         """The events that a piece of the answer adds to a stream."""
         choices = [chunk["choices"][0] for chunk in self._chat.piece(index, piece)]
-        self.count(piece, choices)
         events = list[Event]()
         for kind, delta in (part for choice in choices for part in choice["delta"].items() if part[1]):
             if kind != self.kind:
@@ -89,9 +88,6 @@ class TranslatedAnswer(Answer):
         if piece.completion is not None:
             events += self.finish(piece.completion, choices[-1]["finish_reason"])
         return events
-
-    def count(self, piece: RequestDelta, choices: list[dict[str, Any]]) -> None:
-        """Counts the tokens of a piece."""
 
     @abstractmethod
     def grow(self, kind: str, delta: str) -> Iterator[Event]:

@@ -1,6 +1,5 @@
 """The checkpoint's fast tokenizer: text to token ids and back, whole or as tokens come."""
 
-import json
 from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -141,34 +140,6 @@ class Tokenizer:
         Other threads run meanwhile: of the library's functions, those for a batch let them.
         """
         return list(self._tokenizer.encode_batch([text], add_special_tokens=special)[0].ids)
-
-    @cached_property
-    def longest(self) -> int | None:
-        """Bytes of text in UTF-8 that one token can stand for, at most; None where a token has no such bound.
-
-        There is one where every byte of a text is spelled by a token: in byte-level BPE that has all 256 bytes, drops
-        nothing between words, and has no added token that takes the spaces beside it.
-        """
-        import tokenizers
-
-        normalizer, splitter = self._tokenizer.normalizer, self._tokenizer.pre_tokenizer
-        state = {} if splitter is None else json.loads(splitter.__getstate__())
-        parts = {(part["type"], part.get("behavior")) for part in state.get("pretokenizers", [state] if state else [])}
-        vocabulary = self._tokenizer.get_vocab(with_added_tokens=False)
-        added = self._tokenizer.get_added_tokens_decoder().values()
-        spelled = (
-            isinstance(self._tokenizer.model, tokenizers.models.BPE)
-            and set(tokenizers.pre_tokenizers.ByteLevel.alphabet()) <= vocabulary.keys()
-            and "ByteLevel" in {kind for kind, _ in parts} <= {"ByteLevel", "Digits", "Split"}
-            and "Removed" not in {behavior for _, behavior in parts}
-            and isinstance(normalizer, tokenizers.normalizers.NFC | None)
-            and not any(token.lstrip or token.rstrip for token in added)
-        )
-        if not spelled:
-            return None
-        # A token has a character for each byte. NFC leaves at least 2 of 7 bytes (of U+1FBE U+0308 U+0301).
-        bytes_of = [*map(len, vocabulary), *(len(token.content.encode()) for token in added)]
-        return max(bytes_of) * (1 if normalizer is None else 4)
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ``ids`` without special tokens."""

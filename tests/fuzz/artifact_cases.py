@@ -230,9 +230,6 @@ def tokenizers(folder: Path) -> Iterator[Case]:
                 stream.push(token)
             stream.finish()
             tokenizer.decode(ids)
-            longest = tokenizer.longest
-            if longest is not None and len(TEXT.encode()) > longest * len(tokenizer.encode(TEXT, special=False)):
-                raise WrongResultError(f"{len(TEXT.encode())} bytes of text in {len(ids)} tokens of at most {longest}")
 
     look([path.name for path in files if path.suffix == ".json"])
     yield case

@@ -182,7 +182,7 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
         ),
         (["--prompt-ids", "1", "--logprobs", "1"], 2, "--logprobs: expected --json with it, found none."),
         (["--max-tokens", "0", "--prompt-ids", "1"], 2, "0 is not in the range x>=1"),
-        (["--max-tokens", "1", "--prompt-ids", "1", "--top-p", "0"], 2, "expected a number above 0, at most 1, found"),
+        (["--max-tokens", "1", "--prompt-ids", "1", "--top-p", "0"], 2, "0.0 is not in the range 0<x<=1"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--programs", "maybe"], 2, "'maybe' is not one of"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--logits", "no/such/folder/x"], 1, "expected an existing folder"),
         (["--max-tokens", "1", "--prompt-ids", "320"], 1, "error: prompt: expected token ids from 0 to 319, found 320"),

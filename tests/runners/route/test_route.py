@@ -178,24 +178,6 @@ def test_a_whole_answer_that_breaks_off_is_given_by_another_server():
     assert isinstance(error, ApiError) and (error.status, error.code, data) == (503, "no_server", b"")
 
 
-@pytest.mark.parametrize("size", [99, 100, 101])
-def test_what_whole_answers_hold_has_a_bound(monkeypatch, size):
-    """Up to it another server gives one that breaks off; one above it is passed on as it comes, and not lost."""
-    monkeypatch.setattr(app, "HELD", 100)
-    d, e = Fake(b"x" * size), Fake((200, {"id": 2}))
-    status, data, router = routed([], [d, e])
-    if size <= 100:
-        assert (status, json.loads(data)) == (200, {"id": 2})
-    else:
-        assert (data, e.asked) == (b"x" * size, []) and isinstance(status, Exception)
-        assert 'ling3_route_requests_total{how="broken_off"} 1.0' in router.text().decode()
-    whole = {"id": "x" * (size - 11)}
-    assert len(json.dumps(whole)) == size - 1
-    for _ in range(2):  # what was held is given back
-        status, data, _ = routed([], [Fake((200, whole))])
-        assert (status, json.loads(data)) == (200, whole)
-
-
 def posted(body, router=None, **headers):
     """The answer of a router to a body; without servers it gets no further than the body."""
     app = application(router or Router([], [], RoutingPolicy()), Policy("m", None, 1, 1 << 22))

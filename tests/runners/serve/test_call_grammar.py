@@ -260,26 +260,6 @@ def test_the_function_that_is_named_is_called(engine, prompted, text):
     assert followed(engine, call.requests[0].grammar, text) == (taken, taken)
 
 
-@pytest.mark.parametrize(
-    ("text", "fits", "ends"),
-    [
-        *((text, True, True) for text in TAKEN),
-        *((text, False, False) for text in REFUSED[1:]),
-        ("no call", True, False),
-        ("", True, False),
-        (f"so {ONE}", True, True),
-        (f"thought</think>so {ONE}", True, True),
-        (ONE + ONE, False, False),
-        (f"{ONE} and", False, False),
-    ],
-)
-@pytest.mark.parametrize("prompt", ["A<think>", "A<think></think>"])
-def test_calls_that_may_not_be_parallel_are_one_that_follows_its_schema(engine, prompted, prompt, text, fits, ends):
-    prompted(prompt)
-    call = chat(SAID | TOOLS | {"parallel_tool_calls": False}, engine, "toy")
-    assert followed(engine, call.requests[0].grammar, text) == (fits, ends)
-
-
 def test_a_forced_call_and_structured_output_are_the_same_in_responses(engine, prompted):
     prompted("A<think>")
     tools = [{"type": "function"} | tool["function"] for tool in TOOLS["tools"]]
@@ -328,14 +308,13 @@ def test_calls_of_random_tokens_under_their_grammar_are_read_back(engine, prompt
         ),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"parallel_tool_calls": False}])
 @pytest.mark.parametrize("prompt", ["A<think>", "A<think></think>"])
-def test_schemas_that_no_grammar_can_have_are_refused(engine, prompted, schema, found, fields, prompt):
+def test_schemas_that_no_grammar_can_have_are_refused(engine, prompted, schema, found, prompt):
     """Whatever stands before the call: a trial takes the first tokens of a text, which may be any."""
     prompted(prompt)
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with pytest.raises(ApiError) as caught:
-        chat(SAID | {"tools": [tool]} | fields, engine, "toy")
+        chat(SAID | {"tools": [tool]} | FORCED, engine, "toy")
     assert (caught.value.status, caught.value.param) == (400, "tools")
     assert found in caught.value.message
 

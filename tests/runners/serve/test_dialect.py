@@ -137,7 +137,6 @@ def test_with_parallel_tool_calls_false_there_is_one_call_at_most(talk):
     fields = {"tools": [WEATHER.tool], "parallel_tool_calls": False, "max_tokens": 600, **NOT_THINKING}
     assert function_calls(talk.said(f"So. {CALL}{CALL}", **fields)) == [("get_weather", GIVEN)]
     assert talk.said("No.", **fields)["content"] == "No."
-    talk.runner.refused.clear()
 
 
 def test_a_value_is_written_by_its_schema_under_a_grammar(talk):

@@ -16,12 +16,10 @@ from ling3export.runners.serve.app import Policy
 from ling3export.runners.serve.chat import ChatBody, conversation
 from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, seed_of
 from ling3export.runners.serve.schema import ApiError, validated
-from ling3export.runners.serve.structure import AT_MOST_ONE
 from ling3export.runners.text.answer import AnswerFormat, AnswerParser
 from ling3export.runners.text.chat import ChatTemplate
 from tests.support import serving
 from tests.support.choosing import greedy, log_softmax, most_likely
-from tests.support.matching import followed
 from tests.support.toy_artifact import logits
 from tools import api_fields
 
@@ -179,13 +177,12 @@ def test_echo_with_log_probabilities_without_score_programs_is_refused_by_name(e
     assert "--score-paddings" in message
 
 
-def test_a_stream_counts_as_it_goes(engine):
-    options = {"stream_options": {"include_usage": True, "continuous_usage_stats": True}, "return_token_ids": True}
-    found = chunks(engine, COMPLETIONS, IDS | options)
-    counts = [chunk["usage"]["completion_tokens"] for chunk in found]
-    assert counts == sorted(counts) and counts[-1] == 6
-    assert all(chunk["usage"]["prompt_tokens"] == 3 for chunk in found)
-    assert found[-1]["choices"] == []
+def test_a_stream_counts_at_its_end(engine):
+    options = {"stream_options": {"include_usage": True}, "return_token_ids": True}
+    *found, last = chunks(engine, COMPLETIONS, IDS | options)
+    assert sum(len(chunk["choices"][0].get("token_ids", ())) for chunk in found) == 6
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"], last["choices"]) == (3, 6, [])
+    assert all(chunk["usage"] is None for chunk in found)
 
 
 @pytest.mark.parametrize(
@@ -274,9 +271,9 @@ def test_histories_of_all_kinds_are_taken(engine):
     assert json.dumps(TOOL) in text
 
 
-def message_of(text: str, form: AnswerFormat | None) -> dict[str, Any]:
+def message_of(text: str, form: AnswerFormat | None, **fields: Any) -> dict[str, Any]:
     """The one choice of a whole answer."""
-    call = GenerationCall(validated(ChatBody, SAID, "toy"), [], ((1,),), format=form)
+    call = GenerationCall(validated(ChatBody, SAID | fields, "toy"), [], ((1,),), format=form)
     (choice,) = ChoicesAnswer(call, "toy").whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
     return dict(choice)
 
@@ -288,7 +285,7 @@ def tools_of(**fields: Any) -> structure.Tools:
 def test_a_call_that_is_required_is_one_of_a_function_that_was_offered(engine):
     named = {"type": "function", "function": {"name": "f"}}
     assert (tools_of().grammars(), tools_of().offered) == ([], [TOOL])
-    assert tools_of(parallel_tool_calls=True).grammars() == []
+    assert tools_of(parallel_tool_calls=False).grammars() == []
     assert tools_of(tool_choice="none").offered is None
     for choice in ("required", named):
         tools = tools_of(tool_choice=choice)
@@ -317,23 +314,12 @@ def test_tools_that_cannot_be_taken_are_refused_by_name(engine):
 ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-@pytest.mark.parametrize(
-    ("text", "ends", "fits"),
-    [
-        ("so " + ONE, True, True),
-        (ONE, True, True),
-        ("no call, 1 < 2", False, True),
-        ("", False, True),
-        (ONE + ONE, False, False),
-        (ONE + " and", False, False),
-        ("<tool_call>{", False, True),
-    ],
-)
-def test_calls_that_may_not_be_parallel_are_one(engine, text, ends, fits):
-    """The grammar takes a text up to its first call, behind which only its end may come."""
-    tools = tools_of(parallel_tool_calls=False)
-    assert (tools.offered, tools.grammars()) == ([TOOL], [AT_MOST_ONE])
-    assert followed(engine, AT_MOST_ONE, text) == (fits, ends)
+@pytest.mark.parametrize("parallel", [True, False])
+def test_of_calls_that_may_not_be_parallel_the_first_is_given(parallel):
+    form = AnswerFormat(False, False, {"f": None})
+    said = message_of(f"so {ONE}\n{ONE}{ONE}", form, parallel_tool_calls=parallel)
+    assert (said["message"]["content"], said["finish_reason"]) == ("so ", "tool_calls")
+    assert len(said["message"]["tool_calls"]) == (3 if parallel else 1)
 
 
 PIECES = [

@@ -56,18 +56,16 @@ def without_ids(value: Any) -> Any:
 
 def test_a_response_is_a_chats_answer(engine):
     more = {"instructions": "a", "input": [{"role": "user", "content": [{"type": "input_text", "text": "A"}]}]}
-    found = call(engine, ASKED | more | {"metadata": {"k": "v"}, "top_logprobs": 2}).json()
+    found = call(engine, ASKED | more | {"metadata": {"k": "v"}}).json()
     Response.model_validate(found)
     messages = [{"role": "system", "content": "a"}, {"role": "user", "content": "A"}]
     chat = call(
-        engine,
-        {"model": "toy", "messages": messages, "temperature": 0, "max_tokens": 8, "logprobs": True, "top_logprobs": 2},
-        "/v1/chat/completions",
+        engine, {"model": "toy", "messages": messages, "temperature": 0, "max_tokens": 8}, "/v1/chat/completions"
     ).json()
     (choice,) = chat["choices"]
     (item,) = found["output"]
     assert text_of(found) == choice["message"]["content"]
-    assert item["content"][0]["logprobs"] == choice["logprobs"]["content"]
+    assert item["content"][0]["logprobs"] == []
     assert (found["status"], found["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert (found["instructions"], found["metadata"], found["store"]) == ("a", {"k": "v"}, False)
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
@@ -79,7 +77,7 @@ def test_a_response_is_a_chats_answer(engine):
 def test_a_stream_has_the_events_that_clients_wait_for_and_ends_with_the_whole(engine):
     schema = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
     form = {"format": {"type": "json_schema", "name": "n", "schema": schema, "strict": True}}
-    body = ASKED | {"text": form, "max_output_tokens": 30, "top_logprobs": 1}
+    body = ASKED | {"text": form, "max_output_tokens": 30}
     events = streamed(engine, body)
     kinds = [event["type"].removeprefix("response.") for event in events]
     deltas = [event for event in events if event["type"] == "response.output_text.delta"]
@@ -98,9 +96,6 @@ def test_a_stream_has_the_events_that_clients_wait_for_and_ends_with_the_whole(e
     assert kinds[-1] == last["status"] == "completed"
     assert json.loads(text_of(last))["n"] in (1, 2)
     assert "".join(event["delta"] for event in deltas) == text_of(last)
-    (part,) = last["output"][0]["content"]
-    assert [entry for event in deltas for entry in event["logprobs"]] == part["logprobs"]
-    assert len(part["logprobs"]) + 1 >= last["usage"]["output_tokens"]
     assert without_ids(last) == without_ids(call(engine, body).json())
 
 
@@ -118,7 +113,7 @@ def test_a_stream_has_the_events_that_clients_wait_for_and_ends_with_the_whole(e
         ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
          '`input`: expected content of text alone, found a part of type "input_image" at place 0'),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "found no `call_id` at place 0"),
-        ({"input": "A" * 1000}, "input: expected text within the context of 64 tokens"),
+        ({"input": "A" * 70_000}, "input: expected text within the context of 64 tokens"),
         ({"input": [{"role": "user", "content": "A"}] * 65}, "expected at most 64 messages, found 65"),
         ({"max_output_tokens": 0}, "found 0"),
         ({"store": True}, "this server keeps no answers"),
@@ -127,7 +122,7 @@ def test_a_stream_has_the_events_that_clients_wait_for_and_ends_with_the_whole(e
         ({"conversation": "c"}, "this server keeps no answers"),
         ({"background": True}, "expected it left out or false, found true"),
         ({"include": ["file_search_call.results"]},
-         'a list of "message.output_text.logprobs" and "reasoning.encrypted_content" at most'),
+         'a list of "reasoning.encrypted_content" at most'),
         ({"text": {"format": {"type": "xml"}}},
          '`text`: expected a type of text, json_object or json_schema, found "xml"'),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "`text`: expected a json_schema with a schema"),
@@ -137,7 +132,7 @@ def test_a_stream_has_the_events_that_clients_wait_for_and_ends_with_the_whole(e
         ({"reasoning": {"effort": "huge"}}, "expected an object with an effort, and at most"),
         ({"max_tokens": 3}, "expected one of the fields "),
         ({"n": 2}, "expected one of the fields "),
-        ({"top_logprobs": 21}, "found 21"),
+        ({"top_logprobs": 2}, "expected it left out or 0, found 2: not supported here"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_done_is_refused_by_name(engine, change, found):

@@ -50,9 +50,8 @@ def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ({"tool_choice": "required"}, '`tool_choice`: expected "auto" or "none" beside `{}`, found "re'),
-        ({"tool_choice": NAMED}, '`tool_choice`: expected "auto" or "none" beside `{}`, found {{"type'),
-        ({"parallel_tool_calls": False}, "`parallel_tool_calls`: expected true beside `{}`, f"),
+        ({"tool_choice": "required"}, '`tool_choice`: expected "auto" or "none" with `{}`, found "re'),
+        ({"tool_choice": NAMED}, '`tool_choice`: expected "auto" or "none" with `{}`, found {{"type'),
     ],
 )
 def test_calls_that_have_to_be_made_are_refused_beside_another_form(engine, prompted, guide, choice, message):
@@ -64,7 +63,7 @@ def test_calls_that_have_to_be_made_are_refused_beside_another_form(engine, prom
     assert caught.value.message.startswith(message.format(*guide))
 
 
-@pytest.mark.parametrize("choice", [{}, {"tool_choice": "none"}, {"tool_choice": "none", "parallel_tool_calls": False}])
+@pytest.mark.parametrize("choice", [{}, {"tool_choice": "none"}, {"parallel_tool_calls": False}])
 def test_calls_that_need_not_be_made_are_taken_beside_another_form(engine, prompted, choice):
     prompted("A")
     assert grammar_of(chat(SAID | TOOLS | FORM | choice, engine, "toy")).kind == "json"
@@ -82,7 +81,6 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
         ({"structured_outputs": {"grammar": 'start: before\nbefore: "left" | /x[}]/'}}, "x}", "right"),
         (TOOLS | {"tool_choice": "required"}, CALL, "so"),
         (TOOLS | {"tool_choice": NAMED}, CALL, '<tool_call>\n{"name": "g"'),
-        (TOOLS | {"parallel_tool_calls": False}, CALL, CALL + CALL),
     ],
 )
 def test_a_grammar_begins_behind_the_thought_that_the_template_began(engine, prompted, fields, answer, wrong, blanks):
@@ -156,17 +154,6 @@ def test_a_call_ends_at_a_mark_outside_of_strings_and_what_is_none_stays_as_it_w
             found += parser.push(text[at : at + size], last=at + size >= len(text))
         assert "".join(said for kind, said in found if kind == "content") == content
         assert [json.loads(made["function"]["arguments"]) for kind, made in found if kind == "tool_calls"] == calls
-
-
-def test_the_one_call_that_may_be_made_ends_at_a_mark_outside_of_strings(engine, prompted):
-    """The grammar ended the answer within the string."""
-    prompted("A")
-    call = chat(SAID | TOOLS | {"parallel_tool_calls": False}, engine, "toy")
-    assert followed(engine, grammar_of(call), "so " + MARKED) == (True, True)
-    assert followed(engine, grammar_of(call), MARKED + " ") == (False, False)
-    assert followed(engine, grammar_of(call), BROKEN + " and") == (True, False)
-    (made,) = message_of(call, "so " + MARKED)["tool_calls"]
-    assert json.loads(made["function"]["arguments"]) == {"a": 'x"</tool_call> <tool_call>'}
 
 
 @pytest.mark.parametrize(

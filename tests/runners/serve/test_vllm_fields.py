@@ -86,19 +86,6 @@ def test_special_tokens_have_a_text_where_they_are_not_skipped(engine):
     )
 
 
-def test_a_prompt_is_cut_to_its_last_tokens(engine):
-    alone = stopped(engine, prompt=[9, 7])
-    for body in ({"prompt": [5, 9, 7], "truncate_prompt_tokens": 2}, {"prompt": [9, 7], "truncate_prompt_tokens": 5}):
-        assert stopped(engine, **body)["token_ids"] == alone["token_ids"]
-    context = engine.limits.context
-    answer = asked(engine, COMPLETIONS, LONG | {"prompt": [5] * (context - 1), "truncate_prompt_tokens": -1})
-    assert answer["usage"]["prompt_tokens"] == context - 1
-    for wrong in (0, -2, "a"):
-        answer = call(engine, COMPLETIONS, LONG | {"truncate_prompt_tokens": wrong})
-        assert answer.status_code == 400
-        assert "`truncate_prompt_tokens`: expected -1 or a whole number from 1" in answer.json()["error"]["message"]
-
-
 def test_a_top_k_of_minus_1_keeps_all_tokens(engine):
     bodies = [LONG | {"temperature": 1.0, "seed": 3, "top_k": top_k} for top_k in (-1, 0)]
     first, second = (asked(engine, COMPLETIONS, body)["choices"] for body in bodies)

@@ -3,11 +3,9 @@
 import json
 import random
 import threading
-import unicodedata
 
 import pytest
 import tokenizers
-from tokenizers import normalizers, pre_tokenizers
 from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
 from tokenizers.models import WordLevel
 
@@ -189,51 +187,6 @@ def test_no_tokenizer_is_refused_by_purpose(tmp_path):
     assert files.eos_token_ids() == {7}
     with pytest.raises(RequestError, match="text in: expected an artifact with a tokenizer, found none"):
         files.tokenizer("text in")
-
-
-def test_a_text_has_no_fewer_tokens_than_its_bytes_over_the_longest(tokenizer, data):
-    assert tokenizer.longest == len("<|startoftext|>")
-    assert len(tokenizer.encode("<|startoftext|>" * 50)) == 50
-    changed = tokenizers.Tokenizer.from_str(data)
-    changed.normalizer = normalizers.NFC()
-    composing = Tokenizer(changed.to_str().encode())
-    assert composing.longest == 4 * tokenizer.longest
-    shrinking = "\u1fbe\u0308\u0301"
-    assert (len(shrinking.encode()), len(unicodedata.normalize("NFC", shrinking).encode())) == (7, 2)
-    rng = random.Random(0)
-    for pieces_of in ("ab é日🎉", ["<|startoftext|>", " the", "\u1fbe\u0308\u0301", "\u1112\u1161\u11ab"]):
-        text = "".join(rng.choices(pieces_of, k=500))
-        for each in (tokenizer, composing):
-            assert len(each.encode(text)) * each.longest >= len(text.encode())
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda own: setattr(own, "normalizer", normalizers.Strip()),
-        lambda own: setattr(own, "pre_tokenizer", pre_tokenizers.WhitespaceSplit()),
-        lambda own: setattr(own, "pre_tokenizer", None),
-        lambda own: setattr(
-            own,
-            "pre_tokenizer",
-            pre_tokenizers.Sequence([pre_tokenizers.Split(" ", "removed"), pre_tokenizers.ByteLevel()]),
-        ),
-        lambda own: own.add_tokens([tokenizers.AddedToken("<left>", lstrip=True)]),
-        lambda own: setattr(own, "model", tokenizers.models.BPE({"a": 0}, [])),
-        lambda own: setattr(own, "model", tokenizers.models.WordLevel({"a": 0}, unk_token="a")),
-    ],
-)
-def test_where_a_token_may_stand_for_any_text_it_has_no_longest(data, change):
-    changed = tokenizers.Tokenizer.from_str(data)
-    change(changed)
-    assert Tokenizer(changed.to_str().encode()).longest is None
-
-
-def test_a_tokenizer_that_splits_without_loss_has_a_longest_token(tokenizer, data):
-    changed = tokenizers.Tokenizer.from_str(data)
-    parts = [pre_tokenizers.Split(" ", "isolated"), pre_tokenizers.Digits(), pre_tokenizers.ByteLevel()]
-    changed.pre_tokenizer = pre_tokenizers.Sequence(parts)
-    assert Tokenizer(changed.to_str().encode()).longest == tokenizer.longest
 
 
 def test_other_threads_run_while_a_text_is_tokenized(tokenizer):
