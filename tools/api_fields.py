@@ -4,8 +4,7 @@ import json
 import re
 from pathlib import Path
 
-from ling3export.runners.serve.chat import ChatBody
-from ling3export.runners.serve.completions import CompletionsBody
+from ling3export.runners.serve.generation import ChatBody, CompletionsBody
 from ling3export.runners.serve.responses import STORED, ResponsesBody
 from ling3export.runners.serve.schema import LABELS, GenerationBody, StreamOptions
 

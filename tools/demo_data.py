@@ -11,7 +11,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE
-from ling3export.runners.text.chat import ChatTemplate
+from ling3export.runners.text.tokenizer import ChatTemplate
 from tools.demo_problems import SEED, SHOTS, Problem, Problems, text, value
 
 END_ID = 0

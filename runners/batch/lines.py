@@ -9,7 +9,7 @@ from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.engine.validation import SEEDS
 from ling3export.runners.serve.app import GENERATING
-from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.generation import GenerationCall
 from ling3export.runners.serve.schema import ApiError, refusal
 
 if TYPE_CHECKING:

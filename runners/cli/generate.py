@@ -17,8 +17,8 @@ from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.engine.validation import TOP_LOGPROBS, token_ids
 from ling3export.runners.hosts.rendezvous import announced
-from ling3export.runners.text.chat import check_messages
 from ling3export.runners.text.grammar import Grammar
+from ling3export.runners.text.tokenizer import check_messages
 
 Prompt = str | tuple[int, ...] | list[dict[str, Any]]
 FIELDS = ("prompt", "prompt_ids", "messages")

@@ -18,8 +18,7 @@ from ling3export.runners.engine.score import Score, Text, check_cells, pair_ids,
 from ling3export.runners.engine.validation import token_ids
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.load.loader import say
-from ling3export.runners.text.chat import Message
-from ling3export.runners.text.tokenizer import TokenizerFiles
+from ling3export.runners.text.tokenizer import Message, TokenizerFiles
 
 if TYPE_CHECKING:
     from ling3export.runners.state.prefix_cache import Event

@@ -26,8 +26,7 @@ from ling3export.runners.engine.handle import (
     RequestHandle,
 )
 from ling3export.runners.engine.request import Completion, Logprobs
-from ling3export.runners.serve.chat import ChatBody
-from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.generation import ChatBody, GenerationCall
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.schema import ApiError, StreamOptions
 from ling3export.runners.text.answer import REASONING, TEXT, TOOL, AnswerParser

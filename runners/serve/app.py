@@ -25,8 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ling3export.foundation.threads import failures
 from ling3export.runners.engine.handle import QueueFull, RequestFailed
 from ling3export.runners.serve.answers import Answer, ChoicesAnswer, Stream, event, release, stopped, unless_left
-from ling3export.runners.serve.chat import chat
-from ling3export.runners.serve.completions import GenerationCall, completions, may_have_grammar
+from ling3export.runners.serve.generation import GenerationCall, chat, completions, may_have_grammar
 from ling3export.runners.serve.messages import MessagesAnswer, MessagesBody, count_tokens
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody

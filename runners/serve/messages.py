@@ -10,8 +10,7 @@ from pydantic import Field
 from ling3export.foundation.errors import shown
 from ling3export.runners.engine.handle import RequestDelta
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.serve.chat import check_messages
-from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.generation import GenerationCall, check_messages
 from ling3export.runners.serve.schema import CHOICES, COUNT, MESSAGES, ApiError, refusal, validated
 from ling3export.runners.serve.tokenize import tokenize
 from ling3export.runners.serve.translation import Event, TranslatedAnswer, TranslatedBody

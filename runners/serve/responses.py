@@ -13,8 +13,7 @@ from pydantic_core import PydanticCustomError
 from ling3export.foundation.errors import shown
 from ling3export.runners.engine.handle import RequestDelta
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.serve.chat import ChatBody
-from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.generation import ChatBody, GenerationCall
 from ling3export.runners.serve.schema import (
     CHOICES,
     LABELS,

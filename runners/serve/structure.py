@@ -33,7 +33,7 @@ from ling3export.runners.text.answer import (
 from ling3export.runners.text.grammar import AS_WRITTEN, LARGEST, Grammar
 
 if TYPE_CHECKING:
-    from ling3export.runners.serve.chat import ChatBody
+    from ling3export.runners.serve.generation import ChatBody
 
 OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")  # of vLLM's `structured_outputs`
 DEPTH = 64  # objects and lists within each other that a schema may have

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import Field
 
 from ling3export.foundation.errors import shown
-from ling3export.runners.serve.chat import Messages, conversation
-from ling3export.runners.serve.completions import refusing
+from ling3export.runners.serve.generation import Messages, conversation, refusing
 from ling3export.runners.serve.schema import ApiError, Flag, Ids, ModelBody, TemplateBody, refusal, validated
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from pydantic import ConfigDict
 from ling3export.runners.engine.handle import RequestDelta
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import Answer, ChoicesAnswer
-from ling3export.runners.serve.chat import chat, check_messages
-from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.generation import GenerationCall, chat, check_messages
 from ling3export.runners.serve.schema import CHOICES, ApiError, ModelBody, validated
 from ling3export.runners.text.answer import TOOL
 

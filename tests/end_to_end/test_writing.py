@@ -40,7 +40,7 @@ EXECUTERS = {
     "machine.portable": "portable programs",
     "machine.untouched": "a function of the system",
     "artifacts.staging": "a function of the system",
-    "runners.text.chat": "templates, in jinja2's sandbox, in a process that can be ended",
+    "runners.text.tokenizer": "templates, in jinja2's sandbox, in a process that can be ended",
 }
 EXECUTING = {"deserialize_executable", "deserialize_portable_artifact", "deserialize", "CDLL", "from_string"}
 

@@ -26,7 +26,7 @@ from ling3export.machine.verdict import Verdict, VerdictStatus, measuring
 from ling3export.report.inspect import describe
 from ling3export.runners.load import recompile
 from ling3export.runners.load.loader import calls_measured
-from ling3export.runners.text import chat
+from ling3export.runners.text import tokenizer as chat
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.verify.measure import measure_target
 from ling3export.verify.verify import check_digests

@@ -12,12 +12,11 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy
-from ling3export.runners.serve.chat import ChatBody, chat, conversation
-from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.generation import ChatBody, GenerationCall, chat, conversation
 from ling3export.runners.serve.responses import ResponsesBody
 from ling3export.runners.serve.schema import ApiError, validated
-from ling3export.runners.text.chat import ChatTemplate
 from ling3export.runners.text.grammar import LARGEST
+from ling3export.runners.text.tokenizer import ChatTemplate
 from tests.support.matching import drawn, followed
 from tests.support.serving import asked, prompting
 
@@ -127,6 +126,17 @@ def test_earlier_thoughts_calls_and_results_go_back_in(thought):
     ]
     body = {"model": "toy", "instructions": "be brief", "input": items}
     assert rendered(ResponsesBody, body) == rendered(ChatBody, {"model": "toy", "messages": messages[:-1]})
+
+
+def test_two_turns_without_thinking_are_written_as_the_first_was():
+    """Byte by byte: the second prompt begins with the first one and its answer, so the prefix cache has them."""
+    fields = {"chat_template_kwargs": {"enable_thinking": False}}
+    first = rendered(ChatBody, SAID | fields)
+    turns = [*SAID["messages"], {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]
+    assert rendered(ChatBody, SAID | fields | {"messages": turns}) == (
+        f"{first}B<|role_end|><role>HUMAN</role>C<|role_end|><role>ASSISTANT</role>\n<think></think>"
+    )
+    assert "detailed thinking off" in first and first.endswith("<think></think>")
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,10 @@ from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve import structure
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy
-from ling3export.runners.serve.chat import ChatBody, conversation
-from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, seed_of
+from ling3export.runners.serve.generation import ChatBody, CompletionsBody, GenerationCall, conversation, seed_of
 from ling3export.runners.serve.schema import ApiError, validated
 from ling3export.runners.text.answer import AnswerFormat, AnswerParser
-from ling3export.runners.text.chat import ChatTemplate
+from ling3export.runners.text.tokenizer import ChatTemplate
 from tests.support import serving
 from tests.support.choosing import greedy, log_softmax, most_likely
 from tests.support.toy_artifact import logits
@@ -339,7 +338,12 @@ PIECES = [
         {"content": None, "tool_calls": [("add", "{}"), ("add", '{"a": "é"}')]},
     ),
     ('<tool_call>{"name": "rm"}</tool_call>', False, {"content": None, "tool_calls": [("rm", "{}")]}),
-    ('<tool_call>{"name": "add"', False, {"content": '<tool_call>{"name": "add"'}),
+    ('<tool_call>{"name": "add"', False, {"content": '<tool_call>{"name": "add"'}),  # cut: never a call of {}
+    (
+        'so <tool_call>{"name": "add", "arguments": {}}</tool_call> and on',
+        False,
+        {"content": "so  and on", "tool_calls": [("add", "{}")]},
+    ),
 ]
 
 

@@ -20,8 +20,7 @@ from ling3export.runners.engine.request import BYTES_A_TOKEN, Request
 from ling3export.runners.engine.sequence import SequenceOutput
 from ling3export.runners.serve.answers import ChoicesAnswer, events
 from ling3export.runners.serve.app import Policy
-from ling3export.runners.serve.chat import ChatBody, chat
-from ling3export.runners.serve.completions import CompletionsBody, GenerationCall, completions
+from ling3export.runners.serve.generation import ChatBody, CompletionsBody, GenerationCall, chat, completions
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.run import api_key
 from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, parse, validated

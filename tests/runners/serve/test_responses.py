@@ -13,8 +13,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.handle import RequestDelta
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.app import Policy
-from ling3export.runners.serve.chat import ChatBody
-from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.generation import ChatBody, GenerationCall
 from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ApiError, validated
 from ling3export.runners.text.answer import AnswerFormat

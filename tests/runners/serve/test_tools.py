@@ -7,8 +7,7 @@ import pytest
 
 from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve.answers import ChoicesAnswer
-from ling3export.runners.serve.chat import ChatMessage, chat, conversation
-from ling3export.runners.serve.completions import GenerationCall
+from ling3export.runners.serve.generation import ChatMessage, GenerationCall, chat, conversation
 from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ApiError
 from ling3export.runners.text.answer import AnswerFormat, AnswerParser

@@ -12,8 +12,7 @@ from ling3export.foundation.errors import ArtifactError, RequestError
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.engine.validation import generation_defaults
-from ling3export.runners.serve.chat import chat
-from ling3export.runners.serve.completions import completions
+from ling3export.runners.serve.generation import chat, completions
 from ling3export.runners.serve.responses import ResponsesBody
 from tests.runners.serve.test_fields import CHAT, COMPLETIONS, IDS, POLICY, SAID, asked, call, chunks
 from tests.support import serving

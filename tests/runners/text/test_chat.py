@@ -6,9 +6,8 @@ import pytest
 
 from ling3export.artifacts.manifest import file_record
 from ling3export.foundation.errors import ArtifactError, RequestError
-from ling3export.runners.text import chat
-from ling3export.runners.text.chat import ChatTemplate
-from ling3export.runners.text.tokenizer import TokenizerFiles
+from ling3export.runners.text import tokenizer as chat
+from ling3export.runners.text.tokenizer import ChatTemplate, TokenizerFiles
 from tests.support.short_chats import write_short
 
 EOS = 2044
