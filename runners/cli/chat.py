@@ -32,7 +32,7 @@ Ctrl-C ends an answer, Ctrl-D the conversation."""
 
 
 class Conversation:
-    """What was said so far, and an engine that goes on with it.
+    """The messages so far, and an engine that answers the next one.
 
     Args:
         engine: Its artifact has a chat template.

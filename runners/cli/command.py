@@ -29,7 +29,7 @@ _EVERYTHING = f"{__name__}.everything"  # in a context's meta: help shows the op
 def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a command print a Ling3Error as message and hint on stderr, without a traceback, and exit with its code.
 
-    What the system refuses (a full disk behind stdout, a name that is too long) is printed, too, and exits with 1.
+    Errors of the system (a full disk, a name that is too long) are printed, too, and exit with 1.
     """
 
     @wraps(command)

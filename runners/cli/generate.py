@@ -77,7 +77,7 @@ def _ids(text: str) -> tuple[int, ...]:
     click.option(
         "--logprobs",
         type=click.IntRange(0, int(TOP_LOGPROBS.high)),
-        help="With --json: how likely each token and so many of the likeliest were.",
+        help="With --json: the log-probability of each token and of this number of the likeliest.",
     ),
     click.option(
         "--logits",
@@ -85,7 +85,7 @@ def _ids(text: str) -> tuple[int, ...]:
         metavar="OUT.npz",
         help="Write tokens [n] and the logits [n, vocab] that they were taken from.",
     ),
-    click.option("--save", type=PATH, metavar="FILE", help="Write one answer and the state behind it, for --resume."),
+    click.option("--save", type=PATH, metavar="FILE", help="Write one answer and the state after it, for --resume."),
     click.option("--force", is_flag=True, help="Replace OUT.npz or FILE if it is there."),
     click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
 )
@@ -253,7 +253,7 @@ def _read(path: Path, what: str) -> str:
 
 
 def line_names(path: Path, count: int) -> list[str]:
-    """What messages call the lines of a prompt file, counted from 1."""
+    """The names of a prompt file's lines in errors, counted from 1."""
     return [f"prompt file `{path}` line {number}" for number in range(1, count + 1)]
 
 

@@ -70,11 +70,11 @@ def field_option(
     Args:
         config: A dataclass, whose default the option has.
         name: The field; the option has its name, with dashes.
-        kind: What the option takes.
-        text: What it does. Where it ends with "  [default: …]", that is shown in the place of the default.
+        kind: The type of its value.
+        text: Its help. Where that ends with "  [default: …]", that is shown in the place of the default.
         default: A default for one command, in the place of the field's.
         flag: The option's name where it is not the field's.
-        settings: What else click is told of the option.
+        settings: Other arguments of ``click.option``.
     """
     if default is not ...:
         text = text.partition("  [default: ")[0]
@@ -86,13 +86,7 @@ def field_option(
 
 
 class _Flag(NamedTuple):
-    """The option of a field of EngineConfig, which has the field's name and default.
-
-    Attributes:
-        kind: What the option takes.
-        text: What it does.
-        settings: What else click is told of it.
-    """
+    """The option of a field of EngineConfig, which has the field's name and default; see ``field_option``."""
 
     kind: Any
     text: str
@@ -219,7 +213,7 @@ def _prefix_folder_of(options: dict[str, Any]) -> PrefixFolder | None:
 
 
 def _transfer_of(options: dict[str, Any]) -> Transfer | None:
-    """What the options of Transfer say; None without ``--transfer``.
+    """The ``Transfer`` of its options; None without ``--transfer``.
 
     Raises:
         RequestError: A role without a carrier.

@@ -1,1 +1,1 @@
-"""A router before servers that prefill, servers that decode, and servers that do both."""
+"""A router before servers for prefill, for decode, and for both."""

@@ -46,7 +46,7 @@ LEFT = 499  # the status for a client that left: only the metrics show it
 
 @dataclass(frozen=True)
 class Policy:
-    """What a server takes, and for whom."""
+    """Limits, names and defaults of a server."""
 
     model: str  # the name that the artifact is served under
     api_key: str | None  # of every call but those of /health and of the page; None if calls need none
@@ -317,7 +317,7 @@ def _crossing(app: ASGIApp, policy: Policy) -> ASGIApp:
 
 
 def _misframed(scope: Scope, headers: Headers) -> ApiError | None:
-    """The refusal of a request whose end others may see elsewhere (RFC 9112, 6.1); nothing behind it is read."""
+    """The refusal of a request whose end others may see elsewhere (RFC 9112, 6.1). The server reads no further."""
     if "transfer-encoding" not in headers or ("content-length" not in headers and scope["http_version"] != "1.0"):
         return None
     beside = "`Content-Length` beside it" if "content-length" in headers else "HTTP/1.0"

@@ -1,4 +1,4 @@
-"""The settings of a server beside those of its engine."""
+"""The settings of a server, apart from those of its engine."""
 
 import re
 from dataclasses import dataclass

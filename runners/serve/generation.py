@@ -87,26 +87,18 @@ class CompletionsBody(GenerationBody):
 
 @dataclass(frozen=True)
 class GenerationCall:
-    """A call that generates, checked.
-
-    Attributes:
-        requests: ``body.n`` for each prompt, in order, unless nothing is to be generated; then those that score.
-        prompts: Token ids of each prompt.
-        tokenizer: None where the artifact has none.
-        echo: The text of each prompt, to stand before its choices; None where it is not requested.
-        scores: Number of requests that score a prompt's tokens.
-        format: The marks of thoughts and calls in an answer's text; None where all of it is content.
-        outer: The body in another protocol, of which ``body`` is the translation.
-    """
+    """A call that generates, checked."""
 
     body: GenerationBody
-    requests: list[Request]
-    prompts: tuple[tuple[int, ...], ...]
+    requests: list[
+        Request
+    ]  # ``body.n`` for each prompt, in order, if something is to be generated; then those that score
+    prompts: tuple[tuple[int, ...], ...]  # token ids
     tokenizer: "Tokenizer | None" = None
-    echo: tuple[str, ...] | None = None
-    scores: int = 0
-    format: AnswerFormat | None = None
-    outer: Any = None
+    echo: tuple[str, ...] | None = None  # the text of each prompt, to stand before its choices, if it is requested
+    scores: int = 0  # number of requests that score a prompt's tokens
+    format: AnswerFormat | None = None  # marks of thoughts and calls in an answer's text; None where all is content
+    outer: Any = None  # the body in another protocol, from which ``body`` was translated
 
 
 def completions(

@@ -1,4 +1,4 @@
-"""What prompts can hit on a server, published as it changes, in the messages of vLLM's KV events.
+"""Publishes which blocks prompts can hit on a server, in the messages of vLLM's KV events.
 
 A message has three frames: the topic, a number that counts up from 0 (8 bytes, big-endian), and a batch in msgpack:
 ``[time, [event, …], 0]``. An event is a map with its name as ``type``, as vLLM 0.26 writes it; up to 0.23 it was an

@@ -161,7 +161,7 @@ def _watch(engine: Engine, restarts: int, report: Callable[[str], None], left: t
 
 
 def http_server(app: ASGIApp, connections: int, grace: float) -> uvicorn.Server:
-    """A server of ``app`` for at most so many connections at once, which ends as ``serve`` says."""
+    """A server of ``app`` for at most ``connections`` at once, which ends as ``serve`` describes."""
     # The same event loop and the same parser wherever it runs: uvicorn would take others where they are installed.
     config = uvicorn.Config(
         app,

@@ -1,4 +1,4 @@
-"""What bodies of all endpoints share: fields, each checked by its own model, and the error objects that refuse them.
+"""Fields that bodies of all endpoints share, each with its check, and the error objects that refuse them.
 
 A field's description is what the message about a wrong value says that it expected.
 """
@@ -200,7 +200,7 @@ Stops = Annotated[
 
 
 class StreamOptions(JsonObject):
-    """What a stream has beside the pieces of the answer."""
+    """Additions to the pieces of a streamed answer."""
 
     include_usage: Flag = False
     include_obfuscation: Any = None
@@ -281,7 +281,7 @@ class GenerationBody(ModelBody):
 
 
 class TemplateBody(ModelBody):
-    """What bodies take that a chat template makes a text of: see vLLM's chats, which have these fields, too."""
+    """The fields of bodies that go through a chat template; vLLM's chats have them, too."""
 
     chat_template_kwargs: Annotated[dict[str, Any], Field(description="an object")] = {}
     reasoning_effort: Effort = None

@@ -1,4 +1,4 @@
-"""What a body says of the form of its answer: grammars and tools.
+"""The form that a body requests for its answer: grammars and tools.
 
 A call that is forced follows the dialect of the chat template, with arguments as the schemas of tools say.
 """
@@ -90,19 +90,12 @@ def _grammar(kind: str, value: Any, name: str) -> Grammar:
 
 @dataclass(frozen=True)
 class Tools:
-    """What a body says of tools.
+    """The tools of a body."""
 
-    Attributes:
-        offered: What the chat template is given; None where there are none.
-        functions: Those that an answer may call, each with the schema of its arguments.
-        called: Those of which it has to call one; none where it need not.
-        reader: What reads a call, as the template writes it.
-    """
-
-    offered: list[dict[str, Any]] | None = None
-    functions: Mapping[str, Any] = field(default_factory=dict)
-    called: tuple[str, ...] = ()
-    reader: type[Reader] = JsonCall
+    offered: list[dict[str, Any]] | None = None  # for the chat template
+    functions: Mapping[str, Any] = field(default_factory=dict)  # functions that an answer may call, and their schemas
+    called: tuple[str, ...] = ()  # the answer must call one of these, if there are any
+    reader: type[Reader] = JsonCall  # reads a call in the template's dialect
 
     def grammars(self, within: bool = False) -> list[Grammar]:
         """The grammar of an answer that has to call a function, and others to try: that of the values of arguments.
@@ -124,10 +117,7 @@ NO_TOOLS = Tools()
 
 
 def tools(body: "ChatBody", template: str) -> Tools:
-    """What a body says of tools.
-
-    Args:
-        template: The chat template.
+    """The tools of a body, for a chat template.
 
     Raises:
         ApiError: They are malformed, or the template does not write tools in a form that is known here.
@@ -206,7 +196,7 @@ def one_keyed_call(functions: Functions, called: Sequence[str], *, within: bool)
 
     Args:
         functions: The schema of each one's arguments.
-        within: It stands behind a thought that is open, or ends it.
+        within: The call stands after a thought that is open, or ends it.
 
     Raises:
         ApiError: Their schemas are too large or nested too deeply.
@@ -339,7 +329,7 @@ def _forms(schema: Any, root: Any, kinds: frozenset[str], seen: set[str]) -> Ite
 
 
 def _regex(schema: Mapping[str, Any]) -> str:
-    """What a bare text has to match, as a terminal in Lark's form; a `format` is not looked at."""
+    """The terminal of a bare text in Lark's form. A `format` is ignored."""
     terms = []
     if isinstance(pattern := schema.get("pattern"), str):
         before = "" if pattern.startswith("^") else "(?s:.*)"

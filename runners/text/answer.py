@@ -1,7 +1,7 @@
 """An answer's text: what of it is content, what a thought, and what the call of a tool, in two dialects.
 
-A reader of calls takes the text after the mark that opens a call, as it grows. It says where the call ends once that is
-certain and not before, so nothing that was said of a text is ever taken back.
+A reader of calls takes the text after the mark that opens a call, as it grows. It returns the end of the call once
+that is certain, so no part of an answer is ever taken back.
 """
 
 import json
@@ -37,15 +37,10 @@ class Call(NamedTuple):
 
 
 class Read(NamedTuple):
-    """What a text behind an opening mark is.
+    """A call, or a text that looked like one."""
 
-    Attributes:
-        end: Characters that belong to it.
-        call: The call; None where it is none, and all of it is text.
-    """
-
-    end: int
-    call: Call | None
+    end: int  # characters after the opening mark that belong to it
+    call: Call | None  # None where all of it is text
 
 
 class JsonCall:
@@ -60,10 +55,10 @@ class JsonCall:
         self._in_string = False  # at that place
 
     def read(self, text: str, last: bool) -> Read | None:
-        """What the text is; None while that is open. Each character is looked at once.
+        """The call, or a text; None while that is open. Each character is looked at once.
 
         Args:
-            text: What stands behind the opening mark, so far.
+            text: The text after the opening mark, so far.
             last: Nothing follows.
         """
         if (end := self._end(text)) is not None and (call := _json_call(text[:end])) is not None:
@@ -104,8 +99,8 @@ def _json_call(text: str) -> Call | None:
 class KeyedCall:
     """Reads a name and then pairs of marked keys and values, as Ling-3's templates write them.
 
-    Between the parts stands any white space. A value ends at the first closing mark behind which a key or the end of
-    the call follows; any other mark in it is text. A string is written bare: what a value is follows from its schema.
+    Between the parts stands any white space. A value ends at the first closing mark before a key or the end of
+    the call; any other mark in it is text. A string is written bare: what a value is follows from its schema.
     One that is JSON and no string does not end within a string of its own, where that comes to an end.
 
     Args:
@@ -117,7 +112,7 @@ class KeyedCall:
         self._steps = self._run()
 
     def read(self, text: str, last: bool) -> Read | None:
-        """What the text is; the arguments are those of ``JsonCall.read``."""
+        """As ``JsonCall.read``."""
         self._text, self._last = text, last
         try:
             next(self._steps)
@@ -168,7 +163,7 @@ class KeyedCall:
         return at, Call(name[1], f"{{{', '.join(pairs)}}}") if mark else None
 
     def _mark(self, at: int, marks: tuple[str, ...] = (KEY, CALLED)) -> Generator[None, None, tuple[str, int]]:
-        """The mark that stands behind white space, and its end; where none does, an empty one and where it breaks."""
+        """The mark after white space, and its end; where there is none, an empty mark and the place."""
         while True:
             blanks = BLANKS.match(self._text, at)
             at = at if blanks is None else blanks.end()
@@ -192,7 +187,7 @@ Reader = JsonCall | KeyedCall
 
 
 def reader_of(template: str) -> type[Reader]:
-    """What reads the calls of a model: its chat template writes earlier ones as the model does."""
+    """The reader of a model's calls: its chat template writes earlier calls as the model does."""
     return KeyedCall if KEY in template else JsonCall
 
 
@@ -254,7 +249,7 @@ def kinds_of(schema: object, root: object, seen: dict[int, frozenset[str]] | Non
     Args:
         schema: Nothing of it has been checked.
         root: The document in which its references are looked up.
-        seen: What was found of schemas that were looked at, each once: there may be circles, and many ways to each.
+        seen: Types of the schemas that were read, each once: there may be circles, and many ways to each.
     """
     if not isinstance(schema, dict):
         return KINDS
@@ -284,7 +279,7 @@ def listed(schema: dict[str, Any], *names: str) -> list[Any]:
 
 
 def resolved(schema: dict[str, Any], root: object) -> object:
-    """What the reference of a schema leads to within its document; True, which takes anything, where it has none."""
+    """The target of a schema's reference within its document; True, which takes anything, where it has none."""
     reference = schema.get("$ref")
     if not isinstance(reference, str) or not reference.startswith("#"):
         return True
@@ -299,18 +294,11 @@ def resolved(schema: dict[str, Any], root: object) -> object:
 
 @dataclass(frozen=True)
 class AnswerFormat:
-    """Which marks an answer's text has.
+    """The marks that an answer's text has."""
 
-    Attributes:
-        thinks: Whether thoughts stand between marks.
-        within: Whether the answer begins within a thought.
-        functions: Those that it may call, each with the schema of its arguments.
-        reader: What reads a call.
-    """
-
-    thinks: bool
-    within: bool
-    functions: Functions = field(default_factory=dict)
+    thinks: bool  # whether thoughts stand between marks
+    within: bool  # whether the answer begins within a thought
+    functions: Functions = field(default_factory=dict)  # functions that it may call
     reader: type[Reader] = JsonCall
 
     @classmethod
@@ -321,9 +309,7 @@ class AnswerFormat:
 
         Args:
             template: The chat template.
-            prompt: What it wrote. Where it ends with a closed thought, the answer has none.
-            functions: Those that it may call.
-            reader: What reads a call.
+            prompt: The text that it wrote. Where that ends with a closed thought, the answer has none.
             begun: The prompt ends within an answer, which goes on.
         """
         thinks, end = THOUGHT in template, prompt.rstrip()
@@ -348,13 +334,7 @@ def split_thought(text: str, template: str, prompt: str) -> tuple[str, str]:
 class AnswerParser:
     """Takes the text of one answer apart as it comes, into the same parts in whatever pieces that is.
 
-    White space alone at the begin, between the marks of calls and behind them is no content.
-
-    Args:
-        form: Which marks the text has.
-
-    Attributes:
-        calls: How many calls have ended.
+    Mere white space at the begin, between the marks of calls and after them is no content.
     """
 
     def __init__(self, form: AnswerFormat) -> None:
@@ -366,7 +346,7 @@ class AnswerParser:
         self._begun = False  # whether there was any content
         self._marked = form.within  # whether there was a mark
         self._open = False  # whether a call ended a thought, whose own end may still come
-        self.calls = 0
+        self.calls = 0  # that have ended
 
     @property
     def thinking(self) -> bool:
@@ -377,8 +357,8 @@ class AnswerParser:
         """The parts that are certain now: (``content`` or ``reasoning_content``, text) or (``tool_calls``, call).
 
         Args:
-            text: What came.
-            last: Nothing follows: what was held back is given, too. A call that did not end is text.
+            text: The next piece.
+            last: Nothing follows, so held text is released. A call that did not end is text.
         """
         self._held += text
         parts: list[tuple[str, Any]] = []

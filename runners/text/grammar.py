@@ -1,8 +1,8 @@
-"""Which tokens may come next, where a request says what its text has to be: a JSON schema, a regex or a grammar.
+"""Which tokens may come next, where a text must follow a JSON schema, a regex or a grammar.
 
-llguidance (extra ``structured``) follows the grammar byte by byte and fills a bit mask of tokens. Its work for a token
-is bounded by counted steps and not by time, so that several hosts come to the same end; what it does to compile a
-grammar has no bound, so every new one is compiled in another process first (``trial.py``).
+llguidance (extra ``structured``) follows the grammar byte by byte and fills a bit mask of tokens. Counted steps bound
+its work for a token, so several hosts come to the same end. Nothing bounds the compilation of a grammar, so every new
+one is compiled in another process first (``trial.py``).
 """
 
 import json
@@ -27,17 +27,11 @@ TRIED = 1024  # of the last ones, what their trial said
 
 
 class Grammar(NamedTuple):
-    """What a text has to be.
+    """The form of a text."""
 
-    Attributes:
-        kind: ``json`` (the text of a JSON schema), ``regex`` (Rust's syntax, the whole text matches) or ``lark``.
-        text: The schema, the regex or the grammar.
-        behind: The mark behind which it begins; anything may stand before. Empty where it begins with the text.
-    """
-
-    kind: str
-    text: str
-    behind: str = ""
+    kind: str  # ``json`` (a JSON schema), ``regex`` (Rust's syntax, the whole text matches) or ``lark``
+    text: str  # the schema, the regex or the grammar
+    behind: str = ""  # the grammar begins after this mark; empty where it begins with the text
 
 
 def library() -> str:
@@ -80,7 +74,7 @@ class Grammars:
     Args:
         vocab_size: Token ids of the model are below it.
         eos: Ids that end a text.
-        trial: What ``check`` asks of a grammar before it is compiled here: what is wrong with it, or an empty text.
+        trial: Called by ``check`` before a grammar is compiled here; returns its fault, or an empty text.
 
     Raises:
         RequestError: llguidance is not installed.
@@ -124,7 +118,7 @@ class Grammars:
         return Matcher(self._compiled(grammar).deep_copy())
 
     def follow(self, grammar: Grammar, tokens: int) -> None:
-        """Takes the first tokens of a text, each from the middle of those that may follow.
+        """Takes the first tokens of a text, each from the middle of the allowed ones.
 
         Raises:
             RequestError: For the reasons that ``check`` gives.

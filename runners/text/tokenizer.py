@@ -1,8 +1,8 @@
 """The tokenizer files of an artifact: text in and out, chats and grammars.
 
-A chat template is a program, which runs in jinja2's sandbox. An artifact runs native code, so its template need not be
-held back; what the messages of a request make of it has bounds: its text, its numbers and lists, and its time, which is
-looked at in each turn of a loop and whenever the template reads or calls something.
+A chat template is a program, which runs in jinja2's sandbox. An artifact runs native code, so its template is trusted;
+the messages of a request are not. A rendering has bounds: its text, its numbers and lists, and its time, which is
+checked in each turn of a loop and whenever the template reads or calls something.
 """
 
 import json
@@ -85,13 +85,12 @@ class ChatTemplate:
         """The text of a conversation.
 
         Args:
-            messages: In order.
-            add_generation_prompt: End with what begins an answer.
-            name: What messages of errors call it.
-            tools: Functions that the template is to offer.
-            variables: Others that the template may look at, such as ``enable_thinking``.
-            continue_final_message: End within the last message, behind its content; behind its thought where it has
-                a thought and no content. Nothing is added behind it.
+            add_generation_prompt: End with the begin of an answer.
+            name: The name of the messages in errors.
+            tools: Functions that the template offers.
+            variables: Others that the template may read, such as ``enable_thinking``.
+            continue_final_message: End within the last message, after its content; after its thought where it has a
+                thought and no content.
 
         Raises:
             RequestError: The messages are malformed, the template refuses them, or it does not write the last one.
@@ -272,7 +271,7 @@ class TokenizerFiles:
         """The tokenizer.
 
         Args:
-            purpose: What it is wanted for, as in "text in".
+            purpose: The use of it, as in "text in".
 
         Raises:
             RequestError: The artifact has none.
@@ -310,7 +309,7 @@ class TokenizerFiles:
     def _template_source(self) -> tuple[str, object]:
         """File and content of the chat template: chat_template.jinja, else a field of tokenizer_config.json.
 
-        That field is a text, or a list of named ones of which ``default`` counts.
+        That field is a text, or a list of named ones, where ``default`` counts.
         """
         if TEMPLATE in self._records:
             return TEMPLATE, read_checked(self._folder, self._records[TEMPLATE]).decode(errors="replace")
@@ -349,10 +348,7 @@ class TokenizerFiles:
     def render_chat(self, messages: Sequence[Message], *, name: str = "messages", **options: Any) -> str:
         """The text of a conversation, by the checkpoint's chat template.
 
-        Args:
-            messages: ``[{"role": TEXT, "content": TEXT}, …]``.
-            name: What messages of errors call it.
-            options: The other arguments of ``ChatTemplate.render``.
+        The arguments are those of ``ChatTemplate.render``.
 
         Raises:
             RequestError: The messages are malformed or refused, or the artifact has no chat template.

@@ -1,8 +1,8 @@
 """Tries a grammar in a process of its own, which can be ended: a few bytes of one can take hours and gigabytes.
 
-The grammar of ``{"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}`` has 10^8 states, all of
-which are made before the first token. What a compiled grammar is cannot go from one process to another, so this one
-compiles again what the other has shown to be cheap.
+The grammar of ``{"allOf": [{"type": "integer", "multipleOf": 9973}, {"multipleOf": 9967}]}`` has 10^8 states,
+which are all made before the first token. A compiled grammar cannot go from one process to another, so this process
+compiles it again once the other has shown it to be cheap.
 """
 
 import resource
@@ -25,7 +25,7 @@ TOKENS = 3  # that are taken: some grammars fail behind their first token, which
 
 
 class GrammarBusy(Ling3Error):
-    """As many grammars are tried as may be at once, and none of them has come to an end in time."""
+    """Too many grammars are being tried, and none of the trials has ended in time."""
 
 
 class GrammarTrial:
@@ -46,7 +46,7 @@ class GrammarTrial:
         self._idle: list[tuple[Child, Callable[[], object]]] = []  # each process, with what closes it
 
     def refusal(self, grammar: Grammar) -> str:
-        """What is wrong with a grammar; empty where nothing is.
+        """The fault of a grammar; empty where it has none.
 
         Raises:
             GrammarBusy: No process was free for TURN seconds.

@@ -48,7 +48,7 @@ class TextStream:
         self._restart()
 
     def push(self, token: int, *, watch: bool = True) -> str:
-        """Adds a token; returns the text that is certain now: nothing behind a stop string.
+        """Adds a token; returns the text that is certain now: nothing after a stop string.
 
         Without ``watch`` none ends with this token; one that begins here may end later.
         """

@@ -1,6 +1,5 @@
 """What a connection may cost: deadlines, how many there may be, and that whatever is refused gets an error object."""
 
-import asyncio
 import json
 import socket
 import threading
@@ -95,29 +94,6 @@ def test_a_body_of_too_many_bytes_is_refused(engine, length):
     assert found.startswith(b"HTTP/1.1 413 ") and b'"code": "body_too_large"' in found
 
 
-def test_a_full_server_refuses():
-    """When every connection has a call that runs."""
-    release, running = threading.Event(), threading.Semaphore(0)
-
-    async def app(scope, receive, send):
-        running.release()
-        while not release.is_set():
-            await asyncio.sleep(0.01)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
-        await send({"type": "http.response.body"})
-
-    with serving(app, connections=3) as address, ExitStack() as stack:
-        clients = [stack.enter_context(connected(address, HEALTH)) for _ in range(2)]
-        stack.callback(release.set)
-        assert running.acquire(timeout=LATE) and running.acquire(timeout=LATE)
-        for _ in range(3):
-            with connected(address, HEALTH) as client:
-                assert rest(client).startswith(b"HTTP/1.1 503 ")
-        release.set()
-        for client in clients:
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
-
-
 def test_connections_leave_files_for_everything_else(monkeypatch):
     said: list[str] = []
     monkeypatch.setattr(run, "say", said.append)
@@ -129,29 +105,6 @@ def test_connections_leave_files_for_everything_else(monkeypatch):
 
 
 CHUNKED = HEAD + b"Transfer-Encoding: chunked\r\n\r\n"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x16\x03\x01\x02\r\n\r\n",
-        b"GET /health\r\n\r\n",
-        b"GET /health HTTP/1.1\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost : a\r\n\r\n",
-        b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"a" * 70000,
-        HEAD + b"Content-Length: 5\r\nContent-Length: 6\r\n\r\n",
-        HEAD + b"Content-Length: -1\r\n\r\n",
-        HEAD + b"Transfer-Encoding: gzip, chunked\r\n\r\n",
-        HEAD + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n",
-        CHUNKED + b"-5\r\n",
-    ],
-)
-def test_bytes_that_are_no_request_are_refused(engine, data):
-    with serving(application(engine, POLICY)) as address, connected(address, data) as client:
-        assert rest(client).startswith(b"HTTP/1.1 400 ")
-        with connected(address, HEALTH) as other:
-            assert other.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
 
 
 SMUGGLED = b"0\r\n\r\n" + HEALTH
@@ -170,16 +123,6 @@ def test_two_ends_of_a_body_are_refused(engine, data, found):
     with serving(application(engine, POLICY)) as address, connected(address, data) as client:
         message = f"`Transfer-Encoding`: expected it alone and in HTTP/1.1, found {found}"
         assert refusal(rest(client)) == (400, message, "invalid_http")
-
-
-def test_requests_behind_each_other_are_answered_in_order(engine):
-    with serving(application(engine, POLICY)) as address:
-        with connected(address, CHUNKED + b"2;a=b\r\n{}\r\n0\r\nx: y\r\n\r\n" + HEALTH) as client:
-            found = b""
-            while found.count(b"HTTP/1.1 ") < 2 or not found.endswith(b"}"):
-                found += client.recv(1 << 16)
-        assert b"`prompt`: expected" in found or b"`model`: expected" in found
-        assert found.endswith(b'{"status":"ok"}')
 
 
 def asked(engine: Engine, policy: Policy, path: str = "/v1/models", **headers: str) -> httpx2.Response:

@@ -133,16 +133,6 @@ def test_a_form_that_cannot_be_taken_is_refused_by_its_field(engine, fields, sai
     assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
 
 
-def test_fields_that_ask_for_nothing_are_taken(engine):
-    """Clients send the defaults of vLLM and OpenAI along; each of them was refused."""
-    fields = {
-        "stop_token_ids": [], "include_stop_str_in_output": False, "add_special_tokens": True, "early_stopping": False,
-        "skip_special_tokens": True, "spaces_between_special_tokens": True, "store": True, "top_k": -1,
-    }  # fmt: skip
-    assert stopped(engine, **fields)["token_ids"] == PLAIN
-    assert asked(engine, CHAT, SAID | {"max_tokens": 2} | fields)["choices"]
-
-
 def test_a_message_of_an_answer_is_taken_back_with_its_annotations(engine):
     """OpenAI's clients send what they got: `annotations` is a list there, usually empty; it was refused."""
     said = {"role": "assistant", "content": "B", "annotations": [], "refusal": None, "audio": None}
@@ -165,23 +155,15 @@ def test_generation_config_gives_the_settings_that_a_body_does_not_name(engine):
     assert hot["choices"][0]["token_ids"] != PLAIN
 
 
-def test_a_generation_config_out_of_range_is_refused_by_name():
-    assert generation_defaults({"eos_token_id": 3, "top_p": None}) == {}
+def test_generation_config_is_read_as_vllm_reads_it_and_refused_out_of_range():
+    """vLLM samples whatever `do_sample` says: with false it has temperature 1 where the file names none."""
+    taken = {"temperature": 0.6, "min_p": 0.05, "top_k": 20, "max_new_tokens": 2048}
+    others = {"do_sample": False, "max_length": 9, "eos_token_id": 3, "top_p": None}
+    assert generation_defaults(taken | others) == taken
     with pytest.raises(ArtifactError, match="`top_p`: expected a number above 0, at most 1, found 2"):
         generation_defaults({"top_p": 2})
     with pytest.raises(ArtifactError, match="`max_new_tokens`: expected a whole number from 1"):
         generation_defaults({"max_new_tokens": 0})
-
-
-def test_generation_config_is_read_as_vllm_reads_it():
-    """vLLM samples whatever `do_sample` says: with false it has temperature 1 where the file names none."""
-    given = {"do_sample": False, "temperature": 0.6, "min_p": 0.05, "top_k": 20, "max_new_tokens": 2048}
-    assert generation_defaults(given | {"max_length": 9}) == {
-        "temperature": 0.6,
-        "min_p": 0.05,
-        "top_k": 20,
-        "max_new_tokens": 2048,
-    }
 
 
 @pytest.mark.parametrize(("path", "limit"), [(CHAT, "max_completion_tokens"), (RESPONSES, "max_output_tokens")])
