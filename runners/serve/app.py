@@ -6,7 +6,7 @@ import hashlib
 import hmac
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -30,15 +30,18 @@ from ling3export.runners.serve.messages import MessagesAnswer, MessagesBody, cou
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ELEMENTS, MESSAGES, ApiError, json_response, parse, refused
-from ling3export.runners.serve.states import STATES, state_routes
 from ling3export.runners.serve.tokenize import detokenize, tokenize, tokenizer_info
 from ling3export.runners.text.trial import PROCESSES, GrammarBusy
+from ling3export.runners.transfer.http import PROOF, STATES, HttpStore
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ling3export.runners.engine.engine import Engine
     from ling3export.runners.serve.kv_events import Publisher
 
 PAGE, HEALTH = "/", "/health"
+PIECE = 1 << 20  # bytes of a state that are sent at a time
 SMALL = 1 << 16  # bytes of a body that is read at once
 BODY_SECONDS = 60.0  # from the headers to the end of a body
 LEFT = 499  # the status for a client that left: only the metrics show it
@@ -327,6 +330,47 @@ def _misframed(scope: Scope, headers: Headers) -> ApiError | None:
 
 def _too_large(most: int, size: int) -> ApiError:
     return ApiError(413, f"body: expected at most {most} bytes, found {size} or more", code="body_too_large")
+
+
+def state_routes(store: HttpStore) -> list[Route]:
+    """``GET`` and ``DELETE /v1/states/ID``: another server takes the state of a prompt, or gives it back.
+
+    The shared secret is the key of these calls, not the clients' API key (``runners/transfer/http.py``).
+    """
+
+    async def state(request: Request) -> Response | Any:
+        name = request.path_params["name"]
+        if not store.holds(name, request.method, request.headers.get("authorization", "")):
+            return refused(ApiError(401, "state: the caller does not prove the secret", code="invalid_secret"))
+        proof = {PROOF: store.proof(name)}
+        unknown = refused(ApiError(404, "state: it was taken, given back or never here, or its lease is over"))
+        if request.method == "DELETE":
+            return Response(headers=proof) if store.give_back(name) else unknown
+        if (taken := store.take(name)) is None:
+            return unknown
+        return _StateResponse(*taken, proof)
+
+    return [Route(STATES + "{name}", state, methods=["GET", "DELETE"])]
+
+
+class _StateResponse(StreamingResponse):
+    """The bytes of a state. However the response ends, the state is freed."""
+
+    def __init__(self, memory: "np.ndarray", sent: Callable[[bool], None], headers: Mapping[str, str]) -> None:
+        headers = {**headers, "Content-Length": str(memory.nbytes)}
+        super().__init__(self._pieces(memory.data), headers=headers, media_type="application/octet-stream")
+        self._sent, self._whole = sent, False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._sent(self._whole)
+
+    async def _pieces(self, memory: memoryview) -> AsyncGenerator[memoryview, None]:
+        for at in range(0, len(memory), PIECE):
+            yield memory[at : at + PIECE]
+        self._whole = True
 
 
 def page_routes() -> list[Route]:

@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Request
-from ling3export.runners.serve.states import state_routes
+from ling3export.runners.serve.app import state_routes
 from ling3export.runners.state.layout import CONV, FORMAT, LATENT, RECURRENT, TOKENS, StateLayout
 from ling3export.runners.state.sequence_state import SequenceState, fill
 from ling3export.runners.transfer import folder as folders

@@ -212,7 +212,7 @@ def test_bad_input_ends_with_a_code_and_a_reason(artifact, arguments, code, mess
         ('{"messages": "hello"}', 'found "hello" for messages'),
         ('{"messages": [{"role": "user"}]}', "found no content at place 0"),
         ('{"prompt_ids": "1"}', 'found "1" for prompt_ids'),
-        ('{"prompt_ids": [true]}', "expected token ids, found True at place 0"),
+        ('{"prompt_ids": [true]}', "expected token ids, found true at place 0"),
         ('{"prompt_ids": [320]}', "expected token ids from 0 to 319, found 320 at place 0"),
     ],
 )

@@ -452,7 +452,7 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(engine, mon
         return encode(self, text, special=special)
 
     monkeypatch.setattr(Tokenizer, "encode", noted)
-    most = engine.limits.context * BYTES_A_TOKEN
+    most, policy = engine.limits.context * BYTES_A_TOKEN, replace(POLICY, max_body=5_000_000)
 
     def body(size: int) -> dict[str, Any]:
         if path == COMPLETIONS:
@@ -463,10 +463,10 @@ def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(engine, mon
     name = "prompt" if path == COMPLETIONS else "messages"
     for size in (4_000_000, most - around + 1):
         wanted = f"{name}: expected text within the context of 64 tokens of at most 1024 bytes, found "
-        message, param, _ = refused(call(engine, path, body(size), policy=replace(POLICY, max_body=5_000_000)), 400)
+        message, param, _ = refused(call(engine, path, body(size), policy=policy), 400)
         assert (param, message.partition("\n")[0]) == (name, f"{wanted}{size + around:,} bytes")
     assert tokenized == []
-    message, _, _ = refused(call(engine, path, body(most - around)), 400)
+    message, _, _ = refused(call(engine, path, body(most - around), policy=policy), 400)
     assert f"{name}: expected prompt and answer within the context of 64 tokens, found a prompt of " in message
     assert tokenized == [most]
 
