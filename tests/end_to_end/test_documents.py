@@ -117,7 +117,7 @@ class Reader:
         self.environment["PATH"] = f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         self.environment |= {"HOME": str(folder / "home"), "XDG_DATA_HOME": str(folder / "home")}
         self.swaps = [*SWAPS.get(page, []), ("CHECKPOINT", str(DEMO)), ("8000", str(free_port()))]
-        self.swaps += [("8001", str(free_port())), ("6379", str(free_port()))]
+        self.swaps += [("8001", str(free_port())), ("127.0.0.1:8476", f"127.0.0.1:{free_port()}")]
         for name in GIVEN.get(page, []):
             self.give(name)
 
