@@ -1,8 +1,8 @@
 """Whether a manifest's numbers agree: with each other, and with the sizes of the files that they describe.
 
-Types and bounds of single fields are in `schema`. What passes here can be loaded without looking twice: a pool has the
-rows that its state arrays have, a field ends where the next begins, every program takes the parameters and the state
-that its target has.
+Types and bounds of single fields are in `schema`. A manifest that passes can be loaded without further checks: a pool
+has the rows that its state arrays have, a field ends where the next begins, every program takes the parameters and the
+state that its target has.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

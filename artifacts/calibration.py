@@ -61,7 +61,7 @@ class CellTimes(Record, frozen=True):
 
 
 class Calibration(Record, frozen=True):
-    """What was measured of one target.
+    """Measured times and errors of one target.
 
     Attributes:
         programs: Digest of the target's record in the manifest.

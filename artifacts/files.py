@@ -73,7 +73,7 @@ def open_regular(folder: Path, relative: str, what: str) -> Iterator[BufferedRea
     Args:
         folder: The artifact's folder.
         relative: The file, as the manifest spells it.
-        what: What messages call it.
+        what: Its name in messages.
 
     Raises:
         ArtifactError: The path leaves the folder, the file is missing or cannot be read, or it is something else: a
@@ -92,7 +92,7 @@ def write_error(error: OSError, path: Path, needed: int | None = None) -> Artifa
     """The ArtifactError for a failed write.
 
     Args:
-        error: What the system said.
+        error: The system's error.
         path: The file that was being written.
         needed: Its full size in bytes, where known.
     """
@@ -133,7 +133,7 @@ def user_cache() -> Path:
 
 
 def try_writing(folder: Path) -> None:
-    """Makes a file in ``folder`` and removes it: whether that can be done is told by doing it.
+    """Makes a file in ``folder`` and removes it: only the attempt shows whether the system allows it.
 
     Where the file system allows it, the file has no name, which a kill could leave.
 
@@ -169,7 +169,7 @@ def create(path: Path, mode: int = 0o666) -> int:
 def open_own(path: Path, *, append: bool = False) -> BufferedRandom:
     """A file of this user's that grows over several runs, open to read and to write; a missing one is made.
 
-    Whoever owns the folder may own the file as well: he could put another one in its place, and on some shared file
+    The folder's owner may own the file as well: he could put another one in its place, and on some shared file
     systems all files have one owner.
 
     Args:
@@ -226,7 +226,7 @@ def locked(path: Path, kind: int = fcntl.LOCK_EX, flags: int = os.O_RDWR | os.O_
 
 
 def partial_path(path: Path) -> Path:
-    """A name beside ``path`` that nobody can guess, for what is to take its name."""
+    """A name next to ``path`` that nobody can guess, for what is to take its name."""
     return path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
 
 
@@ -239,7 +239,7 @@ def leftovers(path: Path) -> list[Path]:
 def write_new(path: Path, data: bytes) -> None:
     """Writes a new file into a folder that is to become durable as a whole.
 
-    What has the name is removed first: a link is not written through.
+    An existing file of this name is removed first: nothing is written through a link.
 
     Raises:
         ArtifactError: It cannot be written.
@@ -266,7 +266,7 @@ def link_or_copy(source: Path, path: Path) -> None:
 
 
 def remove(path: Path, within: Path | None = None, *, held: int | None = None) -> bool:
-    """Removes the name of a file, if it is there. Of a link the link goes, never what it leads to.
+    """Removes the name of a file, if it is there. A link itself goes, never its target.
 
     Args:
         path: The file.
@@ -307,7 +307,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def replacing(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
-    """A file to write that is there whole and durable when the block ends well: until then under a new name beside it.
+    """A file to write. When the block ends well it is whole and durable; until then it has a new name next to it.
 
     A symbolic link under either name is not followed: one at ``path`` is replaced.
 

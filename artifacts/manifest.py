@@ -32,13 +32,14 @@ DIGESTS = ("programs_digest", "weights_digest")
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
-    """Makes ``folder`` an artifact, or replaces its manifest, in one step: written beside, then renamed.
+    """Makes ``folder`` an artifact, or replaces its manifest, in one step: written to a temporary sibling, then
+    renamed.
 
     One writer at a time: whoever replaces a manifest holds the folder's lock.
 
     Args:
         folder: The artifact's folder, every other file already in place.
-        manifest: What to write. Its digests are set here, whatever they were.
+        manifest: The manifest to write. Its digests are set here, whatever they were.
 
     Returns:
         The manifest as written.

@@ -6,7 +6,7 @@ from types import MappingProxyType
 
 from ling3export.artifacts.schema import Target
 
-# What a prefill call costs beside its padded tokens, counted in them, where the compiler gives no estimate of its time.
+# Cost of a prefill call on top of its padded tokens, in tokens, where the compiler gives no estimate of its time.
 # Measured on cpu: docs/log/engine.md, 2026-11-21, "what a prefill call costs".
 CALL = 32
 # How much more a token may cost in a call that sequences wait for, so that they wait for a shorter one.
@@ -21,7 +21,7 @@ class Shapes:
         prefill: Paddings of prefill programs in tokens, ascending.
         decode: Paddings of decode programs in sequences, ascending.
         chunk: Padded tokens a chunk.
-        costs: What a call at each prefill padding costs, in any unit; empty means padding + CALL.
+        costs: Cost of a call at each prefill padding, in any unit; empty means padding + CALL.
         score: Paddings of score programs in tokens, ascending; empty where there are none.
     """
 

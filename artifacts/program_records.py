@@ -1,6 +1,6 @@
 """The manifest's records of one program: how it is called, and what it takes and costs; and the types of all fields.
 
-What else a manifest holds is in `schema`.
+The other records of a manifest are in `schema`.
 """
 
 import math
@@ -104,7 +104,7 @@ class Memory(Record, frozen=True):
 
     @property
     def passing(self) -> int:
-        """Bytes that a step needs beside its arguments: temporaries, and outputs that reuse no donated buffer."""
+        """Bytes that a step needs on top of its arguments: temporaries, and outputs that reuse no donated buffer."""
         return self.temporaries + self.outputs - self.alias
 
     @property
@@ -152,7 +152,7 @@ class Estimate(Record, frozen=True):
 
     @property
     def at_least(self) -> str:
-        """What to say before ``seconds`` and before anything that follows from it: ``"at least "``, or nothing."""
+        """Words before ``seconds`` and before anything that follows from it: ``"at least "``, or nothing."""
         return "at least " if self.unseen else ""
 
 
@@ -242,5 +242,5 @@ class Program(LoweredProgram, frozen=True, kw_only=True):
 
     @property
     def at_least(self) -> str:
-        """What to say before ``estimated_seconds``: see :attr:`Estimate.at_least`."""
+        """Words before ``estimated_seconds``: see :attr:`Estimate.at_least`."""
         return "" if self.estimate is None else self.estimate.at_least

@@ -14,7 +14,7 @@ NO_WEIGHTS = "no weights"  # why the cells of programs alone are not run
 
 
 def error_columns(cell: str, receipts: Receipts | None) -> tuple[str, str]:
-    """A cell's receipt for the ERROR_COLUMNS of a table; the error that is judged stands beside its tolerance.
+    """A cell's receipt for the ERROR_COLUMNS of a table; the judged error stands next to its tolerance.
 
     Args:
         cell: The cell's name, ``decode@16``.
@@ -37,7 +37,7 @@ def _beside(text: str, error: float, bound: float) -> str:
 
 
 def told(receipts: Receipts) -> list[str]:
-    """What stands below a table of receipts: what the errors are, and what ran of portable programs."""
+    """Notes below a table of receipts: the meaning of the errors, and the portable programs that ran."""
     lines = [explained(receipts.tolerance)]
     if isinstance(receipts, PortableReceipts):
         lines.append(f"{PORTABLE} ({receipts.compiler}), virtual devices: no executable of the target ran")

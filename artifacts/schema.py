@@ -1,7 +1,7 @@
 """The manifest's records: what every field of the format is called, and what it may hold. Nothing else states this.
 
 FORMAT.md explains each field in a table of the same names and types; a test compares the two. A field that an artifact
-need not have has the default None. What follows from another field is a property, not a field.
+need not have has the default None. Values that follow from another field are properties, not fields.
 """
 
 from typing import Annotated
@@ -45,7 +45,7 @@ class SourceRecord(Record, frozen=True):
 
 
 class PlanRecord(Record, frozen=True):
-    """What all targets share, and what sized their pools."""
+    """Sizes that all targets share, and the limits that sized their pools."""
 
     paddings: Paddings
     decode_paddings: Paddings
@@ -88,7 +88,7 @@ class StateArrayRecord(Array, frozen=True):
 
 
 class State(Record, frozen=True):
-    """The pools of a target. Slot 0 and page 0 are dummies that padding writes to; snapshots lie behind the slots."""
+    """The pools of a target. Slot 0 and page 0 are dummies that padding writes to; snapshots come after the slots."""
 
     placement: Annotated[str, one_of("replicated", "striped")]
     slots: Annotated[int, within(1, 2**16)]
@@ -113,7 +113,7 @@ class Mesh(Record, frozen=True):
 
 
 class Requirements(Record, frozen=True):
-    """What a machine must have for a target's executables, beside the devices of the mesh."""
+    """Needs of a target's executables on a machine, except the devices of the mesh."""
 
     jaxlib: str
     platform: str
@@ -166,7 +166,7 @@ class Target(Record, frozen=True, kw_only=True):
 
     @property
     def kernel_names(self) -> str:
-        """What the names of its native kernels end in; empty where its executables call none."""
+        """Suffix of the names of its native kernels; empty where its executables call none."""
         return str(self.geometry.get("kernels", ""))
 
     @property
@@ -182,7 +182,7 @@ class Target(Record, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """What a build calls it, without TP: ``tpu:v6e:4x4``."""
+        """Its name in a build, without TP: ``tpu:v6e:4x4``."""
         return ":".join(part for part in (self.platform, self.kind, self.topology) if part)
 
     @property
@@ -225,7 +225,7 @@ class SequenceRecord(Record, frozen=True):
 
 
 class Tolerance(Record, frozen=True):
-    """What a cell's relative error may be: its largest, or its median over positions."""
+    """The bound of a cell's relative error: of its largest, or of its median over positions."""
 
     measure: Annotated[str, one_of("largest", "median")]
     bound: float
@@ -244,7 +244,7 @@ class Receipt(Record, frozen=True):
 
 
 class Receipts(Record, frozen=True):
-    """What a fresh process measured of a target's cells."""
+    """Measurements of a target's cells by a fresh process."""
 
     tolerance: Tolerance
     cells: dict[str, Receipt]
@@ -256,9 +256,9 @@ class Receipts(Record, frozen=True):
 
 
 class PortableReceipts(Receipts, frozen=True):
-    """What the portable programs gave that were compiled for the processor, on virtual devices of a fresh process.
+    """Results of the portable programs, compiled for the processor, on virtual devices of a fresh process.
 
-    A cell that is not run has the custom calls that the processor's compiler lacks, its own or of what it needs.
+    A cell that is not run has the custom calls that the processor's compiler lacks, or those of cells that it needs.
     """
 
     compiler: str
@@ -299,7 +299,7 @@ class Manifest(Record, frozen=True):
         return bool(self.weights.index)
 
     def measured(self, target: str) -> Receipts | None:
-        """What was measured of a target: of its executables, else of its portable programs; None where neither ran."""
+        """Measurements of a target: of its executables, else of its portable programs; None where neither ran."""
         return self.vectors.receipts.get(target) or (self.vectors.portable or {}).get(target)
 
     def receipt(self, target: str, cell: str) -> Receipt | None:
@@ -307,7 +307,7 @@ class Manifest(Record, frozen=True):
         return None if receipts is None else receipts.cells.get(cell)
 
     def state_of(self, target: str) -> dict[str, str | None]:
-        """What two artifacts must share to hand sequences over: the form of the target's state, and the weights."""
+        """Two artifacts that hand sequences over must share this: the form of the target's state, and the weights."""
         return {"form": self.targets[target].state_abi, "weights": self.weights_digest}
 
     @property

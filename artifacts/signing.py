@@ -1,7 +1,7 @@
-"""Who vouches for an artifact: detached Ed25519 signatures of manifest.json, which names every other byte by digest.
+"""Signers of an artifact: detached Ed25519 signatures of manifest.json, which names every other byte by digest.
 
-``manifest.json.sig`` stands beside the manifest and may hold signatures of several keys. Where keys are trusted, one of
-them must have signed the very bytes that are then read; nothing else of the artifact is touched before.
+``manifest.json.sig`` stands next to the manifest and may hold signatures of several keys. Where keys are trusted, one
+of them must have signed the very bytes that are then read; nothing else of the artifact is touched before.
 """
 
 import base64
@@ -59,12 +59,12 @@ class Signatures(Record, frozen=True):
 
 
 def key_id(key: "Ed25519PublicKey") -> str:
-    """What a key is called: the first 16 hex digits of the sha256 of its 32 bytes."""
+    """A key's id: the first 16 hex digits of the sha256 of its 32 bytes."""
     return sha256(key.public_bytes_raw()).hexdigest()[:16]
 
 
 def read_signatures(folder: Path) -> tuple[Signature, ...]:
-    """The signatures beside an artifact's manifest; none where there is no such file.
+    """The signatures next to an artifact's manifest; none where there is no such file.
 
     Raises:
         ArtifactError: The file is no regular one, or not of this form.
@@ -78,7 +78,7 @@ def read_signatures(folder: Path) -> tuple[Signature, ...]:
 
 
 def make_key(path: Path) -> str:
-    """Writes a new private key, which its owner alone can read, and ``NAME.pub`` beside it; returns the key's id.
+    """Writes a new private key, which only its owner can read, and ``NAME.pub`` next to it; returns the key's id.
 
     Both are PEM files as openssl writes them.
 
@@ -147,7 +147,7 @@ def read_trusted(artifact: Path, report: Callable[[str], None], name: str | None
     Args:
         artifact: The folder.
         report: Told who signed it, and whether that was checked.
-        name: What messages call it; by default its folder's name.
+        name: Its name in messages; by default its folder's name.
 
     Raises:
         ArtifactError: The manifest is damaged.
@@ -169,7 +169,7 @@ def read_trusted(artifact: Path, report: Callable[[str], None], name: str | None
 
 
 def check(artifact: Path, data: bytes, keys: "Mapping[str, Ed25519PublicKey]", name: str) -> str:
-    """Who signed the bytes of an artifact's manifest, of the trusted ``keys``.
+    """The signers of the bytes of an artifact's manifest, among the trusted ``keys``.
 
     Raises:
         TrustError: Nobody.
@@ -200,8 +200,8 @@ def read_keys(folder: Path) -> "dict[str, Ed25519PublicKey]":
     """The public keys of a folder, its files ``*.pub`` and ``*.pem``, by their ids.
 
     Raises:
-        TrustError: There is none, or one of them cannot be read or is no public Ed25519 key: a key that is left out in
-            silence could be the one that was meant to count.
+        TrustError: There is none, or one cannot be read or is no public Ed25519 key. A key must not be left out in
+            silence.
     """
     require("trusted keys", "sign", "cryptography", kind=TrustError)
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey

@@ -27,7 +27,7 @@ from ling3export.foundation.strict_json import read_json
 
 @contextmanager
 def staged(destination: Path, *, force: bool = False, mark: str = MANIFEST) -> Iterator[Path]:
-    """A temporary folder beside ``destination`` that takes its name when the block ends well.
+    """A temporary folder next to ``destination`` that takes its name when the block ends well.
 
     Holds ``destination``'s lock, so whatever else is named ``.NAME.partial-…`` belongs to a dead build and is removed.
     When the block raises, the temporary folder is removed and ``destination`` is as before. A kill leaves at most
@@ -57,7 +57,7 @@ def staged(destination: Path, *, force: bool = False, mark: str = MANIFEST) -> I
 
 @contextmanager
 def adding(artifact: Path) -> Iterator[Path]:
-    """A temporary folder beside an artifact, for files that are to be moved into it; it holds the artifact's lock.
+    """A temporary folder next to an artifact, for files that are to be moved into it; it holds the artifact's lock.
 
     Raises:
         ArtifactError: There is no artifact, it is being written, or the disk is full.
@@ -71,7 +71,8 @@ def adding(artifact: Path) -> Iterator[Path]:
 
 @contextmanager
 def _partial(destination: Path) -> Iterator[Path]:
-    """A temporary folder beside ``destination``, whose lock is held; whatever is left of it and of dead builds goes."""
+    """A temporary folder next to ``destination``, with its lock held; leftovers of it and of dead builds are
+    removed."""
     _remove_leftovers(destination)
     partial = partial_path(destination)
     try:
@@ -146,7 +147,7 @@ def _remove_leftovers(destination: Path) -> None:
 def folder_lock(folder: Path) -> Iterator[None]:
     """Holds the right to write ``folder``, which need not exist, until the block ends or the process does.
 
-    The lock is a file beside the folder, ``.NAME.lock``; the system drops it with the process, so what a killed
+    The lock is a file next to the folder, ``.NAME.lock``; the system drops it with the process, so what a killed
     build leaves of it stops nobody.
 
     Raises:

@@ -31,7 +31,7 @@ class Store:
     a process pays for the shards that it touches.
 
     Args:
-        folder: What the index's paths are relative to: the artifact.
+        folder: The artifact: the index's paths are relative to it.
         index: What `StoreWriter.finish` returned, or a manifest that was read: its numbers agree with each other.
         copied: Whether a file is read into memory of this process instead, which nobody else can write.
     """

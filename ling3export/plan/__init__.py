@@ -1,1 +1,1 @@
-"""What a build is to make: targets, paddings, pool sizes and options; and what `plan` says that it takes."""
+"""The plan of a build: targets, paddings, pool sizes and options; and what `plan` says that it takes."""

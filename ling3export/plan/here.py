@@ -1,4 +1,4 @@
-"""Sizes for a build for this machine's processor: as many and as long sequences as its memory takes.
+"""Sizes for a build for this machine's processor: the most and longest sequences that fit its memory.
 
 They follow from all memory of the machine, not from the free part: a second build has the same programs, and finds them
 in the cache.
@@ -17,7 +17,7 @@ SIZES = frozenset(("tp", "max_running", "context", "page_size", "pages", "snapsh
 SHARE = 0.8  # of the machine's memory, for weights and states; the rest is for temporaries, Python and the system
 LEAST = 1 / 16  # of the memory that states may take where weights already take that share: mapped weights can be paged
 MOST_SEQUENCES = 64
-MOST_CONTEXT = 32768  # longer ones are asked for: on a processor, a prompt of so many tokens takes minutes
+MOST_CONTEXT = 32768  # longer ones need --context: on a processor, such a prompt takes minutes
 
 
 def fitted(
@@ -26,7 +26,7 @@ def fitted(
     """The options of a build for the processor of this machine, with sizes for those that the user did not give.
 
     Half of what weights leave is for sequences' slots and snapshots, one snapshot for each two slots, and half for
-    latent pages, of which one sequence can have all.
+    latent pages; one sequence can have all of them.
 
     Args:
         options: The user's. Targets other than ``cpu`` are left as they are.

@@ -96,7 +96,7 @@ def choose(config: Config, options: Options, target: TargetSpec) -> tuple[str, s
     """The end of the kernels' names for a geometry, empty for none, and a line that says why, if there is a choice.
 
     Raises:
-        PlanError: Kernels are asked for and cannot be had.
+        PlanError: Kernels are required and cannot be built.
     """
     if options.kernels not in CHOICES:
         raise PlanError(f"--kernels: expected {' or '.join(CHOICES)}, found {options.kernels}")

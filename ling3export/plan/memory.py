@@ -1,6 +1,6 @@
 """The memory of one device while a target runs: weights, state, temporaries, programs.
 
-The latent pool gets as many pages as are asked for, or as memory holds beside weights and slots. All cells are loaded
+The latent pool gets `--pages` pages, or those that fit next to weights and slots. All cells are loaded
 at once, and one runs at a time: programs add up, of temporaries the largest counts.
 """
 
@@ -136,12 +136,12 @@ class Held:
 
     weights: int  # its share of the parameters
     state: int  # its share of slots and pages
-    # What the cell with the most needs, its outputs that reuse no donated buffer included; None while nothing is
+    # Temporaries of the cell with the most, its outputs that reuse no donated buffer included; None while nothing is
     # compiled.
     temporaries: int | None
     programs: int | None  # the code of all cells; None while nothing is compiled
     dearest: str | None  # the cell with the most temporaries
-    total: int  # the sum of what is known
+    total: int  # the sum of the known parts
     memory: int | None  # what a device has; None where no table says so
 
 

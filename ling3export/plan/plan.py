@@ -1,4 +1,4 @@
-"""What is to be built: paddings, parallelism, targets and pool sizes, checked before any work is done."""
+"""The plan: paddings, parallelism, targets and pool sizes, checked before any work is done."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -30,7 +30,7 @@ MEASURED = "measured ms"
 
 
 class PricedBound(RooflineBound, frozen=True):
-    """A cell's roofline bound, and the two times of which it is the larger one."""
+    """A cell's roofline bound: the larger one of two times."""
 
     memory_seconds: float
     compute_seconds: float
@@ -38,7 +38,7 @@ class PricedBound(RooflineBound, frozen=True):
 
 @dataclass(frozen=True)
 class PricedCell:
-    """What one cell would cost."""
+    """Cost of one cell."""
 
     bound: PricedBound | None  # None if no table has the machine
     temporaries: int | None  # bytes on one device; None while nothing is compiled
@@ -49,7 +49,7 @@ class PricedCell:
 
 @dataclass(frozen=True)
 class PricedForm:
-    """What weights in one form would hold and cost."""
+    """Memory and cost of weights in one form."""
 
     weights: int  # bytes on a device
     read: int  # bytes that a device reads and writes in a step of the smallest decode padding
@@ -59,7 +59,7 @@ class PricedForm:
 
 @dataclass(frozen=True)
 class PricedTarget:
-    """What one target would hold and cost."""
+    """Memory and cost of one target."""
 
     target: str  # the target as a user writes it
     tp: int

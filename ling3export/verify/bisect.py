@@ -56,7 +56,7 @@ class Bisection:
     """The errors of every layer.
 
     Attributes:
-        sides: What was compared.
+        sides: The compared programs.
         cell: ``decode@16``.
         measure: ``largest`` or ``median``.
         tolerance: Of every error.
@@ -78,7 +78,7 @@ class Bisection:
 
     @property
     def document(self) -> dict[str, Any]:
-        """As JSON values."""
+        """Plain JSON values."""
         rows = [vars(one) for one in self.differences]
         first = None if self.first is None else vars(self.first)
         return {
@@ -178,7 +178,7 @@ def distances(one: np.ndarray, other: np.ndarray) -> list[float]:
 
 
 def expected(manifest: Manifest, folder: Path, phase: str, sequences: Sequence[SequenceRecord]) -> Values:
-    """What the numpy reference says of each point and state, from the artifact's own weights."""
+    """The numpy reference's value of each point and state, from the artifact's own weights."""
     config = config_of(manifest)
     read = StoredWeights(Store(folder, manifest.weights.index), config, manifest.plan.forms).tensor
     exact = manifest.plan.dtype == "float32" or manifest.plan.forms != PLAIN

@@ -16,7 +16,7 @@ _EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
 class Dequantized:
-    """A checkpoint of which quantized tensors are read as ``q * scale``, in fp32.
+    """A checkpoint that reads quantized tensors as ``q * scale``, in fp32.
 
     They are quantized as a whole, in torch's order, not as the store's pieces are: what this gives does not depend on
     how the store is laid out.
@@ -38,7 +38,7 @@ class Dequantized:
         }
 
     def tensor(self, name: str) -> Any:
-        """A tensor by its published name, or an object of which rows can be taken as of an array."""
+        """A tensor by its published name, or an object that can be indexed by rows like an array."""
         row = self._rows.get(_EXPERT.sub(f".experts.{EXPERT}.", name))
         if row is None:
             return self._source.tensor(name)
@@ -48,7 +48,7 @@ class Dequantized:
 
 
 class _Rows:
-    """A matrix of the vocabulary, which is large: as many rows are dequantized as are asked for."""
+    """A matrix of the vocabulary, which is large: only requested rows are dequantized."""
 
     def __init__(self, value: np.ndarray, row: Weight) -> None:
         self._value, self._row = value, row

@@ -1,6 +1,6 @@
 """The model's formulas in plain numpy, one function each: what `reference.py` strings together.
 
-Written for reading beside the model's description; any float dtype in, the same out. It shares no code with the
+Written to be read next to the model's description; any float dtype in, the same out. It shares no code with the
 product model, which is tested against it.
 
 Dimension letters: T tokens, E experts, A experts a token, H heads, K / V key / value width of a head, P rope width,

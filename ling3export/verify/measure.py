@@ -1,9 +1,9 @@
 """Runs programs of an artifact on its vectors, and gives their receipts: the build side's one door to the runner.
 
-A target is measured in a process of its own: the number of devices is fixed when jax starts. Of a machine that is not
-here the portable programs can be run: the very ``.stablehlo`` files of a target are compiled for as many virtual
-devices as it has, and the vectors run through them. They hold every decision of ours; what stays unproven of a target
-is what its own compiler makes of them.
+A target is measured in a process of its own: the number of devices is fixed when jax starts. The portable programs of
+another machine can be run: the very ``.stablehlo`` files of a target are compiled for as many virtual devices as it
+has, and the vectors run through them. They hold every decision of ours; what stays unproven of a target is what its own
+compiler makes of them.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from ling3export.runners.hosts.hosts import Hosts
 MODULE = "ling3export.verify.measure"
 # Portable programs are run a few times: compiling them with LLVM's optimization would take twice as long.
 QUICK = "--xla_backend_optimization_level=0"
-# Bytes of weights: programs of larger checkpoints are run on the processor only where that is asked for.
+# Bytes of weights: programs of larger checkpoints run on the processor only with --prove-portable.
 DEFAULT_BYTES = 10**9
 LARGEST_ID = 1 << 24  # of a token: a grammar's tokenizer has a row for each id
 
@@ -123,7 +123,7 @@ def measure_apart(artifact: Path, target: str, manifest: Manifest, *, portable: 
 
 
 def too_large(manifest: Manifest, name: str) -> str | None:
-    """Why a target's portable programs are not run unless that is asked for; None where they are."""
+    """Why a target's portable programs are not run by default; None where they are."""
     weights, target = manifest.weights.nbytes, manifest.targets[name]
     if weights > DEFAULT_BYTES:
         return f"{weights / 1e9:.1f} GB of weights, more than {DEFAULT_BYTES / 1e9:g} GB"

@@ -143,7 +143,7 @@ def probe_apart(
         artifact: The folder.
         target: The name of one of its targets.
         cell: One of its cells.
-        sequences: What to run.
+        sequences: The cells to run.
         layers: How many layers the model has.
         portable: Compile the portable programs for the processor's virtual devices, instead of loading executables.
 

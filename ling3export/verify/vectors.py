@@ -29,8 +29,8 @@ PATH = "vectors/expected.safetensors"
 def sequences(config: Config, context: int, seed: int) -> tuple[SequenceRecord, ...]:
     """Seeded random sequences: one that crosses a chunk, one shorter than a chunk, one of several chunks.
 
-    Logits are stored at the end of every chunk of a prompt, at its last token, and at all decoded tokens, each of which
-    is given (teacher forcing).
+    Logits are stored at the end of every chunk of a prompt, at its last token, and at all decoded tokens, which are
+    given (teacher forcing).
     """
     rng = np.random.default_rng(seed)
     chosen: list[SequenceRecord] = []
@@ -96,10 +96,10 @@ def put_vectors(
     Args:
         folder: The artifact's folder.
         chosen: The sequences.
-        logits: Of each, fp32 or more [positions, V].
-        reference: What computed them, last of all.
+        logits: Logits of each, fp32 or more [positions, V].
+        reference: The program that computed them, last.
         seed: The seed of the sequences.
-        text: What else the manifest says of the source.
+        text: Further words of the manifest on the source.
     """
     path = folder / PATH
     path.parent.mkdir(exist_ok=True)

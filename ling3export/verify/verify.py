@@ -152,7 +152,7 @@ def verify_artifact(
         report: Told who signed it.
 
     Raises:
-        MisfitError: Of the targets whose platform is here, none fits this machine.
+        MisfitError: No target of this platform fits this machine.
         ArtifactError: A file is damaged, or there is no such target.
     """
     manifest = read_trusted(artifact, report)
@@ -170,7 +170,7 @@ def verify_artifact(
             reason = NO_WEIGHTS
         try:
             targets[name] = reason or measure_apart(artifact, name, manifest, portable=portable)
-        except MisfitError as error:  # built on another machine, beside one that was built for this one
+        except MisfitError as error:  # built on another machine, next to one that was built for this one
             misfits.append(error)
             targets[name] = error.message.partition("\nhint: ")[0]
     if misfits and not any(isinstance(result, Receipts) for result in targets.values()):

@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "artifacts/FORMAT.
 MOST_IN_PAGES, MOST_IN_CODE = 1.0, 5.6  # findings in 1,000 words
 LONG, MOST_LONG = 38, 0.01  # words of a long sentence, and the share of sentences that may be as long
 PATTERNS = {
-    "name the subject": r"^(Of (?!course)|As (?!of |a result|with )|What (?!is the |does the )|Whose|Who(ever)? |Whatever)",
+    "name the subject": r"^(Of (?!course)|As (?!of |a result|with )|What (?!is |does )|Whose|Who(ever)? |Whatever)",
     "say what it is": r"^(It|They|Theirs|Its|The same|The former|The latter)[.;]",
     "split the sentence": r"\bof (which|what|whom|(those|these) (which|that))\b|\bthat\b[^.;:]*\bthat\b[^.;:]*\bthat\b",
     "with, after, next to, only": r"\b(beside|behind)\b(?! (a |the )?(proxy|firewall))",
