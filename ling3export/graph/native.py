@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ling3export.graph.hlo import ARRAY, dims, large_bytes, shape_bytes
 
-NATIVE = re.compile(r"ling3_([a-z]+)(?:_q[48])?(?:\..*)?")
+NATIVE = re.compile(r"ling3_([a-z]+)(?:_\w+)?(?:\..*)?")
 # Names that the compiler gives to a view of values, to a placement or to scratch memory: they move nothing.
 VIEWS = re.compile(r"ConcatBitcast|AllocateBuffer|Sharding|SPMD\w+|annotate_device_placement")
 PRODUCT = re.compile(r"__cublas\S*")

@@ -4,8 +4,11 @@ import json
 import math
 from collections import defaultdict
 
+import jax
+import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
+from jax import export
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.schema import GRAPH
@@ -13,13 +16,16 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.cli.main import main
 from ling3export.compile.lower import lower_cell
 from ling3export.cost.estimates import context_of
-from ling3export.cost.roofline import expected_collectives
+from ling3export.cost.roofline import TOKENS, expected_collectives, expected_tiles
 from ling3export.foundation.errors import PlanError
 from ling3export.graph import audit, diff, hlo, memory, optimized, portable, summary
 from ling3export.graph.context import Context
 from ling3export.graph.record import Graph
 from ling3export.model.config import Config
-from ling3export.model.scopes import LAYER_KINDS
+from ling3export.model.geometry import CHUNK
+from ling3export.model.moe import tile_rows
+from ling3export.model.parameters import weight_table
+from ling3export.model.scopes import LAYER_KINDS, WEIGHTS
 from ling3export.plan.options import Options
 from ling3export.plan.plan import make_plan
 from ling3export.report.cells import graph_of, memory_of
@@ -47,7 +53,7 @@ def by_kind(graph: Graph, quantity: str) -> dict[str | None, float]:
 
 @pytest.mark.parametrize("padding", [16, 512])
 def test_flops_by_layer_kind_are_those_of_the_shapes(padding):
-    """Two FLOPs a weight and token for each kind that is a product of tokens and weights alone."""
+    """Of every kind: two FLOPs a weight and token, and the recurrence, the attention and the tiles of the experts."""
     phase = "decode" if padding == 16 else "prefill"
     graph, config, tp = lowered(padding, phase)
     flops, dim = by_kind(graph, "flops"), config.hidden_size
@@ -58,6 +64,26 @@ def test_flops_by_layer_kind_are_those_of_the_shapes(padding):
     assert flops["dense_mlp"] == pytest.approx(2 * padding * 3 * dim * config.intermediate_size * dense / tp, rel=0.01)
     rows = padding if phase == "decode" else padding // 16
     assert flops["logits"] == pytest.approx(2 * rows * dim * config.vocab_size / tp, rel=0.01)
+    geometry = make_plan(config, Options(), "cpu@16").geometry
+    products = dict.fromkeys(("kda", "mla"), 0.0)
+    for weight in weight_table(config, geometry.weights):
+        kind, _, name = weight.name.partition(".")
+        if kind in products and "norm" not in name and name not in ("A_log", "conv1d", "dt_bias"):
+            products[kind] += math.prod(weight.shape) / (tp if weight.split else 1)
+    heads, key = config.num_attention_heads / tp, config.head_dim
+    # Of a head and token: two reads of the state; in chunks of C, three with it and four with the chunk.
+    recurrence = 4 * key**2 if phase == "decode" else 6 * key**2 + 8 * CHUNK * key
+    expected = 2 * padding * products["kda"] + padding * len(config.layers("kda")) * heads * recurrence
+    assert flops["kda"] == pytest.approx(expected, rel=0.01)
+    # Decode: scores and values of a whole row over the pages of 1,024 tokens. Prefill: every token with every token.
+    wide = 2 * config.latent_dim if phase == "decode" else config.qk_head_dim + config.v_head_dim
+    seen = TOKENS if phase == "decode" else padding
+    expected = 2 * padding * products["mla"] + 2 * padding * len(config.layers("mla")) * heads * seen * wide
+    assert flops["mla"] == pytest.approx(expected, rel=0.01)
+    top, experts = config.num_experts_per_tok, config.num_experts
+    tiles = expected_tiles(padding, config, experts / tp) * tile_rows(padding * top, experts)
+    expected = 2 * tiles * 3 * config.moe_intermediate_size * dim * moe
+    assert flops["experts"] == pytest.approx(expected, rel=0.01)
     assert set(flops) <= {*LAYER_KINDS, None}
     assert by_kind(graph, "bytes")[None] <= 0.02 * sum(by_kind(graph, "bytes").values())
     assert by_kind(graph, "flops")[None] == 0
@@ -71,12 +97,30 @@ def test_collectives_are_those_of_the_formula():
 
 
 def test_weights_are_read_once_in_decode():
-    """Every weight outside of the experts; of the embeddings a row a token."""
+    """Every weight of the store outside of the experts; of the embeddings a row a token."""
     graph, config, tp = lowered(16, "decode")
     read = by_kind(graph, "bytes_weights")
+    geometry, stored = make_plan(config, Options(), "cpu@16").geometry, defaultdict[str, float](float)
+    for weight in weight_table(config, geometry.weights):
+        kind = next(kind for start, kind in WEIGHTS.items() if weight.name.startswith(start))
+        kind = "router" if weight.name == "moe.expert_bias" else kind
+        stored[kind] += weight.nbytes(geometry.dtype) / (tp if weight.split else 1)
+    for kind in stored.keys() - {"embed", "experts"}:
+        assert read[kind] == pytest.approx(stored[kind], rel=0.001), kind
     assert read["dense_mlp"] == 2 * 3 * config.hidden_size * config.intermediate_size / tp
     assert read["logits"] == pytest.approx(2 * config.hidden_size * config.vocab_size / tp, rel=0.001)
     assert read["embed"] == 2 * 16 * config.hidden_size
+
+
+def test_programs_without_loops_have_the_flops_of_the_compilers_own_analysis():
+    """XLA counts additions, too; a chain of products of matrices has none to speak of."""
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((3, 64, 128), (3, 128, 256), (256, 512))]
+    function = jax.jit(lambda a, b, c: jnp.einsum("bij,bjk,kl->bil", a, b, c))
+    compiled = function.lower(*shapes).compile()
+    read = optimized.read(compiled.as_text() or "", "decode@1", "toy", Context())
+    assert read.totals().flops == pytest.approx(compiled.cost_analysis()["flops"], rel=0.001)
+    blob = bytes(export.export(function)(*shapes).mlir_module_serialized)
+    assert portable.read(blob, "decode@1", "toy", Context()).totals().flops == read.totals().flops
 
 
 def test_an_artifact_keeps_the_optimized_program_and_names_its_weights(artifact):
