@@ -16,7 +16,7 @@ from ling3export.foundation.errors import ArtifactError
 
 @dataclass(eq=False)
 class BlockTable:
-    """What one sequence holds: a state slot, and the pages of its positions in order.
+    """Memory of one sequence: a state slot, and the pages of its positions in order.
 
     Attributes:
         slot: 1 … slots.
@@ -67,7 +67,7 @@ class BlockManager:
         self.reset()
 
     def reset(self) -> None:
-        """Forgets who holds what: every slot and page is free."""
+        """Frees every slot and page."""
         pages, stripes = self._pages, self._stripes
         self.page_table[:] = 0
         self._slots = list(range(len(self.page_table) - 1, 0, -1))  # a stack: the lowest number is on top

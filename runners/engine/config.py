@@ -92,7 +92,7 @@ class EngineConfig:
         """Refuses a request whose state would have to leave this engine, or to come to it, where states do not.
 
         Args:
-            name: What messages call the request.
+            name: The request's name in messages.
             gives: Whether the state leaves; else it comes.
 
         Raises:

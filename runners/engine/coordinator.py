@@ -1,4 +1,5 @@
-"""What sequences share and keep: hits in the prefix cache, snapshots after their blocks, their state while they wait.
+"""State that sequences share and keep: hits in the prefix cache, snapshots after their blocks, their state while they
+wait.
 
 The scheduler asks when a sequence gets its slot and where a prefill call has to end, and says what was scheduled and
 who leaves. How states move for that goes into ``moves``, which the scheduler hands on with its next call.
@@ -22,12 +23,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class CachedPrefix:
-    """What the coordinator knows of a sequence.
+    """The coordinator's record of a sequence.
 
     Attributes:
         copy: Its state in host memory, while it waits and has one.
         start: The prefix cache's name for the place before the first block.
-        names: Of the blocks whose tokens are known, as far as they were needed.
+        names: The digests of the known blocks, as far as they were needed.
         stops: Where prefill calls end, so that the state there can be kept.
         permanent: Those of the stops that others may begin from, too; the rest is this turn's end so far.
         turn: The node with the state at this turn's end so far.
@@ -85,7 +86,7 @@ class PrefixCacheCoordinator:
             sequence.transferred = transferred._replace(state=None)  # else it would be kept until the end
 
     def admit(self, sequence: Sequence) -> bool:
-        """Gives a sequence its slot and pages, and the state that is known of it; False if there is no room."""
+        """Gives a sequence its slot and pages, and its cached state; False if there is no room."""
         prefix, cache = self._prefixes[sequence.number], self._cache
         tokens = min(sequence.num_tokens + 1, sequence.max_num_tokens)
         if prefix.copy is not None:
@@ -129,7 +130,7 @@ class PrefixCacheCoordinator:
 
     @staticmethod
     def _plan(sequence: Sequence, prefix: CachedPrefix, cache: PrefixCache, matched: int) -> None:
-        """Where the calls of a prompt end, of which so many tokens are known."""
+        """Places at which the calls of a prompt end, given its number of cached tokens."""
         length = sequence.num_prompt_tokens
         last = length // cache.block * cache.block
         multiples = {*range(cache.every, length + 1, cache.every)}

@@ -1,9 +1,9 @@
 """The engine's steps, from their inputs alone. Hosts that take the same inputs step by step make the same calls.
 
-Host 0 sends the inputs of each step before it takes them; the other hosts take what they receive, in silence. What a
-step does follows from its inputs and the tokens read before, and every host reads the same tokens. So inputs are all
-that travels, and with each step a digest of the tokens that host 0 read before it: a host that read others says so and
-ends, before it would make other calls, which none of the hosts would ever come back from.
+Host 0 sends the inputs of each step before it takes them; the other hosts take what they receive, in silence. A step
+depends only on its inputs and the tokens read before, and every host reads the same tokens. So inputs are all that
+travels, and with each step a digest of the tokens that host 0 read before it: a host that read others says so and ends,
+before it would make other calls, which none of the hosts would ever come back from.
 """
 
 import hashlib
@@ -40,7 +40,7 @@ SHORT = 8  # bytes of a digest that travel with every step
 
 
 class StepInputs(NamedTuple):
-    """What reached the engine since the last step: all that decides what the step does, beside the tokens.
+    """Arrivals since the last step. They and the tokens decide the step.
 
     Attributes:
         arrivals: In order.
@@ -56,7 +56,7 @@ class StepInputs(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """What a step brought.
+    """The results of a step.
 
     Attributes:
         emitted: The tokens that were read.
@@ -254,7 +254,7 @@ class SharedCore(EngineCore):
         return self.step(inputs)
 
     def step(self, inputs: StepInputs) -> StepOutputs:
-        """Sends the inputs where this is host 0, and takes them. Whatever fails here ends every host."""
+        """Sends the inputs where this is host 0, and takes them. Any failure here ends every host."""
         with self._channel.together():
             if self._channel.leads:
                 self._channel.send(STEP, self._read.digest()[:SHORT] + encode(inputs))

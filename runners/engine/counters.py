@@ -1,4 +1,4 @@
-"""What the scheduler did: calls and filling of each cell, tokens, and how long requests waited."""
+"""Counters of the scheduler: calls and filling of each cell, tokens, and how long requests waited."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +15,7 @@ class CellCounter:
 
 @dataclass
 class Counters:
-    """What the scheduler did. One thread counts; ``record`` may be called from any.
+    """The scheduler's counters. One thread counts; ``record`` may be called from any.
 
     Attributes:
         cells: A counter for each cell, by its name.

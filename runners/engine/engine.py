@@ -44,7 +44,7 @@ class Engine:
         config: How it runs.
         manifest: The manifest of the artifact.
         target: Name of the target that runs.
-        limits: What one request may ask for.
+        limits: Limits of one request.
         verdicts: Whether each program fits this machine, by cell.
         timings: Seconds that each stage of the start took.
         files: The tokenizer and the chat template.
@@ -108,7 +108,7 @@ class Engine:
         Args:
             prompts: Each a text, a list of token ids, or messages for the chat template.
             max_tokens: At most this many tokens each; the context may end one sooner.
-            names: What messages call the prompts; ``prompt 0`` and so on by default.
+            names: The prompts' name in messages; ``prompt 0`` and so on by default.
             settings: Fields of ``Sampling`` and other fields of ``Request``, the same for every prompt: equal prompts
                 get equal answers.
 
@@ -127,12 +127,12 @@ class Engine:
         return self.complete([self.request(prompt, max_tokens, name=name, **settings) for prompt, name in pairs])
 
     def score(self, pairs: Many[tuple[Text, Text]], *, names: Many[str] | None = None) -> list[Score]:
-        """Scores continuations after contexts, all together; other requests go on beside them.
+        """Scores continuations after contexts, all together; other requests go on meanwhile.
 
         Args:
             pairs: Context and continuation, both as texts or both as token ids; each of at least one token. Texts are
                 encoded together and cut after the context's tokens.
-            names: What messages call the pairs; ``pair 0`` and so on by default.
+            names: The pairs' name in messages; ``pair 0`` and so on by default.
 
         Returns:
             One score a pair, in order.
@@ -181,7 +181,7 @@ class Engine:
         Args:
             max_tokens: Those of the answer.
             sampling: How tokens are taken; by default as ``Sampling()`` says.
-            name: What messages call the prompt.
+            name: The prompt's name in messages.
             special: Begin a text with the special tokens that the tokenizer adds by itself.
             settings: Fields of ``Sampling``, which replace those of ``sampling``, and other fields of ``Request``.
 

@@ -44,12 +44,12 @@ class QueueFull(Ling3Error):
 
 @dataclass(frozen=True)
 class RequestDelta:
-    """What came since the piece before.
+    """The text and tokens since the piece before.
 
     Attributes:
         text: Whole characters without any part of a stop string; may be empty.
         token_ids: The tokens that were generated.
-        logprobs: How likely each of them was, if that was asked for.
+        logprobs: Log-probabilities of each, if requested.
         completion: The whole answer; with the last piece only.
     """
 
@@ -147,7 +147,7 @@ class RequestHandle:
         finally:
             self.cancel()
 
-    # What the engine's thread calls; ``wake`` afterwards.
+    # The function that the engine's thread calls; ``wake`` afterwards.
 
     def update(self, output: SequenceOutput) -> None:
         """Tokens of the answer were read: what ``output`` has now may be taken."""
@@ -171,7 +171,7 @@ class RequestHandle:
     def _listen(self, *, every_token: bool) -> asyncio.Event:
         event = asyncio.Event()
         self._listener = (asyncio.get_running_loop(), event, every_token)
-        # What came before there was a listener woke nobody.
+        # Earlier pieces woke no listener.
         if self.done or (every_token and self._there != self._taken):
             event.set()
         return event

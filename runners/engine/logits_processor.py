@@ -123,7 +123,7 @@ class LogitsProcessorState:
 
 
 class LogitsEdits(NamedTuple):
-    """What changes one row of logits: edits int32 ``[3, n]``, and a mask int32 ``[W]`` or None."""
+    """Changes of one row of logits: edits int32 ``[3, n]``, and a mask int32 ``[W]`` or None."""
 
     edits: np.ndarray
     mask: np.ndarray | None
@@ -136,7 +136,7 @@ def adjust_inputs(
 
     Args:
         count: Rows of the call.
-        wanted: What changes which rows.
+        wanted: The changes by row.
     """
     fields = {name: np.zeros(count, np.int32) for name in ("edited", "masked", "top")}
     edits = np.zeros((3, count, max(of_row.edits.shape[1] for of_row in wanted.values())), np.int32)

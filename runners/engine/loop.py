@@ -60,7 +60,7 @@ class Loop:
     ) -> None:
         self._transfers, self._store = transfers, store
         self._awaited: dict[int, Sequence] = {}  # whose states are being loaded
-        self._saving: dict[int, Future[Sequence]] = {}  # who waits for their states
+        self._saving: dict[int, Future[Sequence]] = {}  # that wait for their states
         self._timings = timings
         self._max_requests = max_requests
         self._renew = renew
@@ -141,7 +141,7 @@ class Loop:
 
         Args:
             requests: Requests that ``Engine.check`` took.
-            transferred: What the one request comes with, where it was begun elsewhere.
+            transferred: The state of a request that began elsewhere.
             saved: Gets the sequence of the one request once it ended, with its state.
 
         Raises:
@@ -301,7 +301,7 @@ class Loop:
             self._fail_all()
 
     def _watch(self, core: EngineCore, ended: threading.Event, seconds: float) -> None:
-        """Stops the loop once the devices have worked on one call for so many seconds."""
+        """Stops the loop once one call of the devices takes longer than `step_timeout`."""
         left = seconds
         while not ended.wait(left):
             doing = core.doing
@@ -330,7 +330,7 @@ class Loop:
         return inputs
 
     def _deliver(self, outputs: StepOutputs) -> None:
-        """Fills the handles, and wakes who waits for them."""
+        """Fills the handles, and wakes their waiters."""
         touched: dict[int, RequestHandle] = {}
         for sequence, _ in outputs.emitted:
             handle = self._handles.get(sequence.number)
@@ -410,7 +410,7 @@ class Loop:
         if self._failure is None:
             return EngineStopped("engine: expected it open, found it closed")
         error = self._failure
-        if isinstance(error, EngineStopped):  # another one for each who waits: a traceback belongs to one thread
+        if isinstance(error, EngineStopped):  # another one for each waiter: a traceback belongs to one thread
             return type(error)(error.message, error.hint)
         stopped = EngineStopped(
             f"engine: expected every step to run, found {type(error).__name__}: {error}",

@@ -106,7 +106,7 @@ class MaskQueue:
         return self._take(rows)
 
     def _fill_by_time(self) -> tuple[list[int], list[int], list[int]]:
-        """The places of the rows whose masks were filled, of those that took more than SLOW, and of the late ones."""
+        """Places of the rows with filled masks, of rows that took more than SLOW, and of late rows."""
         begun = time.monotonic()
         late = [place for place, row in enumerate(self._rows) if begun - row.since > DEADLINE]
         waiting = [place for place in range(len(self._rows)) if place not in late]

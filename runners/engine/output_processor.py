@@ -1,8 +1,8 @@
 """The bookkeeping of results: sequences take the tokens and scores that calls brought, and end.
 
 What is done for one sequence alone (its mask and edits, what a token does to its text and its grammar, its scores) may
-raise whatever it likes: that sequence ends with RequestBroken, and the others go on. What was dispatched for a sequence
-that turns out to have ended is dropped.
+raise whatever it likes: that sequence ends with RequestBroken, and the others go on. Calls for a sequence that has
+ended meanwhile are dropped.
 """
 
 from collections.abc import Mapping
@@ -50,7 +50,7 @@ class OutputProcessor:
                 return self.end(sequence)
 
     def logits_edits(self, output: SchedulerOutput) -> dict[int, LogitsEdits]:
-        """What changes the logits of a call's rows, by row; rows of sequences that have ended leave the call.
+        """Changes of the logits of a call, by row; rows of sequences that have ended leave the call.
 
         A sequence for which that cannot be said ends.
         """

@@ -1,7 +1,7 @@
-"""What a user asks for, and what comes back. A request that can never be served is refused at once.
+"""Requests and their results. A request that can never be served is refused at once.
 
 ``Sampling`` and ``Request`` check and convert what they are made of, so that the same is refused wherever it enters:
-Python, the command line, prompt files, HTTP, evaluations, other hosts. What an engine is given has exact types.
+Python, the command line, prompt files, HTTP, evaluations, other hosts. The fields have exact types.
 """
 
 import copy
@@ -41,7 +41,7 @@ class Sampling:
         temperature: 0 takes the best token; ties go to the lowest id. At most 2.
         top_k: Keep only the best k tokens; 0 keeps all.
         top_p: Then keep the fewest tokens that hold this probability; 1 keeps all.
-        min_p: Before those two, keep only tokens at least so many times as likely as the best; 0 keeps all.
+        min_p: Before those two, keep tokens whose probability is at least this share of the highest; 0 keeps all.
         seed: 0 … 2³² - 1.
         presence_penalty: Subtracted from the logit of a token that was generated before.
         frequency_penalty: Subtracted as often as it was generated before.
@@ -87,16 +87,17 @@ class Request:
         stop_token_ids: Tokens that end the text, whatever ``ignore_eos`` says.
         include_stop_str_in_output: The text has what ended it.
         skip_special_tokens: The text does not have special tokens.
-        min_tokens: Before so many tokens no end-of-text token and no stop token is sampled, and no stop string ends the
-            text. A grammar's text may end earlier all the same.
-        priority: Of those that wait the lowest is admitted first, and the highest gives its pages back first; among
-            equals the order of arrival decides.
+        min_tokens: The answer has at least this many tokens: before, no end-of-text or stop token is sampled, and no
+            stop string ends it. A grammar's text may end earlier all the same.
+        priority: The lowest is admitted first, and the highest gives its pages back first; among equals the order of
+            arrival decides.
         logits: Also return the logits that each token was taken from.
-        name: What messages call it.
+        name: Its name in messages.
         score_from: Generate nothing: score the prompt's tokens from this place on, each after those before it.
         cache_salt: Only requests with the same one share what the prefix cache keeps.
-        logprobs: Also return how likely each token was, and so many of the most likely ones; None returns neither.
-        grammar: What the text has to be, from its first character on.
+        logprobs: Also return the log-probability of each token, and of this many of the most likely ones; None returns
+            neither.
+        grammar: The form of the text, from its first character on.
         kv_transfer_params: Whether the prompt's state goes to another engine (``do_remote_decode``), or comes from one
             (``do_remote_prefill``, and what that one's completion said); None where it stays.
 
@@ -238,7 +239,7 @@ class Logprobs(NamedTuple):
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request came to.
+    """The result of a request.
 
     Attributes:
         prompt_ids: Token ids of the prompt.
@@ -294,7 +295,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class Limits:
-    """What one request may ask of an artifact.
+    """Limits of one request to an artifact.
 
     Attributes:
         context: Tokens of prompt and answer together.

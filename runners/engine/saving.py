@@ -62,7 +62,7 @@ def save(loop: Loop, manifest: Manifest, target: Target, source: Request | Reque
 
 
 def resumed(manifest: Manifest, target: Target, path: Path, max_tokens: int | None) -> tuple[Request, TransferredState]:
-    """What a file holds; the errors are those of ``Engine.resume``."""
+    """The contents of a file; the errors are those of ``Engine.resume``."""
     state = load_state(path, layout_of(target, "resume"), description_of(manifest, target))
     try:
         request = request_of(state.descriptor["request"])
@@ -84,7 +84,8 @@ def resumed(manifest: Manifest, target: Target, path: Path, max_tokens: int | No
 
 
 def _saved(sequence: Sequence, description: Mapping[str, object]) -> SequenceState:
-    """What of a sequence goes on. An answer that ended by itself may be stored beyond its end, and needs no state."""
+    """The part of a sequence that goes on. An answer that ended by itself may be stored beyond its end, and needs no
+    state."""
     ids, logprobs = sequence.generated, sequence.output.logprobs
     tokens = tuple(zip(ids, logprobs if len(logprobs) == len(ids) else [None] * len(ids), strict=True))
     fields = asdict(replace(sequence.request, kv_transfer_params=None))

@@ -5,13 +5,12 @@ Policy. Requests are admitted in their order, once a slot and the pages of their
 request that runs is not stopped for one that waits; who is always overtaken waits for ever. While there is
 both prefill and decode work the two take turns, call by call: a running sequence never waits for more than one prefill
 call between two decode calls, and the oldest prompt never for more than one decode call between two of its own. A
-prefill call takes chunks of as many sequences as fit, oldest first, at the padding at which a token costs least; while
-sequences decode, none that is longer than pays (``Shapes.cheapest_padding``), so that they wait less. A decode call
-takes all running sequences at the smallest padding that holds them; more than the largest holds take turns. Pages are
-taken as sequences grow. When none is left, the prefix cache gives up its own, then the youngest of those who hold what
-is wanted gives its pages back. It goes on later from its state, which is kept in host memory, or starts again from its
-prompt and the tokens it has, where the artifact has no programs that move states. The oldest always goes on: nothing
-deadlocks.
+prefill call takes chunks of the sequences that fit, oldest first, at the padding at which a token costs least; while
+sequences decode, no longer call than pays (``Shapes.cheapest_padding``), so that they wait less. A decode call takes
+all running sequences at the smallest padding that holds them; more than the largest holds take turns. Pages are taken
+as sequences grow. When none is left, the prefix cache gives up its own, then the youngest holder gives its pages back.
+It goes on later from its state, which is kept in host memory, or starts again from its prompt and the tokens it has,
+where the artifact has no programs that move states. The oldest always goes on: nothing deadlocks.
 
 Sequences that score are admitted among the others, take their turn with prefill, and are packed into calls of score
 programs: whether the next such call prefills or scores is decided by the oldest sequence that waits for either. They

@@ -45,7 +45,7 @@ def pair_ids(
 ) -> tuple[tuple[int, ...], int]:
     """Token ids of both, the context's first; and how many are the context's.
 
-    Two texts are encoded as one, and cut after as many tokens as the context has alone: so a word that begins the
+    Two texts are encoded as one, and cut after the context's own number of tokens: so a word that begins the
     continuation keeps its space. This is how lm-evaluation-harness does it.
 
     Raises:

@@ -39,11 +39,12 @@ class DispatchedCall(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class SequenceOutput:
-    """What a sequence has generated so far. The engine's thread appends to it; others read what they were told of.
+    """The tokens and text of a sequence so far. The engine's thread appends to it; other threads read only announced
+    tokens.
 
     Attributes:
         token_ids: Tokens known on the host.
-        text: What became certain of their text; None without a tokenizer.
+        text: The certain part of their text; None without a tokenizer.
         logprobs: How likely each token was, if the request asks for it.
     """
 
@@ -59,7 +60,7 @@ class Sequence:
         request: Already checked.
         number: Its place in the order of arrival.
         arrived: When it was submitted, on the clock of ``now``; None for now. This is noted and decides nothing.
-        transferred: What it comes with, where it was begun elsewhere.
+        transferred: Its state, if it began elsewhere.
         saved: Whether its state is exported when it ends.
 
     Attributes:
@@ -67,8 +68,8 @@ class Sequence:
         max_new_tokens: How many tokens may be generated.
         eos: Ids that end it.
         stream: Turns tokens into text and watches for stop strings; None without a tokenizer.
-        logits_processor: What changes its logits before a token is sampled; None where nothing does.
-        output: What it has generated.
+        logits_processor: The changes of its logits before a token is sampled; None where nothing does.
+        output: Its tokens and text.
         generated: The token ids of ``output``.
         num_sampled: Tokens whose sampling was dispatched: those of ``generated``, and at most a few in flight.
         num_computed_tokens: Positions whose state was dispatched. The last sampled token is not among them.
@@ -232,7 +233,7 @@ class Sequence:
         return self.finished
 
     def completion(self) -> Completion:
-        """What it came to, or what there was of it when it was cancelled.
+        """Its result, or the part before it was cancelled.
 
         Raises:
             ValueError: It has not ended.

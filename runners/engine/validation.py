@@ -1,4 +1,4 @@
-"""What the fields of a request may be: for the command line, Python and HTTP alike."""
+"""Bounds of a request's fields, for the command line, Python and HTTP."""
 
 import operator
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ SEEDS = 1 << 32
 
 @dataclass(frozen=True)
 class NumberRange:
-    """What a setting may be: a number from ``low`` to ``high``, both included.
+    """The range of a setting: a number from ``low`` to ``high``, both included.
 
     Attributes:
         low: Least.
@@ -73,7 +73,7 @@ DEFAULTS["max_new_tokens"] = MAX_TOKENS
 
 
 def generation_defaults(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """What DEFAULTS names of a generation_config.json, as vLLM's ``--generation-config auto`` reads it.
+    """The fields of DEFAULTS in a generation_config.json, as vLLM's ``--generation-config auto`` reads it.
 
     Raises:
         ArtifactError: One of them is no number of its range.

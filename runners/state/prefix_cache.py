@@ -1,12 +1,12 @@
 """Prompts that begin alike are stored once: a tree of blocks of latents, with snapshots of the recurrent state in it.
 
-A block is as many tokens as a page has. A node of the tree is one block after those of its parent: it holds the page
+A block has the tokens of one page. A node of the tree is one block after those of its parent: it holds the page
 of the block's latents, and maybe a *snapshot*, the recurrent and conv state after its last token. A sequence can go on
 only from a snapshot: the latents before it are worth nothing to KDA without the state, which no latent tells.
 
 Pages in the tree are read and never written again, so any number of sequences share them. A node is named by a chain
-of digests: of the root's name and the tokens of each block up to its own. What decides here are tokens and the order of
-the calls, no clock: hosts that take the same steps have the same tree.
+of digests: of the root's name and the tokens of each block up to its own. Only tokens and the order of the calls
+decide, no clock: hosts that take the same steps have the same tree.
 """
 
 import hashlib
@@ -59,7 +59,7 @@ Event = Stored | Removed | Cleared
 
 
 class Pools(Protocol):
-    """What the cache needs of a block manager."""
+    """The part of a block manager that the cache uses."""
 
     def incref(self, pages: Sequence[int]) -> None:
         """Adds one to the reference counts of pages."""
@@ -133,8 +133,8 @@ class SnapshotCost(NamedTuple):
     """Both sides of whether a snapshot is kept. It is where ``keep < tokens before it · token``.
 
     Attributes:
-        keep: What copying one state costs.
-        token: What prefilling one token costs.
+        keep: Cost of copying one state.
+        token: Cost of prefilling one token.
         unit: The unit of both: ``s``, measured or estimated, or ``bytes`` that are moved, where no times are known. The
             bytes of prefill leave out what its products compute, and loops count once, so a snapshot is kept too rarely
             rather than too often.
@@ -160,10 +160,10 @@ class PrefixCache:
     Args:
         pools: The block manager, which gives pages and snapshots.
         block: Tokens a block: those of a page.
-        root: What names of nodes begin with: artifacts whose states differ have different ones.
+        root: Prefix of the names of nodes: artifacts whose states differ have different ones.
         every: Tokens between the snapshots of a prompt: a multiple of ``block``, else the next one.
         evict: ``lru``: the least recently used goes first; ``flops``: what saves least work for its bytes and its age.
-        cost: What a snapshot costs and saves; None keeps all.
+        cost: Cost and gain of a snapshot; None keeps all.
         tell: Told at once what prompts can hit and what not any more: the blocks that lead to a snapshot, and the
             states after blocks. Pages that lead to no snapshot are worth nothing to a prompt. None tells nobody.
 
@@ -203,7 +203,7 @@ class PrefixCache:
         return len(self._nodes)
 
     def record(self) -> dict[str, Any]:
-        """Counts of what it holds and has evicted, and the cost of a snapshot, as JSON."""
+        """Counts of its entries and of evicted ones, and the cost of a snapshot, as JSON."""
         return {
             "pages": len(self._nodes),
             "snapshots": len(self._kept),
@@ -264,7 +264,7 @@ class PrefixCache:
         """Makes the nodes of a sequence's first blocks, at least one, where there are none yet.
 
         Args:
-            names: The names of the blocks, all of which are stored.
+            names: The names of the blocks; all are stored.
             pages: The pages of the blocks; the tree holds those of its new nodes from now on.
 
         Returns:

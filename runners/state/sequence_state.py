@@ -42,7 +42,7 @@ LENGTH = struct.Struct("<Q")
 LARGEST_HEAD = 64 << 20  # bytes before the tensors: a saved request has prompt and answer, with 20 likely tokens each
 RECORD, CHECK = "ling3.state", "crc32"
 ALIGNED = 64
-MOST_LIKELY = 20  # tokens beside the one that was sampled
+MOST_LIKELY = 20  # tokens next to the one that was sampled
 
 Arrays = Mapping[str, np.ndarray]
 Token = tuple[int, tuple[float, tuple[tuple[int, float], ...]] | None]  # and what request.Logprobs says of it
@@ -94,7 +94,7 @@ class SequenceState:
         return sum(array.nbytes for array in self.arrays.values())
 
     def pool_arrays(self, page: int) -> dict[str, np.ndarray]:
-        """The arrays as a program stores them, by the name of the pool: latents in pages of so many tokens."""
+        """The arrays as a program stores them, by the name of the pool: latents in pages of `page_size` tokens."""
         latents, conv = self.arrays[LATENT], self.arrays[CONV].transpose(0, 2, 4, 1, 3)
         layers, count, width = latents.shape
         if count % page:
@@ -113,7 +113,7 @@ class TransferredState(NamedTuple):
 
     Attributes:
         tokens: Those that were generated elsewhere, each with what ``request.Logprobs`` says of it, or None.
-        state: What this engine goes on from; None where it computes all of it again.
+        state: The state that this engine continues from; None where it computes all of it again.
         phases: Milliseconds that the sequence spent elsewhere, by what was done; None where nobody measured them.
         nbytes: Bytes of the state, once that is handed on, too.
     """
@@ -140,7 +140,7 @@ def canonical(pools: Arrays) -> dict[str, np.ndarray]:
 
 
 def fill(state: SequenceState, source: ShardedState | SequenceState) -> None:
-    """Copies the arrays of a state, on the host or as a program gave it, into another one of as many tokens."""
+    """Copies the arrays of a state, on the host or as a program gave it, into another one of the same length."""
     arrays = source.arrays if isinstance(source, SequenceState) else canonical(source.arrays())
     for name, array in arrays.items():
         state.arrays[name][...] = array[:, : len(state.tokens)] if name == LATENT else array
@@ -167,7 +167,7 @@ class StateBytes:
     """A state in memory as its bytes: made with empty arrays, which are filled and then sealed.
 
     Args:
-        layout: What states hold.
+        layout: The form of states.
         allocate: Gives the memory, ``[bytes]`` uint8.
 
     Attributes:
@@ -210,8 +210,8 @@ def read_state(
     Args:
         file: Where they begin.
         size: How many there are.
-        layout: What states of this artifact hold.
-        description: What decides whether it fits; by default it is taken as it is.
+        layout: The form of states of this artifact.
+        description: The form that must fit; by default it is taken as it is.
 
     Raises:
         ValueError: They are cut, damaged, or something else; the text follows "found".

@@ -58,7 +58,7 @@ class Connector:
         return (0, False) if address is None else (max(0, address.tokens - num_computed_tokens), True)
 
     def update_state_after_alloc(self, request: ScheduledRequest, num_external_tokens: int) -> None:
-        """Has so many tokens loaded in the next step; for 0 the state is given back."""
+        """Has this many tokens loaded in the next step; for 0 the state is given back."""
         try:
             address = self._queue.address_of(request)
         except UnusableError as error:

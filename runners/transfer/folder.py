@@ -30,7 +30,7 @@ YOUNG = 600.0  # seconds that a file may take to be written; one that is older w
 
 
 def prefix_of(folder: Path) -> str:
-    """What the names of states in a folder begin with; in shared memory each user has a prefix."""
+    """Prefix of the names of states in a folder; in shared memory each user has a prefix."""
     return f"u{os.geteuid()}_{PREFIX}" if folder == SHM else PREFIX
 
 
@@ -38,8 +38,8 @@ class FolderStore:
     """States in a folder.
 
     Args:
-        layout: What states hold.
-        description: What decides whether one fits (``description_of``).
+        layout: The form of states.
+        description: The form that must fit (``description_of``).
         folder: Made for this user alone if it is not there; None for shared memory.
         lease: Seconds that what is written here stays for its reader; None for ever.
         limit: Bytes that all states of this user in the folder may have; None for any number.
@@ -67,7 +67,7 @@ class FolderStore:
         self._lease, self._limit, self._clock = lease, limit, clock
         self._suffix = SUFFIX if lease is None else LEASED + SUFFIX
         self.counts: Counter[str] = Counter()
-        self._leased: dict[str, float] = {}  # the ends of the leases of what is written here, by name
+        self._leased: dict[str, float] = {}  # the ends of the leases of states written here, by name
         if folder is not None:
             _make_private(folder)
         elif not SHM.is_dir():
@@ -151,7 +151,7 @@ class FolderStore:
             self.sweep()
 
     def touch(self, names: list[str]) -> set[str]:
-        """Sets the times of files to now, that of the first one last; returns the names of those that are not there."""
+        """Sets the times of files to now, that of the first one last; returns the names of absent ones."""
         gone = set()
         for name in reversed(names):
             try:

@@ -44,8 +44,8 @@ class HttpStore:
     """States over HTTP.
 
     Args:
-        layout: What states hold.
-        description: What decides whether one fits (``description_of``).
+        layout: The form of states.
+        description: The form that must fit (``description_of``).
         options: Address of this process's server, peers, limit, secret and lease.
         clock: Seconds by which leases end.
 

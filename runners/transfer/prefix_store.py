@@ -43,7 +43,7 @@ class _Piece(NamedTuple):
 
 
 class FollowingStore:
-    """A prefix store on the hosts beside host 0: it fetches what host 0 writes, so that all make the same calls.
+    """A prefix store on the other hosts: it fetches what host 0 writes, so that all make the same calls.
 
     Args:
         channel: To host 0.
@@ -62,11 +62,11 @@ class PrefixStore:
     """A folder of states after a prefix cache.
 
     Args:
-        target: Whose states they are.
+        target: The artifact of the states.
         where: The folder, and how large it may become.
-        cache: What need not be read; only asked here what it knows.
-        report: Told of what failed.
-        channel: To the other hosts, each of which has a ``FollowingStore``; None on one host.
+        cache: The memory cache: its blocks need not be read.
+        report: Called with each failure.
+        channel: To the other hosts; each has a ``FollowingStore``; None on one host.
 
     Raises:
         Ling3Error: The folder may not hold a single state.
@@ -204,7 +204,7 @@ class PrefixStore:
         return SequenceState(last.descriptor, tokens, {**last.arrays, LATENT: latents})
 
     def _fits(self, state: SequenceState, count: int, prompt: Sequence[int]) -> bool:
-        """Whether a state ends after so many blocks of a prompt and has its tokens."""
+        """Whether a state ends after `count` blocks of a prompt and has its tokens."""
         size = self._layout.page
         whole = state.stop == count * size and state.first < state.stop and not state.first % size
         return whole and state.tokens.tolist() == [*prompt[state.first : state.stop]]

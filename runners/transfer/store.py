@@ -1,7 +1,7 @@
 """The interface of stores of states: a state is written under a name, and read whole and checked, or not at all.
 
 A reader never gets bytes that are damaged or of another artifact, and never waits longer than until its deadline.
-Whatever goes wrong is a miss with a reason, which is counted. What is *leased* is for one reader: it is there until it
+Every failure is a miss with a reason, which is counted. What is *leased* is for one reader: it is there until it
 was taken or given back, or until its lease is over.
 """
 

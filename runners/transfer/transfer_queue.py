@@ -1,7 +1,8 @@
 """The queue of an engine's transfers: it saves states for other engines and loads theirs, in threads of its own.
 
 The engine's thread only dispatches. A state that leaves is in host memory and is written here. A state that comes is in
-host memory, whole and checked, before the engine hears of it. Whatever fails is a prefill of one's own, and is counted.
+host memory, whole and checked, before the engine hears of it. On any failure the server prefills itself, and counts the
+reason.
 """
 
 import re
@@ -65,7 +66,7 @@ class TransferRequest(Protocol):
 
     @property
     def kv_transfer_params(self) -> Mapping[str, Any] | None:
-        """What the client or a router sent, of any form."""
+        """The client's or a router's parameters, of any form."""
 
 
 class UnusableError(Exception):
@@ -86,9 +87,9 @@ class TransferQueue:
 
     Args:
         store: Carries the states.
-        layout: What they hold.
-        description: What decides whether they fit (``description_of``).
-        root: What the names of prompts begin with (``root_of``).
+        layout: The form of states.
+        description: The form that must fit (``description_of``).
+        root: Prefix of the names of prompts (``root_of``).
         options: Lease and deadline.
         vocab_size: Token ids are below it.
         report: Gets a line about each failure.
