@@ -1,1 +1,1 @@
-"""What every other room stands on: errors, strict JSON, bounded reading, dtypes, tables, child processes, HLO text."""
+"""The base of every other room: errors, strict JSON, bounded reading, dtypes, tables, child processes, HLO text."""

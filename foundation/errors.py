@@ -19,7 +19,7 @@ class Ling3Error(Exception):
         hint: An action for the user, printed on a line of its own.
 
     Attributes:
-        exit_code: Of a command that raises it.
+        exit_code: Exit code of a command that raises it.
     """
 
     exit_code = 1

@@ -1,4 +1,4 @@
-"""What must be set before jax starts, and what a compiled program depends on: toolchain, processor, devices.
+"""Settings before jax starts, and the needs of a compiled program: toolchain, processor, devices.
 
 Imports no jax: it is imported once the environment is set.
 """
@@ -27,7 +27,7 @@ FLAGS = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")  # what compilers and runtimes read
 # When a virtual device is late for a collective, XLA warns after 20 s and ends the process (SIGABRT) 40 s later. On a
 # loaded machine a device may be later than that and come all the same: docs/log/hosts.md, 2026-11-22.
 PATIENCE = "--xla_cpu_collective_call_terminate_timeout_seconds=600"
-# XLA:CPU writes the features that it was allowed to use beside the code, as LLVM spells them: "+avx,+avx2,-amx-tile".
+# XLA:CPU writes the features that it was allowed to use next to the code, as LLVM spells them: "+avx,+avx2,-amx-tile".
 TARGET_FEATURES = re.compile(rb"\+[a-z0-9.-]+(?:,[+-][a-z0-9.-]+){8,}")
 
 

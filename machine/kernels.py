@@ -7,7 +7,7 @@ import threading
 from ling3export.artifacts.schema import KERNELS
 from ling3export.foundation.errors import ArtifactError
 
-# What a library exports, each with ``ling3_`` before it.
+# The names that a library exports, each with ``ling3_`` before it.
 HANDLERS = (
     *("columns", "rows", "experts", "route", "token", "attention", "best"),
     *(f"{name}_{form}" for name in ("columns", "rows", "experts") for form in ("int8", "int4", "code4")),

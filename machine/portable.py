@@ -1,9 +1,8 @@
-"""Portable programs: StableHLO's own portable form of what one device computes, without a container around it.
+"""Portable programs: StableHLO's own portable form of one device's computation, without a container around it.
 
 A cell is one ``shard_map`` over the mesh, and its body is StableHLO alone: no custom call, and none of Shardy's
-operations, which StableHLO promises nothing about. So the body is what an artifact keeps. What lies around it, the
-mesh, the shardings and the donation, is in the manifest, and the jax that compiles it puts it around anew
-(docs/decisions/0014-portable-programs.md).
+operations, which StableHLO promises nothing about. So the body is what an artifact keeps. Mesh, shardings and donation
+are in the manifest, and the jax that compiles it puts them around it again (docs/decisions/0014-portable-programs.md).
 """
 
 import dataclasses
@@ -148,7 +147,7 @@ def compile_portable(blob: bytes, program: LoweredProgram, mesh: Mesh) -> stages
 
 
 def _callable(blob: bytes, program: LoweredProgram, mesh: Mesh) -> Callable[..., Any]:
-    """A module of StableHLO as a function that jax can trace: an export of as many arrays, with this module in it."""
+    """A module of StableHLO as a function that jax can trace: an export with this module in it."""
 
     def of_a_device(rows: Sequence[Leaf]) -> list[jax.ShapeDtypeStruct]:
         return [

@@ -10,7 +10,7 @@ from ling3export.artifacts.schema import Target
 from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.machine.environment import prepare_cpu
 
-# What shows that a platform is there: a device file, and a package that drives it.
+# Signs that a platform is present: a device file, and a package that drives it.
 SIGNS = {
     "tpu": (("/dev/accel0", "/dev/vfio/0"), ("libtpu",)),
     "cuda": (("/dev/nvidia0", "/dev/nvidiactl"), ("jax_cuda13_plugin", "jax_cuda12_plugin")),

@@ -17,7 +17,7 @@ from ling3export.machine import environment
 from ling3export.machine.targets import NAMES, on_all, platforms_here
 
 POLICIES = ("prebuilt-only", "allow-compile")
-# Whose digests a loader checks: programs leaves out the weights, copy checks and uses a copy of them in memory.
+# The digests that a loader checks: programs leaves out the weights, copy checks and uses a copy of them in memory.
 CHECKS = ("all", "programs", "copy")
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -93,7 +93,7 @@ class Verdict:
     Attributes:
         cell: ``prefill@16``.
         reason: The difference between the cell's requirements and the machine; empty for OPTIMAL.
-        hint: What to do about it; None means to build for this machine.
+        hint: The remedy; None means to build for this machine.
     """
 
     cell: str

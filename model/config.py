@@ -1,8 +1,8 @@
 """config.json, read strictly: every field that changes the numbers is stated, typed and checked; none has a default.
 
-A missing, unknown or ill-typed field is refused by name, because a reader that fills gaps in silence is known to build
-a wrong model. :class:`Config` is the table of the fields that are read. The tables after it name the fields that may
-hold only one modelled value, those that repeat others, and those without effect.
+A missing, unknown or ill-typed field is refused by name: a reader that fills gaps in silence builds a wrong model.
+:class:`Config` is the table of the fields that are read. The tables after it name the fields that may hold only one
+modelled value, those that repeat others, and those without effect.
 """
 
 import math
@@ -177,7 +177,7 @@ class Config:
 
     @property
     def context(self) -> int:
-        """Tokens that positions are meant for: ``max_position_embeddings``, or YaRN's multiple of the original ones."""
+        """The range of positions: ``max_position_embeddings``, or YaRN's multiple of the original ones."""
         return max(self.max_position_embeddings, self.rope_scaling.context if self.rope_scaling else 0)
 
     @property

@@ -34,7 +34,7 @@ BF16, F32 = ("BF16",), ("F32",)
 ROUTER = ("F32", "BF16")  # the public release stores the router's weight in bf16
 EXPERT = "{expert}"  # stands in a tensor's name for the number of an expert
 
-# What may be quantized. Not MLA's w_uk, which is contracted over its outputs, too, nor what is small.
+# The weights that may be quantized. Not MLA's w_uk, which is contracted over its outputs, too, nor what is small.
 MATRICES = frozenset(
     "embeddings.word_embeddings embeddings.lm_head kda.qkvfg_proj kda.o_proj mla.q_proj mla.q_a_proj mla.q_b_proj "
     "mla.kv_a_proj_with_mqa mla.dense dense.gate_up_proj dense.down_proj moe.experts_gate_up_proj "
@@ -58,7 +58,7 @@ class Source:
     groups: int = 1
     columns: bool = False  # the input axis is cut instead, and every part transposed to ``[in, out]``
     rows: tuple[int, int] | None = None  # which rows of each part are taken, ``(start, stop)``; None for all
-    # What safetensors may call the stored dtype; the first one is what a synthetic checkpoint gets.
+    # Names of the stored dtype in safetensors; the first one is what a synthetic checkpoint gets.
     dtypes: tuple[str, ...] = BF16
 
     @property
@@ -76,7 +76,7 @@ class Weight:
     split: str | None  # the logical axis that is cut over devices, or None for a replicated parameter
     # For each row of the stack axis, the layer it belongs to; empty when the parameter is not stacked.
     layers: tuple[int, ...]
-    source: Source  # where it comes from. What may be fp32 there is an fp32 island of docs/model.md
+    source: Source  # where it comes from. Only fp32 islands of docs/model.md may be fp32 there
     form: str = PLAIN  # or a key of FORMS: a matrix ``[..., out, in]`` of q and scale
 
     @property
@@ -307,7 +307,7 @@ def expected_tensors(config: Config) -> dict[str, TensorInfo]:
 
 
 def mtp_tensors(config: Config) -> dict[str, TensorInfo]:
-    """The multi-token-prediction layers behind the last layer, as published: MLA, MoE, and the merge of two inputs."""
+    """The multi-token-prediction layers after the last layer, as published: MLA, MoE, and the merge of two inputs."""
     tensors: dict[str, TensorInfo] = {}
     for layer in range(config.num_hidden_layers, config.num_hidden_layers + config.num_nextn_predict_layers):
         at, width = f"model.layers.{layer}.", config.hidden_size

@@ -199,7 +199,7 @@ def build_step(
         config: The model.
         geometry: Parallelism, pools and dtype.
         phase: A key of PHASES.
-        padding: Of the unit that the record's ``sizes`` names.
+        padding: Number of units that the record's ``sizes`` names.
         mesh: One axis ``tp`` of ``geometry.tp`` devices, abstract or real; None for a program of one device without
             collectives, for readers that know none.
     """

@@ -1,4 +1,4 @@
-"""``quantization_config`` of config.json: which of the two published quantizations it names, and of which modules.
+"""``quantization_config`` of config.json: which of the two published quantizations it names, and for which modules.
 
 It decides nothing: the tensors say by themselves how they are stored (ling3export/checkpoint/forms.py), and are
 compared with it. A field that changes the meaning of a stored number is refused by name.

@@ -26,7 +26,7 @@ class Yarn:
 
     @property
     def context(self) -> int:
-        """Tokens that the scaled positions are meant for."""
+        """The range of the scaled positions."""
         return int(self.factor * self.original_max_position_embeddings)
 
     @property

@@ -69,7 +69,7 @@ def fingerprint(config: Config, plan: Plan) -> str:
 def cell_fields(config: Config, plan: Plan, cell: PlannedCell) -> dict[str, Any]:
     """Everything that decides one cell and is known before tracing.
 
-    Of the plan only the geometry counts: another padding of the same build changes nothing.
+    Only the plan's geometry counts: another padding of the same build changes nothing.
     """
     return _decided(config, plan.target) | {
         "cell": asdict(cell),

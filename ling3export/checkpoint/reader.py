@@ -115,8 +115,8 @@ class Checkpoint:
         """A tensor in torch's order and shape, exactly.
 
         Returns:
-            A read-only view of its mapped shard, bfloat16 or float32. Of a quantized weight the decoded numbers:
-            bfloat16 of FP8, float32 of INT4.
+            A read-only view of its mapped shard, bfloat16 or float32. Quantized weights are decoded: FP8 to bfloat16,
+            INT4 to float32.
 
         Raises:
             CheckpointError: the model has no tensor of that name; a quantized weight has NaN, or a number beyond

@@ -29,7 +29,7 @@ def form_of(name: str, form: Form | None, config: Config) -> Form | None:
 
 
 def quantization_config(form: Form, config: Config) -> dict[str, Any]:
-    """What config.json says of a checkpoint of ``form``."""
+    """The fields of config.json for a checkpoint of ``form``."""
     if form is FP8:
         last = config.num_hidden_layers + config.num_nextn_predict_layers
         others = [i for i in range(last) if i not in config.layers("kda")]

@@ -32,8 +32,8 @@ catalog.add_command(pull)
 @click.option("--id", "name", required=True, help="Its name in the store: a-z, 0-9 and -.")
 @click.option("--version", required=True, help="A semantic version.")
 @click.option("--title", default="", help="Its name for people.  [default: ID]")
-@click.option("--description", default="", help="What it is, in a sentence.")
-@click.option("--author", default="", help="Who made it.")
+@click.option("--description", default="", help="A description in one sentence.")
+@click.option("--author", default="", help="Name of its author.")
 @click.option("--tag", "tags", multiple=True, help="A word to find it by; may be given many times.")
 @click.option(
     "--eval", "evaluation", type=PATH, metavar="RUN", help="Record the score of a finished evaluation of ARTIFACT."

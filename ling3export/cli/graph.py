@@ -92,7 +92,7 @@ def write(text: str, output: Path | None) -> None:
     type=click.Choice(["operation-kind", "layer", "part", "operation"]),
     default="operation-kind",
     show_default=True,
-    help="What the rows of a layer kind are.",
+    help="Rows of a layer kind.",
 )
 @PORTABLE
 @JSON

@@ -73,8 +73,8 @@ def build(
     """Builds ``artifact`` from ``checkpoint``.
 
     Args:
-        checkpoint: A folder in the published layout; without weights a config.json, or a folder that holds one, of
-            which nothing else is read.
+        checkpoint: A folder in the published layout; without weights a config.json, or a folder with one; nothing else
+            is read.
         artifact: The folder to make.
         options: Targets, sizes and forms.
         report: Gets progress and notes.

@@ -104,7 +104,7 @@ def add_targets(
 
 
 def _plans(artifact: Path, manifest: Manifest, options: Options, chosen: set[str], force: bool) -> list[Plan]:
-    """The plans of new targets, and of those that are there and get score programs."""
+    """The plans of new targets, and of present ones that get score programs."""
     scored, targets = options.score_paddings, manifest.targets
     if scored and options.afd:
         raise PlanError("--afd: expected no --score-paddings with it and --into, found both", "add one at a time")

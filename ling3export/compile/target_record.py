@@ -84,7 +84,7 @@ def stablehlo_version(blob: bytes) -> str:
 
 
 def state_abi(config: Config, dtype: str) -> str:
-    """The sha256 of what one sequence's state is, whatever the weights (`Manifest.state_of` adds them).
+    """The sha256 of the form of one sequence's state, whatever the weights (`Manifest.state_of` adds them).
 
     The model, the dtypes and the order of the arrays count; pools, paddings, sharding and TP do not.
     """

@@ -23,7 +23,7 @@ LARGE = 10**6  # bytes of a copy worth counting
 def context_of(
     config: Config, geometry: Geometry, phase: str, padding: int, inputs: tuple[str, ...], chip: Chip | None
 ) -> Context:
-    """What the readers know of a cell's program apart from its text; decoding sequences have cached ``TOKENS``."""
+    """Facts about a cell's program apart from its text; decoding sequences have cached ``TOKENS``."""
     return Context(
         inputs=inputs,
         kinds=frozenset(LAYER_KINDS),

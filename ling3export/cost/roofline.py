@@ -24,8 +24,8 @@ TOKENS = 1024  # cached by each sequence of the decode batch that costs are coun
 def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tokens: int) -> dict[str, float]:
     """Trips, by scope, of the loops whose bounds depend on the batch (``model/`` names the scopes).
 
-    All rows of the batch are in use. A decoding sequence has cached ``tokens``; a prefill call starts its sequences, of
-    which no more than one ends in a tile.
+    All rows of the batch are in use. A decoding sequence has cached ``tokens``; a prefill call starts its sequences; at
+    most one ends in a tile.
     """
     if phase in MOVING:
         return {"copies": padding, "pages": padding / (geometry.tp if geometry.striped else 1)}

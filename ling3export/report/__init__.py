@@ -1,1 +1,1 @@
-"""What an artifact holds, as text."""
+"""The contents of an artifact, as text."""

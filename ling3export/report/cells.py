@@ -148,7 +148,7 @@ def known_form(where: str) -> Iterator[None]:
 
 
 def expected_of(manifest: Manifest, target: str, name: str) -> Expected:
-    """What the plan says of a cell's program: its state, its collectives and its FLOPs."""
+    """The plan's facts about a cell's program: its state, its collectives and its FLOPs."""
     cell = manifest.targets[target].cells[name]
     return expected(config_of(manifest), plan_of(manifest, target).geometry, cell)
 

@@ -102,7 +102,7 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
     Args:
         manifest: An artifact's.
         wide: Whether tables may be wider than 80 characters; they then have all columns.
-        calibration: What a machine measured of one of its targets.
+        calibration: Measurements of one target by a machine.
         note: Why there is none, where that has to be said.
     """
     plan, weights = manifest.plan, manifest.weights

@@ -72,12 +72,12 @@ def local_pages(
 
 
 def tile_pages(sequences: int) -> int:
-    """Pages that a decode step for so many sequences attends at once."""
+    """Pages that a decode step for `rows` sequences attends at once."""
     return min(TILE, TILE_EACH * sequences)
 
 
 def is_at_once(sequences: int, geometry: Geometry) -> bool:
-    """Whether a decode step for so many sequences goes by :func:`attend_tables`, and without a list of pages."""
+    """Whether a decode step for `rows` sequences goes by :func:`attend_tables`, and without a list of pages."""
     return geometry.unrolled and sequences * geometry.max_pages <= AT_ONCE
 
 

@@ -26,8 +26,8 @@ def adjusted(
     """The logits that tokens are drawn from where rows have edits or a mask of allowed tokens.
 
     An edit makes ``x`` to ``(x / scale if x > 0 else x * scale) + add``: a repetition penalty is a scale, and the
-    presence penalty, the frequency penalty and a logit bias are parts of what is added. Then what is not allowed
-    becomes -inf. A logit that is not finite stays: the row has no token, whatever is allowed.
+    presence penalty, the frequency penalty and a logit bias are parts of the addend. Then what is not allowed becomes
+    -inf. A logit that is not finite stays: the row has no token, whatever is allowed.
 
     Args:
         logits: This device's part of the vocabulary.
@@ -50,7 +50,7 @@ def adjusted(
     blocks = (jnp.max(fields["edited"]) + BLOCK - 1) // BLOCK
     with jax.named_scope("edits"):
         changed = lax.fori_loop(0, blocks, edit, logits)
-    # The words that hold this device's tokens, then their bits, of which the first may belong to tokens before them.
+    # The words that hold this device's tokens, then their bits; the first bits may belong to earlier tokens.
     words = jnp.pad(mask, ((0, 0), (0, width // 32 + 2)))
     words = lax.dynamic_slice_in_dim(words, first // 32, width // 32 + 2, axis=1)
     bits = (words[:, :, None] >> jnp.arange(32)) & 1

@@ -77,7 +77,8 @@ def greedy(
 def draw(
     logits: Float32[Array, "R v"], fields: dict[str, jax.Array], unrolled: bool = False
 ) -> tuple[Int32[Array, "R"], Float32[Array, "R"]]:
-    """Samples by temperature, min-p, top-k and top-p, in vLLM's order: top-p is a share of what the others leave.
+    """Samples by temperature, min-p, top-k and top-p, in vLLM's order: top-p is a share of the tokens that the others
+    leave.
 
     Args:
         logits: This device's part of the vocabulary.
@@ -130,8 +131,8 @@ def sample(
     Args:
         logits: This device's part of the vocabulary.
         fields: ``slot, position, temperature, top_k, top_p, min_p, seed``, each ``[R]``.
-        geometry: Whose form the program has. Where it is ``unrolled`` (see :func:`keep_mask`), whether a row is drawn
-            at all stays a condition.
+        geometry: Its form is that of the program. Where it is ``unrolled`` (see :func:`keep_mask`), whether a row is
+            drawn at all stays a condition.
 
     Returns:
         The token and its log-probability under the plain softmax, the same on every device. NO_TOKEN where a logit is

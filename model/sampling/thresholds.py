@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float32, Int32, Shaped, UInt32
 
-BITS = 4  # a digit has so many, which one look at all values finds
+BITS = 4  # a digit has this many values; one look at all values finds them
 
 
 def numbers(shape: tuple[int, ...], rows: int) -> Int32[Array, "L W"]:

@@ -54,7 +54,7 @@ def repetition(texts: Sequence[Text], least: int = 2, longer: int = 120) -> Repe
     ordered = sorted(texts)
     common = [shared(before, after) for before, after in itertools.pairwise(ordered)]
     heights = [len(text) for text in ordered]
-    if least > 1:  # what each window of so many texts shares
+    if least > 1:  # the prefix that each window of `least` texts shares
         heights = sliding_window_view(common, least - 1).min(1).tolist() if least <= len(texts) else []
     prefixes = []
     first = 0
@@ -63,7 +63,7 @@ def repetition(texts: Sequence[Text], least: int = 2, longer: int = 120) -> Repe
         # Windows of one height whose first texts share it are one node.
         while last + 1 < len(heights) and heights[last + 1] == height and common[last] >= height:
             last += 1
-        end = last + least  # behind the last text of the node, unless a window beside it is of a child
+        end = last + least  # after the last text of the node, unless a window next to it is of a child
         inner = (first > 0 and common[first - 1] >= height) or (end < len(ordered) and common[end - 1] >= height)
         if height > longer and not inner:
             prefixes.append((ordered[first][:height], end - first))

@@ -23,7 +23,7 @@ RATES = (
 TOTAL, CONCURRENCY = "Total token throughput (tok/s)", "Concurrency"
 DURATION, LATENCY = "Benchmark duration (s)", "Mean E2E Latency (ms)"
 NEEDED = (*(name for pair in RATES for name in pair), TOTAL, CONCURRENCY, DURATION, LATENCY)
-# Figures of which the first can never be above the second.
+# Pairs of figures; the first can never be above the second.
 ASCENDING = (
     ("Median TTFT (ms)", "P99 TTFT (ms)"),
     ("Median TPOT (ms)", "P99 TPOT (ms)"),
@@ -33,7 +33,7 @@ ASCENDING = (
 )
 
 MEANS = ("Mean", "Median")
-# Of runs side by side: (what a row is called, where its figure is in a record, the record's unit in the row's).
+# For runs side by side: (what a row is called, where its figure is in a record, the record's unit in the row's).
 ROWS: tuple[tuple[str, str, float], ...] = (
     ("Successful requests", "completed", 1),
     ("Failed requests", "failed", 1),

@@ -24,7 +24,7 @@ TOLERANCES = {"float32": Tolerance("largest", 1e-5), "bfloat16": Tolerance("medi
 
 @dataclass(frozen=True)
 class ScoredSequence:
-    """What a score program returns for one sequence of T tokens."""
+    """The results of a score program for one sequence of T tokens."""
 
     logits: dict[int, np.ndarray]  # by position, at the ends of chunks: [V] each
     logprob: np.ndarray  # [T-1], the log-probability of the next token, at each position but the last
@@ -65,8 +65,8 @@ def logits_receipt(actual: Logits, expected: Logits, tolerance: Tolerance) -> Re
 
 
 def exact_receipt(count: int, wrong: int) -> Receipt:
-    """The receipt of what is exact: in greedy sampling any token but the one of the largest logit is wrong, in a
-    row that was adjusted any other number or order, in state that moves any number with another bit.
+    """The receipt of exact programs. Greedy sampling must take the largest logit, an adjusted row must have the same
+    numbers in the same order, and a moved state the same bits.
 
     Args:
         count: How many tokens, rows or numbers were compared.
@@ -81,11 +81,12 @@ def score_receipt(
     """The receipt of a score program: its logits, log-probabilities and most likely tokens.
 
     Args:
-        scored: What the program returned for every sequence.
+        scored: The program's results for every sequence.
         sequences: The manifest's vectors.
         expected: The plain model's logits.
-        tolerance: Of logits at a position, and of the log-probabilities of a sequence. Where the median is judged,
-            rounding may swap the two most likely tokens: these are then compared with the program's own logits alone.
+        tolerance: The error of logits at a position, and of the log-probabilities of a sequence. Where the median is
+            judged, rounding may swap the two most likely tokens: these are then compared with the program's own logits
+            alone.
 
     Returns:
         The receipt of the logits at the ends of chunks, failed if log-probabilities or most likely tokens are wrong.

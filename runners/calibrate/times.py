@@ -1,7 +1,7 @@
 """Times the cells of a loaded target: how long a call takes on this machine.
 
 A timed call repeats the last call that the vectors made, filled up to the whole of its padding: prefill gets token rows
-of one prompt, and decode gets sequences that have cached as many tokens as the compiler's estimate is for. Token values
+of one prompt, and decode gets sequences with the number of cached tokens of the compiler's estimate. Token values
 change no time except through the experts that they choose, so they are random. Calls follow one after the other.
 """
 

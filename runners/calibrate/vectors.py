@@ -81,7 +81,7 @@ def split_of(target: Target, cell: Cell) -> tuple[int, int]:
 
 
 def page_table(state: State, rows: int, pages: int) -> np.ndarray:
-    """The page table of the first ``rows`` state slots, each with so many pages: int32 ``[slots + 1, max_pages]``.
+    """The page table of the first ``rows`` state slots, each with `pages` pages: int32 ``[slots + 1, max_pages]``.
 
     Raises:
         ArtifactError: The state has fewer pages.
@@ -124,7 +124,7 @@ class VectorRunner:
         return {at: row for number in range(len(self._sequences)) for at, row in self.prefill(padding, number, 1)}
 
     def score(self, padding: int, sequence: int) -> ScoredSequence:
-        """Scores each token of one sequence behind those before it, in calls of ``padding``."""
+        """Scores each token of one sequence after the earlier ones, in calls of ``padding``."""
         ids = self._sequences[sequence].ids
         logits: dict[int, np.ndarray] = {}
         logprob, best = [np.zeros(0, np.float32)], [np.zeros(0, np.int32)]
@@ -199,7 +199,7 @@ class VectorRunner:
     def adjust(self, rows: int) -> tuple[int, int]:
         """One call of ``logits_processor`` against numpy: (how many rows were compared, how many were wrong).
 
-        Every row has edits of its own and every third token forbidden, and is asked for its most likely tokens.
+        Every row has edits of its own and every third token forbidden, and returns its most likely tokens.
         """
         handle = self._logits(rows)
         logits = self._read(handle)
@@ -228,7 +228,7 @@ class VectorRunner:
         return rows, int(np.sum(wrong))
 
     def _logits(self, rows: int) -> Any:
-        """Logits of so many rows on the devices, from whichever program gives them."""
+        """Logits of `rows` rows on the devices, from any program that gives them."""
         giver = next(cell for cell in self._target.cells.values() if cell.phase in GIVERS and cell.rows == rows)
         phase, padding = giver.phase, giver.padding
         if phase == "decode":
@@ -249,7 +249,7 @@ class VectorRunner:
         """Stores numbers that no model gave and fetches them again, of another slot where ``phase`` is ``copy``.
 
         Returns:
-            How many were compared, and how many were wrong. A slot beside, which nobody may touch, counts, too.
+            How many were compared, and how many were wrong. Another slot, which nobody may touch, counts, too.
         """
         runner, state = self._runner, self._state
         slot, end = state.slots + 1, 1 if phase == "copy" else state.slots + 1

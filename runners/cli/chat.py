@@ -42,7 +42,7 @@ class Conversation:
         settings: How tokens are taken and what ends an answer, as ``Engine.generate`` takes it.
 
     Attributes:
-        messages: As chat templates take them.
+        messages: The form that chat templates take.
     """
 
     def __init__(

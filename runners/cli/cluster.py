@@ -25,7 +25,7 @@ _cluster_section = section(
         default='{"CPU": 1}',
         show_default=True,
         metavar="JSON",
-        help='What each engine needs there, such as {"TPU": 4}.',
+        help='Resources of each engine, such as {"TPU": 4}.',
     ),
 )
 

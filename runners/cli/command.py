@@ -223,7 +223,7 @@ def _read_config(ctx: click.Context, param: click.Parameter, path: Path | None) 
             wanted, actual = ("a list", "one value") if repeated else ("one value", "a list")
             raise Ling3Error(f"{where}: `{name}`: expected {wanted}, found {actual}")
         switches = option.is_flag or option.type.name == "switch"
-        # As the command line writes it: click would take 8.5 and true for whole numbers.
+        # The value as the command line writes it: click would take 8.5 and true for whole numbers.
         values = [part if switches else str(part) for part in (value if repeated else [value])]
         defaults[str(option.name)] = values if option.multiple else values[0]
         try:

@@ -156,7 +156,7 @@ def of_machine(packages: dict[str, str | None], runtime: JaxRuntime | str) -> It
 
 
 def of_target(target: Target, runtime: JaxRuntime, artifact: Path) -> Iterator[Problem]:
-    """What a target requires and the machine lacks; the verdicts are the loader's."""
+    """Requirements of a target that the machine lacks; the verdicts are the loader's."""
     build = f"ling3export build --into {artifact} --target {platforms_here()[0]}"
     if target.processes > 1 and runtime.processes == 1 and target.platform in platforms_here():
         count = target.mesh.hosts.count(0)

@@ -16,7 +16,7 @@ from ling3export.runners.cli.generate import generate
 from ling3export.runners.cli.references import pull
 from ling3export.runners.cli.serve import ffn_worker, route, serve
 
-# Everything behind lm-eval's first word is lm-eval's, its --help included.
+# Everything after lm-eval's first word is lm-eval's, its --help included.
 VERBATIM = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
 

@@ -3,8 +3,8 @@
 A host that is gone leaves the others in a collective that never ends, which nothing can interrupt. So a thread watches
 each connection, and ends this process with a message when the connection is closed or silent: at once if the other
 process died, after ``host_timeout`` seconds if it is stopped, or its machine or the network is gone. Host 0 also counts
-the messages that another host has not taken, and gives up one that takes none for so long, or that gives no part of a
-step for which host 0 waits.
+the messages that another host has not taken. It gives up a host that takes none for so long, or gives no part of a
+step.
 """
 
 import contextlib

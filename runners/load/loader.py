@@ -1,7 +1,7 @@
 """From an artifact's path to programs, weights and state on devices: the ladder, and the order in which things load.
 
 No program is deserialized before its digest and its verdict are known. Reading, digests and loading run in threads
-beside the import of jax. All digests are checked before the first step. By then either the programs of a first request
+during the import of jax. All digests are checked before the first step. By then either the programs of a first request
 are loaded or all of them, as the caller chooses.
 """
 
@@ -287,7 +287,7 @@ def _reduced(target: Target, phases: Container[str]) -> Target:
 def calls_measured(
     folder: Path, manifest: Manifest, target: str, report: Callable[[str], None], channel: "Channel | None"
 ) -> dict[str, float]:
-    """The measured seconds of each cell's call, where a calibration beside the artifact is of this target and machine.
+    """The measured seconds of each cell's call, where a calibration next to the artifact is of this target and machine.
 
     Several hosts decide alike: they use it where each of them has the same one.
 
@@ -296,7 +296,7 @@ def calls_measured(
         manifest: Its manifest.
         target: The target that runs.
         report: Told that one is used, or why one is there and not used.
-        channel: The connection to the other hosts, every one of which calls this; None where this one runs alone.
+        channel: The connection to the other hosts, which all call this; None where this one runs alone.
     """
     measured, note = found_beside(folder, manifest, measuring)
     if measured is not None and (made := measured.target) != target:

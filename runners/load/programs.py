@@ -86,7 +86,7 @@ class Programs(Mapping[str, "Program"]):
             ArtifactError: One does not load.
         """
         self._go.set()
-        for name in reversed(list(self)):  # the thread behind begins at the other end
+        for name in reversed(list(self)):  # the background thread begins at the other end
             self[name]
 
     def close(self) -> None:

@@ -98,7 +98,7 @@ class ShardedState:
         return packed([which for which, _ in parts], [part for _, part in parts])
 
     def joined(self, messages: Iterable[bytes]) -> "ShardedState":
-        """The state with the parts of other hosts, each of which ``split`` its own."""
+        """The state with the parts of other hosts; each ``split`` its own."""
         calls = tuple(
             {name: Shards(shards.shape, {**shards.parts}) for name, shards in call.items()} for call in self.calls
         )
@@ -135,7 +135,7 @@ class ShardedState:
 
 
 def call_of(arrays: Mapping[str, np.ndarray], places: np.ndarray) -> dict[str, Shards]:
-    """What one call that onloads a whole state takes: the pages that stand at ``places``; -1 is any, for padding."""
+    """The inputs of one call that onloads a whole state: the pages that stand at ``places``; -1 is any, for padding."""
     arrays = {**arrays, PAGED: arrays[PAGED][:, places]}
     return {name: Shards(array.shape, {tuple((0, n) for n in array.shape): array}) for name, array in arrays.items()}
 
@@ -179,7 +179,7 @@ def packed(record: object, arrays: Iterable[np.ndarray]) -> bytes:
 
     Args:
         record: Any JSON value.
-        arrays: Of dtypes that a state has.
+        arrays: Sizes of the dtypes of a state.
     """
     whole = [np.ascontiguousarray(array) for array in arrays]
     head = json.dumps([record, [[array.dtype.name, array.shape] for array in whole]]).encode()
