@@ -231,7 +231,7 @@ def partial_path(path: Path) -> Path:
 
 
 def leftovers(path: Path) -> list[Path]:
-    """What stands beside ``path`` under a name that :func:`partial_path` gave, by a writer that was killed."""
+    """Files next to ``path`` under a name that :func:`partial_path` gave, by a writer that was killed."""
     name = re.compile(rf"\.{re.escape(path.name)}\.{PARTIAL}")
     return [entry for entry in path.parent.iterdir() if name.fullmatch(entry.name)]
 

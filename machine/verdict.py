@@ -42,7 +42,7 @@ class JaxRuntime:
         processes: Number of processes that run together.
         cpu_features: Processor features that compiled code may depend on.
         devices: Ids of the devices of all processes.
-        coords: Of each device within its slice; empty if it has none.
+        coords: Coordinates of each device within its slice; empty if it has none.
         memory: Bytes of one device; None if it does not report them.
     """
 

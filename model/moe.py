@@ -195,7 +195,7 @@ def tile_rows(rows: int, experts: int) -> int:
 
 
 def touched(rows: int, config: Config) -> float:
-    """The mean share of the experts that `rows` rows choose."""
+    """The mean share of the experts that ``rows`` rows choose."""
     return 1 - (1 - config.num_experts_per_tok / config.num_experts) ** rows
 
 
@@ -214,8 +214,8 @@ def lowest(words: list[UInt32[Array, ""]]) -> tuple[Int32[Array, ""], list[UInt3
 
 
 def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", "some", "all", "tiles"]:
-    """The way to multiply `rows` rows: by the matrices that each chooses, by those of the device that some row chooses,
-    by all of the device, or tile after tile.
+    """The way to multiply ``rows`` rows: by the matrices that each chooses, by those of the device that some row
+    chooses, by all of the device, or tile after tile.
 
     A card reads a matrix for each choice as fast as it computes, so it takes the chosen ones while there are no more
     choices than experts (docs/log/programs-cuda.md).

@@ -121,7 +121,7 @@ class Endpoint:
 
 
 def told(data: bytes) -> str:
-    """The message of an error object, else the beginning of what came."""
+    """The message of an error object, else the beginning of the answer."""
     try:
         error = json.loads(data)["error"]
         return str(error["message"] if isinstance(error, dict) else error)[:300]

@@ -18,7 +18,7 @@ class Parsed(click.ParamType):
     """The value that a function reads from the text of an option.
 
     Args:
-        name: Of the text in help: ``N,N,...``.
+        name: For the text in help: ``N,N,...``.
         parse: Called with the text and, for messages, the option's name; raises a PlanError.
     """
 

@@ -87,7 +87,7 @@ def build(
         allow_rounding: Whether weights may be rounded that ``options.dtype`` does not hold.
 
     Raises:
-        Ling3Error: The checkpoint, the plan or the disk do not allow it; nothing is left behind.
+        Ling3Error: The checkpoint, the plan or the disk do not allow it; nothing is left.
     """
     weights: WeightSource | None
     options = as_stored(options, checkpoint)

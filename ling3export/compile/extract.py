@@ -72,7 +72,7 @@ class Slice:
 
 
 def sliced(config: Config, first: int, count: int, tokens: int) -> Config:
-    """The configuration of some layers with a vocabulary of at least `tokens` tokens, cut into `tp` TP shards."""
+    """The configuration of some layers with a vocabulary of at least ``tokens`` tokens and the same TP shards."""
 
     def limits(values: tuple[float, ...] | None) -> tuple[float, ...] | None:
         part = None if values is None else values[first : first + count]

@@ -1,9 +1,9 @@
 """Which tensors are alive at a program's memory peak, and memory over program order.
 
 The reader walks scheduled HLO: a buffer lives from the instruction that makes it until the last one that reads it, and
-the result of that one may take its place. Inputs live throughout. Results that reuse an operand's buffer (updates in
-place, loops, tuples, bitcasts) make none. Inside a loop, branch or call, its own buffers come on top of what lives
-around it. Buffers in a chip's fast memory count, as in the compiler's own peak; the program itself does not.
+the last reader's result may take its place. Inputs live throughout. Results that reuse an operand's buffer (updates in
+place, loops, tuples, bitcasts) make none. Inside a loop, branch or call, its own buffers come on top of the surrounding
+ones. Buffers in a chip's fast memory count, as in the compiler's own peak; the program itself does not.
 """
 
 import math

@@ -44,7 +44,7 @@ ALLOCATION = "AllocateBuffer"  # a custom call in name only: the compiler's own 
 SAME_BUFFER = {"bitcast", "opt-barrier", "reshape", "copy-done", "dynamic-update-slice", "scatter", "while"}
 ALIASES = re.compile(r"\{(\d*)\}: ?\((\d+), ?\{(\d*)\}")
 
-# What follows one of these in an instruction's text says nothing of what it computes.
+# Text after one of these in an instruction says nothing about its computation.
 NOTES = (", metadata={", ", backend_config=", ", frontend_attributes={", ", control-predecessors={", ", origin=")
 CHANNEL = re.compile(r"(channel_id|async_execution_thread)=[^,\s]+")
 Origin = str | tuple | None  # the input that a buffer is, or those of a tuple's elements

@@ -22,7 +22,7 @@ class Operation:
 
     Attributes:
         name: Unique in its program.
-        opcode: As the program's text writes it: ``fusion``, ``dot_general``.
+        opcode: The name in the program's text: ``fusion``, ``dot_general``.
         kind: The kind of work, one of ``hlo.KINDS``, ``collectives`` or ``custom calls``.
         shapes: Types of its results: ``bf16[16,2048]``.
         operands: Names of the operations or inputs that it reads.
@@ -42,8 +42,8 @@ class Operation:
         overlapped: Whether it runs at the same time as other operations: its seconds do not add to a call's.
         target: The target of a custom call.
         fused: Opcodes inside a fusion that do work, in their order.
-        digest: Of what it computes: opcode, types, attributes, the names of inputs that it reads, and everything inside
-            a fusion; names of operations do not count.
+        digest: A digest of its computation: opcode, types, attributes, the names of inputs that it reads, and
+            everything inside a fusion; names of operations do not count.
     """
 
     name: str
@@ -98,7 +98,7 @@ class Row:
 
     Attributes:
         layer_kind: Of all of them; None for operations outside of every kind.
-        operation_kind: Of all of them, or what :meth:`Graph.rows` grouped by.
+        operation_kind: The kind of all of them, or the name of the group that :meth:`Graph.rows` made.
         count: Operations in the program's text.
         runs: Operations that one call runs.
         seconds: None if no operation has any.

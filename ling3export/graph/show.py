@@ -13,7 +13,7 @@ DETAILED = 5  # operations that are shown with everything
 
 @dataclass(frozen=True)
 class Limits:
-    """What a device reaches at most: FLOPs a second, and bytes a second of its memory."""
+    """The most that a device reaches: FLOPs a second, and bytes a second of its memory."""
 
     flops: float
     bandwidth: float

@@ -133,7 +133,7 @@ def as_stored(options: Options, checkpoint: Path) -> Options:
     """Replaces ``as-stored`` by ``int4-experts`` if the checkpoint is quantized so.
 
     Args:
-        options: Of a build.
+        options: Options of a build.
         checkpoint: A folder, or a config.json itself, with the ``quantization_config``.
 
     Raises:

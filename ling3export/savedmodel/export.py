@@ -87,7 +87,7 @@ def build_savedmodel(
         The content of ``ling3.json`` in the folder.
 
     Raises:
-        Ling3Error: The packages, the checkpoint, the plan or the disk do not allow it; nothing is left behind.
+        Ling3Error: The packages, the checkpoint, the plan or the disk do not allow it; nothing is left.
     """
     if options.afd:
         raise PlanError("--afd: expected none with --format savedmodel, found it", "build an artifact")

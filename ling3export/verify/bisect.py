@@ -59,7 +59,7 @@ class Bisection:
         sides: The compared programs.
         cell: ``decode@16``.
         measure: ``largest`` or ``median``.
-        tolerance: Of every error.
+        tolerance: Tolerance of every error.
         differences: In the order of the computation: a layer's state, its attention, its MLP.
         equal: Whether the final logits of the unchanged programs are equal bit by bit.
     """
@@ -131,7 +131,7 @@ def compare(
 
     Args:
         one: The values that are judged.
-        other: What they are compared with.
+        other: The other side of the comparison.
         config: The model.
         count: How many sequences there are.
         sides: Names of both.
@@ -240,7 +240,7 @@ def bisect(
 
     Args:
         artifact: The artifact that is judged.
-        other: What it is compared with; None is the numpy reference, with the weights of ``artifact``.
+        other: The other side of the comparison; None is the numpy reference, with the weights of ``artifact``.
         cell: ``decode@16``; None is the smallest decode cell, which prefills too.
         target: The target of ``artifact``; None for the only one.
         other_target: The target of ``other``.

@@ -113,7 +113,7 @@ def _logits(loaded: "Loaded", cell: str, sequence: SequenceRecord) -> np.ndarray
 
 
 def _state(loaded: "Loaded", state: State, tokens: int) -> Values:
-    """The state of slot 1 and of the first pages, which ``VectorRunner`` gives a sequence of so many tokens."""
+    """The state of slot 1 and of the first pages, which ``VectorRunner`` gives a sequence of ``tokens`` tokens."""
     values = {}
     pages = np.arange(1, -(-tokens // state.page_size) + 1)
     if state.placement == "striped":  # see model/mla/paged.py

@@ -66,7 +66,7 @@ class KimiDeltaAttention(nnx.Module):
     def _taps(self, layer: Index, rows: int = 1) -> Float32[Array, "W _ H X"]:
         """The filters of q, k and v of each head, tap after tap, the same for each of ``rows``.
 
-        In the form ``tiles`` those of all layers are turned and repeated at once: of what one layer has, XLA:TPU would
+        In the form ``tiles`` those of all layers are turned and repeated at once: for one layer's part, XLA:TPU would
         make an operation in every layer. (A barrier keeps it from that; all of them become one.)
         """
         if not self.geometry.sum_by_matmul:

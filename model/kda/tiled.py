@@ -56,7 +56,7 @@ def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
     enter = (of < one) | (early & (of == one))
     leave = (of > one) | (late & (of == one))
     counted = np.concatenate([enter, leave, of <= one]).astype(np.float32)
-    # Of the run of a chunk are the rows of its chunks: products with ones say so for all rows in one operation.
+    # A chunk's run has the rows of its chunks: products with ones say so for all rows in one operation.
     spread = jnp.matmul(np.tile(np.eye(size, dtype=np.float32), (3, 1)), same.astype(jnp.float32), precision=HIGHEST)
     sums = jnp.matmul(spread, (of == one).astype(np.float32), precision=HIGHEST) * counted
     open_pair = (same & (one >= np.arange(size))).reshape(number.shape[0], -1)

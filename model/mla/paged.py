@@ -72,12 +72,12 @@ def local_pages(
 
 
 def tile_pages(sequences: int) -> int:
-    """Pages that a decode step for `rows` sequences attends at once."""
+    """Pages that a decode step for ``sequences`` sequences attends at once."""
     return min(TILE, TILE_EACH * sequences)
 
 
 def is_at_once(sequences: int, geometry: Geometry) -> bool:
-    """Whether a decode step for `rows` sequences goes by :func:`attend_tables`, and without a list of pages."""
+    """Whether a decode step for ``sequences`` sequences goes by :func:`attend_tables`, and without a list of pages."""
     return geometry.unrolled and sequences * geometry.max_pages <= AT_ONCE
 
 
@@ -330,7 +330,8 @@ def attend_tables(
 
 
 def weighted_mean(part: Float32[Array, "B H row"], rank: int) -> Float32[Array, "B H R"]:
-    """The weighted mean of what :func:`attend_list` gives, NaN where a score was; zero where no key was seen."""
+    """The weighted mean of the values that :func:`attend_list` gives, NaN where a score was; zero where no key was
+    seen."""
     m = part[..., rank + 1]
     l = jnp.where(jnp.isfinite(m), part[..., rank], jnp.nan)  # noqa: E741
     return part[..., :rank] / l[..., None]

@@ -81,7 +81,7 @@ def split_of(target: Target, cell: Cell) -> tuple[int, int]:
 
 
 def page_table(state: State, rows: int, pages: int) -> np.ndarray:
-    """The page table of the first ``rows`` state slots, each with `pages` pages: int32 ``[slots + 1, max_pages]``.
+    """The page table of the first ``rows`` state slots, each with ``pages`` pages: int32 ``[slots + 1, max_pages]``.
 
     Raises:
         ArtifactError: The state has fewer pages.
@@ -228,7 +228,7 @@ class VectorRunner:
         return rows, int(np.sum(wrong))
 
     def _logits(self, rows: int) -> Any:
-        """Logits of `rows` rows on the devices, from any program that gives them."""
+        """Logits of ``rows`` rows on the devices, from any program that gives them."""
         giver = next(cell for cell in self._target.cells.values() if cell.phase in GIVERS and cell.rows == rows)
         phase, padding = giver.phase, giver.padding
         if phase == "decode":

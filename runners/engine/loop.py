@@ -301,7 +301,7 @@ class Loop:
             self._fail_all()
 
     def _watch(self, core: EngineCore, ended: threading.Event, seconds: float) -> None:
-        """Stops the loop once one call of the devices takes longer than `step_timeout`."""
+        """Stops the loop once one call of the devices takes longer than ``step_timeout``."""
         left = seconds
         while not ended.wait(left):
             doing = core.doing

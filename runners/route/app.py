@@ -46,7 +46,7 @@ class RoutingPolicy:
 
     every: float = 1.0  # seconds between two looks at each server
     most_local: int = 0  # a prompt of no more tokens is prefilled by the server that decodes it
-    most_queued: int = 64  # while each server that prefills has `max_queue` requests, so is every prompt
+    most_queued: int = 64  # while each server that prefills has this many requests, so is every prompt
 
 
 class Router:

@@ -62,7 +62,7 @@ class Policy:
     max_new_tokens: int | None = None  # of a chat whose body does not say; None for what the context leaves
 
 
-# What reads the bodies of an endpoint that generates, and what makes its answer.
+# The reader of bodies, and the maker of answers, of each endpoint that generates.
 GENERATING: dict[str, tuple[Callable[..., GenerationCall], Callable[[GenerationCall, str], Answer]]] = {
     "/v1/completions": (completions, ChoicesAnswer),
     "/v1/chat/completions": (chat, ChoicesAnswer),

@@ -138,7 +138,7 @@ def _echoed(call: GenerationCall, body: CompletionsBody, engine: "Engine") -> Ge
     if body.stream or body.logprobs > 1:
         cause = "a stream" if body.stream else f"{body.logprobs} log-probabilities"
         raise refusal("echo", "a whole answer and at most 1 log-probability with `logprobs`", cause)
-    # Nothing is known of a prompt's first token.
+    # A prompt's first token has no log-probability.
     scores = [Request(ids, 0, name="prompt", score_from=1) for ids in call.prompts if len(ids) > 1]
     with refusing("echo"):
         for request in scores:

@@ -36,8 +36,8 @@ from ling3export.runners.serve.config import ServerConfig
 LINGER = 5.0  # seconds that the server still answers when another host is gone, so that clients hear why
 BACKLOG = 512  # connections that the system keeps until they are taken
 KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
-LAST = 5.0  # seconds that threads have to end behind the last answer
-SPARE = 64  # files beside connections that a server may open, connections that were just taken or ended among them
+LAST = 5.0  # seconds that threads have to end after the last answer
+SPARE = 64  # files, except connections, that a server may open, connections that were just taken or ended among them
 WINDOW = 600.0  # seconds in which restarts are counted
 PAUSE = 0.2  # seconds between two looks at whether the engine has stopped
 

@@ -341,7 +341,7 @@ def _regex(schema: Mapping[str, Any]) -> str:
     least, most = (value if type(value := schema.get(name)) is int else None for name in ("minLength", "maxLength"))
     if least or most is not None:
         terms.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
-    # A reader closes the value at the first mark, so a text that is not yet complete must not go on behind it.
+    # A reader closes the value at the first mark, so an incomplete text must not go on after it.
     return " & ".join([*terms, rf"~/(?s:.*){VALUED[:1]}\/{VALUED[2:]}(?s:.*)/"]) if terms else ANY
 
 

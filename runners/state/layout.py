@@ -37,7 +37,7 @@ class StateLayout:
     page: int
 
     def forms(self, tokens: int) -> list[Form]:
-        """The arrays of a state with the latents of `tokens` tokens, in the order of its bytes; none for no token."""
+        """The arrays of a state with the latents of ``tokens`` tokens, in the order of its bytes; none for no token."""
         if not tokens:
             return []
         name, (layers, width), dtype = self.latent

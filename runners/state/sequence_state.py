@@ -94,7 +94,7 @@ class SequenceState:
         return sum(array.nbytes for array in self.arrays.values())
 
     def pool_arrays(self, page: int) -> dict[str, np.ndarray]:
-        """The arrays as a program stores them, by the name of the pool: latents in pages of `page_size` tokens."""
+        """The arrays as a program stores them, by the name of the pool: latents in pages of ``page`` tokens."""
         latents, conv = self.arrays[LATENT], self.arrays[CONV].transpose(0, 2, 4, 1, 3)
         layers, count, width = latents.shape
         if count % page:

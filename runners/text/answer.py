@@ -151,7 +151,7 @@ class KeyedCall:
                 if place < 0 and not first[0]:
                     return len(self._text), None
                 if place < 0:
-                    mark, end, place = first  # no string comes to an end behind it
+                    mark, end, place = first  # no string ends after it
                     break
                 at = place + len(VALUED)
                 mark, end = yield from self._mark(at)
@@ -195,7 +195,7 @@ def argument(text: str, kinds: frozenset[str]) -> str:
     """A value as JSON: a string where it has to be one, else what JSON it is, else the text that it is.
 
     Args:
-        text: As the model wrote it.
+        text: The model's own text.
         kinds: JSON types that its schema takes.
     """
     if kinds != {"string"}:

@@ -105,7 +105,7 @@ class Grammars:
             RequestError: The grammar is malformed or too large, or no text fits it.
         """
         # The result is kept without the name: a grammar is checked under one, and runs under another. A trial takes the
-        # first tokens, so what begins behind a mark is tried alone, too.
+        # first tokens, so the part after a mark is tried by itself, too.
         if refusal := self._refusal(grammar._replace(behind="")) or self._refusal(grammar):
             raise RequestError(f"{name}: {refusal}")
 

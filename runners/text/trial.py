@@ -21,7 +21,7 @@ BYTES = 64 << 20  # of memory that it may take
 PROCESSES = 3  # that try grammars at once
 TURN = 5.0  # seconds to wait until one is free
 WAIT = 30.0  # seconds until a try is given up on a machine that is busy
-TOKENS = 3  # that are taken: some grammars fail behind their first token, whichever it is
+TOKENS = 3  # that are taken: some grammars fail after any first token
 
 
 class GrammarBusy(Ling3Error):

@@ -204,7 +204,7 @@ class PrefixStore:
         return SequenceState(last.descriptor, tokens, {**last.arrays, LATENT: latents})
 
     def _fits(self, state: SequenceState, count: int, prompt: Sequence[int]) -> bool:
-        """Whether a state ends after `count` blocks of a prompt and has its tokens."""
+        """Whether a state ends after ``count`` blocks of a prompt and has its tokens."""
         size = self._layout.page
         whole = state.stop == count * size and state.first < state.stop and not state.first % size
         return whole and state.tokens.tolist() == [*prompt[state.first : state.stop]]
