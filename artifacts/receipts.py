@@ -52,7 +52,7 @@ def explained(tolerance: Tolerance) -> str:
     if tolerance.measure == "median":
         return (
             f"{errors}; the median of all positions may be up to {tolerance.bound:.1e} (bfloat16). The worst is not "
-            "judged: rounding that sends one token to another expert alone makes it up to 0.3"
+            "judged: rounding may send one token to another expert, which moves its position far"
         )
     return f"{errors}; the worst may be up to {tolerance.bound:.1e} (float32)"
 
