@@ -370,15 +370,28 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 @click.option("--portable", is_flag=True, help="Run the portable programs of every target, on the processor.")
 @click.option("--time", is_flag=True, help="Time every cell of one target, too, and record it next to ARTIFACT.")
 @click.option("--trace", type=FOLDER, metavar="FOLDER", help="With --time: write a profiler's trace of each cell.")
+@click.option(
+    "--engine/--no-engine",
+    default=None,
+    help="Also compare the whole engine's answers with the numpy reference.  [default: up to 100 MB of weights]",
+)
 @JSON
 def verify(
-    artifact: Path, target: str | None, no_run: bool, portable: bool, time: bool, trace: Path | None, as_json: bool
+    artifact: Path,
+    target: str | None,
+    no_run: bool,
+    portable: bool,
+    time: bool,
+    trace: Path | None,
+    engine: bool | None,
+    as_json: bool,
 ) -> None:
     """Check ARTIFACT: every digest, then every vector in every cell.
 
     This executes native code of ARTIFACT, except with --no-run. Cells of other machines are not run; --portable
     compiles and runs the portable programs of all targets. The worst error comes first. Exits with 1 if a cell is
-    outside its tolerance.
+    outside its tolerance. A few prompts also run through the whole engine: in parts, in batches, again with the prefix
+    cache, and with their states moved from prefill to decode.
 
     --time writes NAME.calibration.json, or replaces it. Later starts on this machine, inspect and plan --from read it.
     A target of several hosts is verified by verify --time on each of them; host 0 writes. `graph summary --profile`
@@ -388,6 +401,8 @@ def verify(
         raise click.UsageError("--no-run, --portable and --time exclude each other.")
     if trace is not None and not time:
         raise click.UsageError("--trace needs --time.")
+    if engine and no_run + portable + time:
+        raise click.UsageError("--engine excludes --no-run, --portable and --time.")
     from ling3export.verify.verify import time_artifact, verify_artifact
 
     notes: list[str] = []
@@ -399,7 +414,9 @@ def verify(
         if hosts is not None and hosts.number:
             return
     else:
-        result = verify_artifact(artifact, target, run=not no_run, portable=portable, report=notes.append)
+        result = verify_artifact(
+            artifact, target, run=not no_run, portable=portable, engine=engine, report=notes.append
+        )
     click.echo("\n".join(notes), err=True)
     click.echo(json.dumps(result.record) if as_json else result.table())
     if not result.passed:

@@ -1,8 +1,8 @@
 """Compares an artifact's digests, and runs its vectors through every target that this machine can run."""
 
 import os
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from ling3export.artifacts.store import Store
 from ling3export.foundation.errors import ArtifactError, MisfitError, listed
 from ling3export.foundation.tables import aligned, footnotes
 from ling3export.machine.targets import platforms_here
+from ling3export.verify.engine import DEFAULT_BYTES, EngineReceipt, engine_apart
 from ling3export.verify.measure import measure_apart, time_target
 
 if TYPE_CHECKING:
@@ -31,19 +32,23 @@ class Result:
     shards: int  # how many of weight shards
     targets: dict[str, Receipts | str]  # by name its receipts, or why it could not run here
     times: tuple[Calibration, Target] | None = None  # with --time: what was measured of the one target
+    engines: Mapping[str, EngineReceipt] = field(default_factory=dict)  # by target, what the engine answers
 
     @property
     def passed(self) -> bool:
-        """Whether every cell that runs here is within its tolerance."""
-        return all(result.passed for result in self.targets.values() if isinstance(result, Receipts))
+        """Whether every cell that runs here is within its tolerance, and so are the engine's answers."""
+        cells = all(result.passed for result in self.targets.values() if isinstance(result, Receipts))
+        return cells and all(receipt.passed for receipt in self.engines.values())
 
     @property
     def record(self) -> dict[str, Any]:
         """The result as JSON."""
-        targets = {
+        targets: dict[str, dict[str, Any]] = {
             name: {"reason": result} if isinstance(result, str) else to_json(result) | {"passed": result.passed}
             for name, result in self.targets.items()
         }
+        for name, receipt in self.engines.items():
+            targets[name]["engine"] = asdict(receipt) | {"passed": receipt.passed}
         times = {} if self.times is None else {"times": to_json(self.times[0])}
         return {"files": self.files, "shards": self.shards, "targets": targets, "passed": self.passed} | times
 
@@ -62,6 +67,8 @@ class Result:
             lines += [f"{name}{f', {PORTABLE}' * portable}:", *aligned(rows), *footnotes(told(result))]
             for what, value in result.agreement.items():
                 lines.append(f"  {what.replace('_', ' ')}: {value:.2e}")
+            if name in self.engines:
+                lines += footnotes(self.engines[name].lines())
         if self.times is not None:
             lines += times_table(*self.times)
         return "\n".join(lines)
@@ -140,6 +147,7 @@ def verify_artifact(
     *,
     run: bool = True,
     portable: bool = False,
+    engine: bool | None = None,
     report: Callable[[str], None] = lambda text: None,
 ) -> Result:
     """Checks every digest, then measures every target that runs here; at least one where any has a platform of here.
@@ -149,6 +157,7 @@ def verify_artifact(
         target: Only this one; None for all.
         run: Whether to measure; otherwise nothing of the artifact is executed.
         portable: Measure the portable programs of every target, compiled for this processor, instead of executables.
+        engine: Also judge the answers of the whole engine; None if the weights are small.
         report: Told who signed it.
 
     Raises:
@@ -175,4 +184,7 @@ def verify_artifact(
             targets[name] = error.message.partition("\nhint: ")[0]
     if misfits and not any(isinstance(result, Receipts) for result in targets.values()):
         raise misfits[0]
-    return Result(files, shards, targets)
+    wanted = manifest.weights.nbytes <= DEFAULT_BYTES if engine is None else engine
+    in_one_process = [name for name in targets if manifest.targets[name].processes == 1 and not portable]
+    able = [name for name in in_one_process if wanted and isinstance(targets[name], Receipts)]
+    return Result(files, shards, targets, engines={name: engine_apart(artifact, name) for name in able})

@@ -37,6 +37,7 @@ RECORDS = {"model.parameters": {"artifacts"}, "model.quantized": {"artifacts"}}
 FROM_RUNNERS = {
     "cli": {"runners.cli", "runners.hosts"},
     "opened": {"runners.load"},
+    "verify.engine": {"runners.calibrate", "runners.engine", "runners.transfer"},
     "verify.probe": {"runners.calibrate", "runners.load"},
     "verify.measure": {"runners.calibrate", "runners.hosts", "runners.load", "runners.text"},
     "verify.verify": {"runners.hosts"},
