@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.handle import RequestHandle
     from ling3export.runners.engine.request import Completion
 
-COMMON = "system think max_tokens temperature top_k top_p min_p seed target programs prefix_cache".split()
+TAKEN = ("temperature", "top_k", "top_p", "min_p", "seed")  # settings of sampling
 HELP = """\
 /think on|off   think before the answer, or do not
 /system TEXT    replace the system text; no TEXT removes it
@@ -215,7 +215,7 @@ def _obey(conversation: Conversation, line: str) -> None:
         raise RequestError(f"command: expected /think on|off, /system TEXT, /save FILE or /help, found {line[:60]}")
 
 
-@click.command(cls=Command, common=COMMON)
+@click.command(cls=Command)
 @click.argument("artifact", type=ARTIFACT)
 @section(
     "Conversation",
@@ -231,7 +231,7 @@ def _obey(conversation: Conversation, line: str) -> None:
         type=click.IntRange(1),
         help="Most tokens of one.  [default: what generation_config.json says, else what the context leaves]",
     ),
-    *sampling_options(seed="Seed of each answer's sampling.  [default: another each time]"),
+    *sampling_options(*TAKEN, seed="Seed of each answer's sampling.  [default: another each time]"),
 )
 @engine_options("target", "programs", "prefix_cache")
 def chat(

@@ -253,9 +253,9 @@ temperature_option = sampling_option("temperature", SAMPLING["temperature"])
 stop_option = click.option("--stop", multiple=True, metavar="TEXT", help="End the text before this; may be repeated.")
 
 
-def sampling_options(**texts: str) -> Sequence[Decorator]:
-    """The options that say how tokens are taken; ``texts`` replaces what some of SAMPLING do in this command."""
-    return [sampling_option(name, text) for name, text in (SAMPLING | texts).items()]
+def sampling_options(*names: str, **texts: str) -> Sequence[Decorator]:
+    """The options of these fields of Sampling, by default of all; ``texts`` replaces the help of some."""
+    return [sampling_option(name, texts.get(name, SAMPLING[name])) for name in names or SAMPLING]
 
 
 target_option, programs_option, check_option = map(engine_option, ("target", "programs", "check"))

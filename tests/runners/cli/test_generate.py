@@ -96,7 +96,8 @@ def test_what_the_api_takes_generate_takes_by_the_same_names():
         "priority",
         "cache_salt",
     }
-    assert {field.name for field in dataclasses.fields(Sampling)} - {"logit_bias"} <= taken & talked
+    assert {field.name for field in dataclasses.fields(Sampling)} - {"logit_bias"} <= taken
+    assert {"temperature", "top_k", "top_p", "min_p", "seed"} <= talked
 
 
 def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, tmp_path):
