@@ -109,6 +109,7 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
     versions = ", ".join(f"{name} {version}" for name, version in manifest.producer.items())
     score = next((target.paddings("score") for target in manifest.targets.values()), ())
     scored = f"score {list(score)}, " if score else ""
+    tokenizer = {file.path for file in manifest.tokenizer}
     lines = [
         f"checkpoint  {manifest.source.name}{f', {manifest.source.form}' if manifest.source.form else ''}",
         f"made by     {versions}",
@@ -119,7 +120,7 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
         if weights.index
         else f"weights     none: ling3export attach writes those of a checkpoint, as {plan.forms}",
         f"vectors     {manifest.vectors.source}",
-        f"tokenizer   {'yes' if manifest.tokenizer else 'none: token ids only'}",
+        f"tokenizer   {'yes' if 'tokenizer/tokenizer.json' in tokenizer else 'none: token ids only'}",
     ]
     for name, target in manifest.targets.items():
         receipts, state = manifest.measured(name), target.state

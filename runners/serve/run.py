@@ -96,6 +96,8 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
             # A broken tokenizer fails here, not at the first client.
             engine.files.tokenizer("text in")
             say(f"serve: {'a' if engine.files.chats else 'no'} chat template")
+        else:
+            say("serve: no tokenizer: prompts and answers are token ids")
         if lacking("llguidance"):
             say(f"serve: no answers that follow a schema, a regex or a grammar; {install('structured')}")
         defaults = generation_defaults(engine.files.generation_config() if config.generation_config == "auto" else {})

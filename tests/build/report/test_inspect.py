@@ -8,6 +8,7 @@ from msgspec.structs import replace
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.program_records import Collective
 from ling3export.report.inspect import describe, estimated
+from tests.support import toy_artifact
 
 TARGET = "tpu-v6e-2x2-tp4"
 GOLDEN = Path(__file__).parents[2] / "data"
@@ -48,3 +49,11 @@ def test_an_estimate_without_the_time_of_custom_calls_says_at_least():
         (line,) = (line for line in lines if re.match(rf"  decode@2 +(at least )?{ms} ", line))
         assert re.match(r"  decode@2 +(at least )?", line)[1] == (said or None)
         assert (note in " ".join(" ".join(lines).split())) == bool(said)
+
+
+def test_a_generation_config_alone_is_no_tokenizer(tmp_path):
+    """`inspect` said `tokenizer yes`, and `generate` refused a text."""
+    manifest = toy_artifact.build_toy(tmp_path / "toy.ling3")
+    assert "tokenizer   yes" in describe(manifest)
+    record = replace(manifest.tokenizer[0], path="tokenizer/generation_config.json")
+    assert "tokenizer   none: token ids only" in describe(replace(manifest, tokenizer=(record,)))
