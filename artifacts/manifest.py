@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from ling3export.artifacts.agreement import check_agreement
 from ling3export.artifacts.files import REBUILD, leftovers, open_regular, remove, replace_file, writing
 from ling3export.artifacts.records import CANONICAL, WrongRecordError, from_json, laid_out, reading, to_json
-from ling3export.artifacts.schema import FileRecord, Manifest
+from ling3export.artifacts.schema import Cell, FileRecord, Manifest, Target
 from ling3export.foundation.errors import ArtifactError, listed, shown
 from ling3export.foundation.strict_json import LARGEST, parse_json
 
@@ -196,3 +196,27 @@ def named_target(names: Iterable[str], wanted: str) -> str:
         what = "none of that name" if not matching else f"{len(matching)}: {listed(matching)}"
         raise ArtifactError(f"target `{wanted}`: expected one of {listed(known)}, found {what}, in the manifest")
     return matching[0]
+
+
+def target_of(manifest: Manifest, name: str | None) -> tuple[str, Target]:
+    """The target of that name, or the only one.
+
+    Raises:
+        ArtifactError: There is no such target, or there are several and none is named.
+    """
+    names = list(manifest.targets)
+    if name is None and len(names) > 1:
+        raise ArtifactError(f"the artifact has the targets {listed(names)}", f"choose one: --target {names[0]}")
+    chosen = names[0] if name is None else named_target(names, name)
+    return chosen, manifest.targets[chosen]
+
+
+def cell_of(target: Target, name: str) -> Cell:
+    """The cell of that name.
+
+    Raises:
+        ArtifactError: The target has no such cell.
+    """
+    if name not in target.cells:
+        raise ArtifactError(f"the target has no cell {name}; it has {listed(sorted(target.cells), 20)}")
+    return target.cells[name]

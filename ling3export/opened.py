@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from ling3export.artifacts.manifest import read_checked, read_manifest
+from ling3export.artifacts.files import REBUILD
+from ling3export.artifacts.manifest import cell_of, read_checked, read_manifest, target_of
 from ling3export.artifacts.schema import Manifest
-from ling3export.report import cells
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.extras import require
 
 if TYPE_CHECKING:
     import jax
@@ -41,7 +43,7 @@ class Artifact:
 
     def cells(self, target: str | None = None) -> list[str]:
         """Names of a target's programs, such as ``decode@16``; ``target`` may be None if there is only one."""
-        return list(cells.target_of(self.manifest, target)[1].cells)
+        return list(target_of(self.manifest, target)[1].cells)
 
     def program(self, cell: str, target: str | None = None) -> "Program":
         """One program; ``target`` may be None if there is only one.
@@ -49,8 +51,8 @@ class Artifact:
         Raises:
             ArtifactError: There is no such target or cell.
         """
-        name, record = cells.target_of(self.manifest, target)
-        cells.cell_of(record, cell)
+        name, record = target_of(self.manifest, target)
+        cell_of(record, cell)
         return Program(self.folder, self.manifest, name, cell)
 
 
@@ -72,8 +74,12 @@ class Program:
 
         Raises:
             ArtifactError: The program is missing, damaged, or has a form that this version does not read.
+            Ling3Error: The extra ``build`` is not installed; all else of an artifact needs the base only.
         """
-        return cells.graph_of(self.folder, self.manifest, self.target, self.cell, from_portable=portable)
+        require("graphs of programs", "build", "flax")
+        from ling3export.report.cells import graph_of
+
+        return graph_of(self.folder, self.manifest, self.target, self.cell, from_portable=portable)
 
     def text(self, *, portable: bool = False) -> str:
         """Optimized HLO, or StableHLO if the artifact does not keep it or ``portable`` asks for it.
@@ -81,11 +87,15 @@ class Program:
         Raises:
             ArtifactError: The program is missing or damaged.
         """
+        from ling3export.graph.hlo import unpacked
         from ling3export.machine.portable import module
 
         record = self.manifest.targets[self.target].cells[self.cell]
         if record.graph is not None and not portable:
-            return cells.text_of(self.folder, record, f"{self.folder.name}: {self.target} {self.cell}")
+            try:
+                return unpacked(read_checked(self.folder, record.graph))
+            except ValueError as error:
+                raise ArtifactError(f"{record.graph.path}: {error}", REBUILD) from error
         with module(read_checked(self.folder, record.stablehlo)) as parsed:
             return str(parsed)
 

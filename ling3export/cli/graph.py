@@ -46,8 +46,7 @@ graph.add_command(extract)
 
 def chosen(artifact: Path, cells: tuple[str, ...], target: str | None) -> "tuple[Manifest, str, list[str]]":
     """The manifest, the name of the target, and the named cells of it, or all."""
-    from ling3export.artifacts.manifest import read_manifest
-    from ling3export.report.cells import cell_of, target_of
+    from ling3export.artifacts.manifest import cell_of, read_manifest, target_of
 
     manifest = read_manifest(artifact)
     name, record = target_of(manifest, target)

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ling3export.artifacts.manifest import named_target, read_checked
+from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.program_records import Program
-from ling3export.artifacts.schema import Cell, Manifest, Target
+from ling3export.artifacts.schema import Cell, Manifest
 from ling3export.cost.chips import device
 from ling3export.cost.estimates import context_of
 from ling3export.cost.roofline import expected_collectives
@@ -24,30 +24,6 @@ from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
 from ling3export.model.scopes import LAYER_KINDS
 from ling3export.plan.recorded import config_of, plan_of
-
-
-def target_of(manifest: Manifest, name: str | None) -> tuple[str, Target]:
-    """The target of that name, or the only one.
-
-    Raises:
-        ArtifactError: There is no such target, or there are several and none is named.
-    """
-    names = list(manifest.targets)
-    if name is None and len(names) > 1:
-        raise ArtifactError(f"the artifact has the targets {listed(names)}", f"choose one: --target {names[0]}")
-    chosen = names[0] if name is None else named_target(names, name)
-    return chosen, manifest.targets[chosen]
-
-
-def cell_of(target: Target, name: str) -> Cell:
-    """The cell of that name.
-
-    Raises:
-        ArtifactError: The target has no such cell.
-    """
-    if name not in target.cells:
-        raise ArtifactError(f"the target has no cell {name}; it has {listed(sorted(target.cells), 20)}")
-    return target.cells[name]
 
 
 def graph_of(folder: Path, manifest: Manifest, target: str, name: str, *, from_portable: bool = False) -> Graph:

@@ -4,12 +4,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ling3export.artifacts.manifest import read_manifest
+from ling3export.artifacts.manifest import cell_of, read_manifest, target_of
 from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.foundation.reading import read_bytes
 from ling3export.graph import saved
 from ling3export.graph.record import Graph
-from ling3export.report.cells import cell_of, file_changes, graph_of, target_of
+from ling3export.report.cells import file_changes, graph_of
 
 LARGEST_SUMMARY = 2**26  # bytes
 Side = tuple[Path, str | None, str | None]  # an artifact or a summary's file, a target, a cell

@@ -59,3 +59,18 @@ def test_importing_the_package_loads_no_other_package():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     loaded = set(done.stdout.split())
     assert "ling3export" in loaded and not loaded & {"click", "jax", "msgspec", "numpy", "ling3export.opened"}
+
+
+def test_a_program_is_read_and_run_without_the_extra_for_builds(artifact):
+    code = f"""
+import sys
+sys.modules.update(dict.fromkeys(["flax", "orbax", "rich", "tensorflow", "torch"]))
+import ling3export
+program = ling3export.open({str(artifact(NAME))!r}).program("decode@8")
+assert program.text().startswith("HloModule")
+with program.load() as step:
+    print(len(step.params))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20
