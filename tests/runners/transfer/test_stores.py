@@ -279,7 +279,7 @@ if how == "half":
 else:
     assert put(end, name, state)
 if how == "stuck":
-    from ling3export.runners.serve import states
+    from ling3export.runners.serve import app as states
     async def pieces(self, memory):
         yield memory[: len(memory) // 2]
         time.sleep(100)
