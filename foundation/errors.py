@@ -15,7 +15,7 @@ class Ling3Error(Exception):
     """A failure that the user can act on; unprintable characters of its texts are escaped.
 
     Args:
-        message: What is wrong, and where: ``what `name`: expected …, found …, where``.
+        message: The problem and its place: ``what `name`: expected …, found …, where``.
         hint: An action for the user, printed on a line of its own.
 
     Attributes:

@@ -147,7 +147,7 @@ def load_executable(raw: bytes, record: Executable) -> Program:
 
     Raises:
         ArtifactError: The executable does not fit here.
-        ValueError: It takes or gives other arrays than are recorded.
+        ValueError: On cpu: it takes or gives other arrays than are recorded.
     """
     if reason := executable_fits(record.requires, record.mesh):
         raise ArtifactError(f"executable: {reason}", hint="compile the portable program on this machine instead")
@@ -158,7 +158,8 @@ def load_executable(raw: bytes, record: Executable) -> Program:
     device_list = xla_client.DeviceList(devices)
     client = devices[0].client
     executable = client.deserialize_executable(raw, executable_devices=device_list)
-    _compare(executable, record.call, mesh)
+    if client.platform == "cpu":  # elsewhere this was not tried
+        _compare(executable, record.call, mesh)
     return _program(executable, device_list, client, record.call, mesh)
 
 

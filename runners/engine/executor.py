@@ -84,8 +84,8 @@ class ModelExecutor:
         if output.before:
             self._move(output.before)
         outputs = self._call(output) if output.phase else None
-        if output.behind:
-            self._move(output.behind)
+        if output.after:
+            self._move(output.after)
         return outputs
 
     def _call(self, output: SchedulerOutput) -> DeviceArray | Mapping[str, DeviceArray]:

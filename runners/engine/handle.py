@@ -23,7 +23,7 @@ class GrammarFailed(RequestFailed):
 
 
 class RequestBroken(RequestFailed):
-    """What is done for one request alone raised an error, which is its cause. Other requests go on."""
+    """The work for one request raised an error, which is its cause. Other requests go on."""
 
 
 class EngineStopped(RequestFailed):

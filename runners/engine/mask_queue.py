@@ -23,7 +23,7 @@ MAX_CALLS = 4  # whose logits, [rows, vocab], are kept; then sequences with a gr
 
 
 class WaitingRow(NamedTuple):
-    """A row whose logits are computed, but whose mask is not filled yet."""
+    """A row with logits, but without its mask."""
 
     output: SchedulerOutput
     logits: DeviceArray

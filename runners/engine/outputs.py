@@ -94,7 +94,7 @@ class SchedulerOutput:
         processed: The rows of them that need the logits processor.
         admitted: State slots that sequences got, with their sampling.
         before: Moves of states before the call, in order.
-        behind: Moves of states after the call and before the sampling.
+        after: Moves of states after the call and before the sampling.
     """
 
     at: float
@@ -106,7 +106,7 @@ class SchedulerOutput:
     processed: Many[ScheduledRow] = ()
     admitted: Many[tuple[int, Sampling]] = ()
     before: Many[StateMove] = ()
-    behind: Many[StateMove] = ()
+    after: Many[StateMove] = ()
 
 
 class InFlightSample(NamedTuple):

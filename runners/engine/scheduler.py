@@ -130,7 +130,7 @@ class Scheduler:
         output.rows = rows
         output.processed = [row for row in rows if row.sequence.logits_processor is not None]
         self._coordinator.prefilled([prompt_span.sequence for prompt_span in spans])
-        output.behind = self._coordinator.take_moves()
+        output.after = self._coordinator.take_moves()
         return True
 
     def _pack(self, output: SchedulerOutput, waiting: list[Sequence]) -> list[ScheduledSpan]:
@@ -177,7 +177,7 @@ class Scheduler:
             self._running = deque([*(s for s in self._running if s in left), *taken])
         self._decoded_last = True
         self._coordinator.decoded(taken)
-        output.behind = self._coordinator.take_moves()
+        output.after = self._coordinator.take_moves()
         return True
 
     def _decodable(self, settle: Settle, holds: Callable[[Sequence], bool]) -> list[Sequence]:

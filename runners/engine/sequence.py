@@ -248,8 +248,8 @@ class Sequence:
         token_ms = [self._ms(at) for at in self.times]
         logprobs = None if self.request.logprobs is None else list(self.output.logprobs)
         if (first := self.request.score_from) is not None:
-            behind = range(first - 1, self.num_prompt_tokens - 1)
-            logprobs = [self._scores[at] for at in behind] if self.stop_reason == "scored" else None
+            places = range(first - 1, self.num_prompt_tokens - 1)
+            logprobs = [self._scores[at] for at in places] if self.stop_reason == "scored" else None
         return Completion(
             prompt_ids=list(self.request.prompt_ids),
             token_ids=list(self.generated),

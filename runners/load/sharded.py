@@ -187,7 +187,7 @@ def packed(record: object, arrays: Iterable[np.ndarray]) -> bytes:
 
 
 def unpacked(message: bytes) -> tuple[Any, list[np.ndarray]]:
-    """What ``packed`` was given; the arrays lie in the message."""
+    """The arguments of ``packed``; the arrays lie in the message."""
     at = message.index(b"\0") + 1
     record, forms = json.loads(message[: at - 1])
     arrays = []

@@ -417,7 +417,7 @@ def chain_start(root: str, salt: str) -> bytes:
 
 
 def chained(before: bytes, tokens: Sequence[int], block: int) -> Iterator[bytes]:
-    """The name of every block of ``tokens``, the first of which follows the block that is called ``before``."""
+    """The names of the blocks of ``tokens``, which follow the block with the name ``before``."""
     ids = np.asarray(tokens, "<i4")
     for at in range(0, len(ids), block):
         before = hashlib.sha256(before + ids[at : at + block].tobytes()).digest()

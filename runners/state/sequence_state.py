@@ -62,7 +62,7 @@ class SequenceState:
         tokens: int32 ``[n]``: those whose latents are here.
         arrays: By name, in canonical order: the latents of these tokens, and the recurrent and conv state after the
             last of them. Empty where there is no token.
-        first: The position of the first of the tokens. What is before it lies in another state.
+        first: The position of the first of the tokens. Another state has the tokens before it.
     """
 
     descriptor: Mapping[str, Any]
