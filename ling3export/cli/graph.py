@@ -61,14 +61,22 @@ def read(artifact: Path, cells: tuple[str, ...], target: str | None, portable: b
     return [graph_of(artifact, manifest, name, cell, from_portable=portable) for cell in names]
 
 
-def measured(graph: "Graph", profile: Path) -> "Graph":
-    """A graph with the times of a trace; a line on stderr says what they are."""
+def measured(graph: "Graph", profile: Path, artifact: Path) -> "Graph":
+    """A graph with the times of a trace; lines on stderr say what they are."""
+    from ling3export.artifacts.calibration import found_beside
+    from ling3export.artifacts.manifest import read_manifest
     from ling3export.graph.profile import calls, events, joined, trace_of
 
     data, where = trace_of(profile, graph.cell)
     result = joined(graph, calls(events(data, where)), where)
     share = f"{100 * result.unmatched:.1f} % of the time is that of loops and calls themselves, and in no row"
     click.echo(f"{graph.cell}: mean of {result.calls} calls in {where}, over all devices; {share}", err=True)
+    calibration, _ = found_beside(artifact, read_manifest(artifact))
+    if calibration is not None and calibration.target == graph.target and graph.cell in calibration.cells:
+        whole = sum(one.times * one.seconds for one in result.graph.operations if one.seconds) / (1 - result.unmatched)
+        plain = calibration.cells[graph.cell].median
+        text = f"{whole * 1e3:.3f} ms in the trace, {plain * 1e3:.3f} ms without: tracing makes small operations longer"
+        click.echo(f"{graph.cell}: {text}", err=True)
     return result.graph
 
 
@@ -117,7 +125,7 @@ def summary(
         raise click.UsageError("--profile: a portable program has no measured times.")
     graphs = read(artifact, () if cell is None else (cell,), target, portable)
     if profile is not None:
-        graphs = [measured(one, profile) for one in graphs]
+        graphs = [measured(one, profile, artifact) for one in graphs]
     key = tables.BY[by]
     if as_json:
         click.echo(json.dumps(tables.document(graphs, key), indent=1))

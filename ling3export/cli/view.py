@@ -54,7 +54,7 @@ def view(
     for one in cells:
         (graph,) = read(artifact, (one,), name, portable)
         if profile is not None:
-            graph = measured(graph, profile)
+            graph = measured(graph, profile, artifact)
         before = None
         if against is not None:
             (before,) = read(against, (against_cell or one,), against_target or target, portable)

@@ -127,3 +127,4 @@ def test_a_recorded_trace_gives_the_time_of_the_programs_operations(artifact, tm
         main, ["graph", "summary", str(folder), "decode@8", "--profile", str(tmp_path / "traces")]
     )
     assert said.exit_code == 0 and "µs: measured" in said.stdout, said.output
+    assert "ms in the trace" in said.stderr and "% of the time is that of loops" in said.stderr
