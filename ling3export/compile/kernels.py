@@ -56,6 +56,11 @@ def _headers() -> tuple[str, str]:
 def library_of(kernels: str) -> bytes:
     """The library of ``kernels``; the errors are those of :func:`put_library`."""
     level, command = _compiler(kernels)
+    return compiled(command, level)
+
+
+def compiled(command: list[str], level: Level) -> bytes:
+    """The library of a level by any compiler."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / KERNELS
         flags = [ZIG.get(flag, flag) if "ziglang" in command else flag for flag in level.flags]

@@ -49,6 +49,7 @@ LEVELS = (  # the best first
     Level("amx_bf16", X86, (*_DOTS, "amx_tile", "amx_bf16"), (*_BF16, "-mamx-tile", "-mamx-bf16")),
     Level("avx512_bf16", X86, _DOTS, _BF16),
     Level("avx512_vnni", X86, _VNNI, (*_WIDE, "-DLING3_BYTES=32")),  # products of bf16 as avx2 has them
+    Level("avx_vnni", X86, (*_AVX2, "avx_vnni"), ("-mavx2", "-mfma", "-mavxvnni", "-DLING3_BYTES=32")),
     Level("avx2", X86, _AVX2, ("-mavx2", "-mfma", "-DLING3_BYTES=32")),
     Level("neon_dotprod", ARM, ("asimd", "asimddp"), (_DOTPROD, "-DLING3_BYTES=16")),
     Level("neon", ARM, ("asimd",), ("-DLING3_BYTES=16",)),

@@ -27,7 +27,7 @@ FEW = 16
 FEW_EACH = 2  # the same of one expert's rows, where all experts are chosen alike (docs/log/kernels-cpu.md)
 # Processors without dot products of bf16: XLA widens what it multiplies again and again. Kernels over columns of a
 # weight are faster for any number of rows (docs/log/kernels-cpu.md, 2026-11-24).
-WIDENED = ("avx512_vnni", "avx2")
+WIDENED = ("avx512_vnni", "avx_vnni", "avx2")
 GROUP = 32  # numbers that share a scale, where kernels multiply quantized weights, by any number of rows
 # Processors without a matrix unit: kernels for experts are faster for any number of rows, the others up to FEW_PLAIN.
 NO_UNIT = ("avx512_bf16", *WIDENED)

@@ -1,5 +1,6 @@
 // Vectors of integers and floats as the kernels for quantized weights use them, and how a group of 32 numbers lies in
-// them: one section for AVX-512 with VNNI, one for AVX2, one for NEON with sdot. Other processors have plain loops.
+// them: one section for AVX-512 with VNNI, one for AVX2, with VNNI or without, one for NEON with sdot. Other processors
+// have plain loops.
 #ifndef LING3_VECTORS_H_
 #define LING3_VECTORS_H_
 
@@ -42,7 +43,7 @@ constexpr int64_t kPiece = 4 * kLanes;  // bytes of a vector
 constexpr int64_t kBlock = kLanes;      // groups whose scales fill a vector
 
 // What is added to q so that it is not negative, as products of unsigned with signed bytes want it.
-#ifdef __AVX512VNNI__
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
 constexpr int32_t kOfBytes = 128;
 #else
 constexpr int32_t kOfBytes = 0;
@@ -112,10 +113,6 @@ template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const in
   const Ints32 sum = Dot<kForm>(Load(offsets), q[0], Load(x));
   return kForm == kInt8 ? sum : Dot<kForm>(sum, q[1], Load(x + kPiece));
 }
-// The same of one half of each group.
-template <Form kForm> Ints32 MultiplyHalf(Ints32 q, const int8_t* x, const int32_t* offsets) {
-  return Dot<kForm>(Load(offsets), q, Load(x));
-}
 // 16 bytes at `at` of rows i, i + 4, i + 8 and i + 12.
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
   const auto load = [=](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + at)); };
@@ -165,6 +162,16 @@ Ints32 LoadSome(const void* from, int64_t bytes) {
   std::memcpy(all, from, bytes);
   return Load(all);
 }
+#ifdef __AVXVNNI__
+Ints32 Unsigned(Ints32 q) { return _mm256_xor_si256(q, _mm256_set1_epi8(-128)); }
+template <Form kForm> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) { return _mm256_dpbusd_avx_epi32(sum, q, x); }
+template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(offset); }
+template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
+template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
+  const Ints32 sum = Dot<kForm>(Load(offsets), q[0], Load(x));
+  return kForm == kInt8 ? sum : Dot<kForm>(sum, q[1], Load(x + kPiece));
+}
+#else
 Ints32 Unsigned(Ints32 q) { return q; }
 Ints32 Pairs(Ints32 sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
 // Magnitudes times x with the sign of q: two products, 2 * 128 * 127, fit 16 bits, as do four of 15 * 127.
@@ -179,14 +186,12 @@ template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(kHalves<kForm
 template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) {
   return kForm == kInt4 ? _mm256_add_epi32(Pairs(sum), Spread(offset)) : sum;
 }
-template <Form kForm> Ints32 MultiplyHalf(Ints32 q, const int8_t* x, const int32_t* offsets) {
-  return Dot<kForm>(Load(offsets), q, Load(x));
-}
 template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
   if (kForm == kInt8) return Signed(q[0], Load(x));
   const Ints32 sum = Dot<kForm>(_mm256_maddubs_epi16(q[0], Load(x)), q[1], Load(x + kPiece));
   return _mm256_add_epi32(Load(offsets), Pairs(sum));
 }
+#endif
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
   const auto load = [=](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + at)); };
   return _mm256_inserti128_si256(_mm256_castsi128_si256(load(i)), load(i + 4), 1);
@@ -225,9 +230,6 @@ template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const in
   const Ints32 sum = kForm == kInt8 ? Spread(0) : Load(offsets);
   return Dot<kForm>(Dot<kForm>(sum, q[0], Load(x)), q[1], Load(x + kPiece));
 }
-template <Form kForm> Ints32 MultiplyHalf(Ints32 q, const int8_t* x, const int32_t* offsets) {
-  return Dot<kForm>(Load(offsets), q, Load(x));
-}
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) { return Load(rows[i] + at); }
 int64x2_t Wide(Ints32 value) { return vreinterpretq_s64_s32(value); }
 #define LING3_WIDE(name) Neon_##name
@@ -245,6 +247,11 @@ Ints32 SomeWords(const Bf16* from, int64_t count) {
   return Words(all);
 }
 #endif
+
+// A sum, and products of one half of each group in a vector of q with one of x.
+template <Form kForm> Ints32 MultiplyHalf(Ints32 q, const int8_t* x, const int32_t* offsets) {
+  return Dot<kForm>(Load(offsets), q, Load(x));
+}
 
 // The scales of groups: one of each, or those of its halves.
 typedef int32_t Lanes32 __attribute__((vector_size(kPiece)));  // which has shifts, whatever the processor
