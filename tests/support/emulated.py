@@ -28,7 +28,8 @@ PACKAGES = "apt-get install g++-aarch64-linux-gnu qemu-user"
 # By level, a processor that has no more than it asks for.
 PROCESSORS = {"neon_dotprod": "neoverse-n1", "neon": "cortex-a72"}
 LEVELS = [level for level in kernels.LEVELS if level.machines == kernels.ARM]
-TYPES = {"int8": 2, "int32": 4, "uint8": 6, "uint16": 7, "float32": 11, "bfloat16": 16}  # in XLA's foreign function interface
+# In XLA's foreign function interface.
+TYPES = {"int8": 2, "int32": 4, "uint8": 6, "uint16": 7, "float32": 11, "bfloat16": 16}
 LIMIT = 600  # seconds of a call
 
 
