@@ -4,6 +4,7 @@ Every operation reads its operands and writes its results; a slice or a gather r
 weights and FLOPs are exact; bytes of other values are what an unfused program would move.
 """
 
+import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -75,6 +76,7 @@ class _Walk:
         self._context = context
         self._origins: dict[Any, Origin] = {}  # the input that a value is
         self._values: dict[Any, int] = {}  # values that are constant integers
+        self._constants: dict[Any, str] = {}  # the texts of constants
         self.functions: dict[str, Any] = {}
         self.operations: list[Operation] = []
         self.loops: list[Loop] = []
@@ -99,6 +101,7 @@ class _Walk:
         results, operands = list(op.operation.results), list(op.operation.operands)
         own = joined(place.scope, op.location)
         if opcode == "constant":
+            self._constants[results[0]] = str(op.operation.attributes["value"])
             if (value := _scalar(op)) is not None:
                 self._values[results[0]] = value
             return
@@ -134,6 +137,7 @@ class _Walk:
         for argument, operand in zip(block.arguments, operands, strict=False):
             self._origins[argument] = self._origins.get(operand)
             self._values.pop(argument, None)
+            self._constants[argument] = self._constants.get(operand, "")
             if constant and operand in self._values:
                 self._values[argument] = self._values[operand]
         return self._block(block, place)
@@ -158,6 +162,18 @@ class _Walk:
         for part, (share, layers) in zip(parts, shares, strict=True):
             self.operations += [taken(one, share, layers) for one in part if share]
         return returned[max(range(len(parts)), key=lambda number: shares[number][0])]
+
+    def _digest(self, op: Any) -> str:
+        """The content of an operation, without names: see :attr:`Operation.digest`."""
+        operands = [
+            (str(value.type), self._origins.get(value), self._constants.get(value, ""))
+            for value in op.operation.operands
+        ]
+        names = sorted(getattr(one, "name", one) for one in op.operation.attributes)  # jax 0.10 gives named attributes
+        attributes = [(name, str(op.operation.attributes[name])) for name in names]
+        blocks = [block for region in op.operation.regions for block in region.blocks]
+        inside = [one.operation.name for block in blocks for one in block.operations]
+        return hashlib.sha256(repr((operands, attributes, inside)).encode()).hexdigest()[:16]
 
     def _operation(self, op: Any, opcode: str, name: str, place: _Place) -> Operation:
         results, operands = list(op.operation.results), list(op.operation.operands)
@@ -191,6 +207,7 @@ class _Walk:
             weights=tuple(weight.removeprefix("params.") for weight in weights if weight.startswith("params.")),
             collective_bytes=whole if collective else 0.0,
             result_bytes=whole,
+            digest=self._digest(op),
             target=str(op.operation.attributes["call_target_name"]).strip('"') if opcode == "custom_call" else None,
         )
 

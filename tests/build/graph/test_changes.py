@@ -4,13 +4,16 @@ import dataclasses
 import json
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
 import pytest
 from click.testing import CliRunner
+from jax import export
 
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli.main import main
 from ling3export.foundation.errors import ArtifactError
-from ling3export.graph import audit, diff, optimized, saved, summary
+from ling3export.graph import audit, diff, optimized, portable, saved, summary
 from ling3export.graph.context import Context
 from ling3export.graph.record import Graph
 from ling3export.model.scopes import LAYER_KINDS
@@ -140,6 +143,23 @@ def test_a_planted_change_is_found_in_its_layer_kind_and_nowhere_else(change):
     assert not difference.equal
     assert {one.operation.layer_kind for one in difference.changes} == {layer_kind}
     assert any(layer_kind in line for line in diff.table(difference, markdown=True))
+
+
+@pytest.mark.parametrize("change", ["scale", "mask", "weight"])
+def test_changes_of_portable_programs_are_found(change):
+    def program(changed: str) -> Graph:
+        @jax.named_scope("kda")
+        def function(x: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+            kept = x <= 0 if changed == "mask" else x < 0
+            return jnp.where(kept, x, 3.0 if changed == "scale" else 2.0) @ (b if changed == "weight" else a)
+
+        shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16, 64), (64, 64), (64, 64))]
+        blob = bytes(export.export(jax.jit(function, keep_unused=True))(*shapes).mlir_module_serialized)
+        return portable.read(blob, "decode@16", "toy", CONTEXT)
+
+    assert diff.compare(program(""), program("")).equal
+    difference = diff.compare(program(""), program(change))
+    assert not difference.equal and {one.operation.layer_kind for one in difference.changes} == {"kda"}
 
 
 def test_a_dropped_donation_and_another_peak_are_found():

@@ -147,6 +147,8 @@ def test_an_artifact_keeps_the_optimized_program_and_names_its_weights(artifact)
     document = json.loads(said.stdout)
     assert document["schema"] == summary.SCHEMA
     assert document["cells"][cell]["totals"]["flops"] == total.flops
+    record = manifest.targets[target].cells[cell]  # what `inspect` prints
+    assert (record.flops, record.bytes_accessed) == (pytest.approx(total.flops), pytest.approx(total.bytes))
     same = CliRunner().invoke(main, ["graph", "diff", str(folder), str(folder), cell])
     assert (same.exit_code, "equal" in same.stdout) == (0, True)
 
