@@ -258,7 +258,7 @@ class Receipts(Record, frozen=True):
 class PortableReceipts(Receipts, frozen=True):
     """Results of the portable programs, compiled for the processor, on virtual devices of a fresh process.
 
-    A cell that is not run has the custom calls that the processor's compiler lacks, or those of cells that it needs.
+    A cell without a run has the custom calls that the processor's compiler lacks, or those of cells that it needs.
     """
 
     compiler: str

@@ -104,7 +104,7 @@ class Program:
 
         Args:
             programs: ``allow-compile`` compiles the portable program if the executable does not fit this machine.
-            check: As in :attr:`EngineConfig.check`.
+            check: See :attr:`EngineConfig.check`.
 
         Raises:
             ArtifactError: The program does not fit this machine, or a file is missing or damaged.

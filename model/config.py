@@ -275,8 +275,8 @@ ONLY = "no other value is modelled"
 MOST_LAYERS, MOST_EXPERTS = 1024, 2**17  # of all layers together: a name is made for each of their tensors
 RULES = READ | {name: only(value) for name, value in (FIXED | PUBLISHED).items()}
 
-# These repeat other fields: they may be absent, and must agree where present (checked against the finished Config; what
-# quantization_config says, by those who read the tensors).
+# These repeat other fields: they may be absent, and must agree where present (checked against the finished Config;
+# readers of the tensors check quantization_config).
 REPEATED = frozenset({"num_key_value_heads", "qk_head_dim", "rotary_dim", "rope_parameters", "quantization_config"})
 
 ROPE = {"partial_rotary_factor", *YARN_FIELDS}  # what `rope_parameters` may have next to the type and theta

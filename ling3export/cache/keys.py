@@ -95,7 +95,7 @@ def program_fields(
 
     Args:
         target: The machine.
-        lowering: As in ``Sources``.
+        lowering: See ``Sources``.
         modules: The sha256 of each module that is compiled, by name.
         devices: Their kind, their ids in order, and the number of their processes.
         priced: Inputs of the estimates of an accelerator's cell; None for cpu.

@@ -244,7 +244,7 @@ def complete(
         report: Gets progress.
         cells: The cache, which forgets the programs of a target whose receipts are refused.
         programs: By target the name of its folder in ``programs/``, where that is not the target's.
-        prove: As in :func:`build`.
+        prove: See :func:`build`.
 
     Raises:
         ArtifactError: A cell differs from its expectation by more than its tolerance, does not run, or the disk is

@@ -67,8 +67,8 @@ def add_targets(
         chosen: Names of the options that the user gave: one that contradicts the artifact is refused.
         report: Gets progress and notes.
         force: Replace targets that are there.
-        cache: As in :func:`~ling3export.compile.build.build`.
-        prove: As in :func:`~ling3export.compile.build.build`.
+        cache: See :func:`~ling3export.compile.build.build`.
+        prove: See :func:`~ling3export.compile.build.build`.
 
     Returns:
         The manifest, and the names of the added targets.

@@ -66,7 +66,7 @@ def _tiles(tokens: int, share: float, rows: int, experts: float) -> float:
 
 
 def _probability(count: int, of: int, share: float) -> float:
-    """That an event of the probability ``share`` happens ``count`` times ``of`` so many."""
+    """The probability of ``count`` events in ``of`` trials, each of the probability ``share``."""
     ways = math.lgamma(of + 1) - math.lgamma(count + 1) - math.lgamma(of - count + 1)
     return math.exp(ways + count * math.log(share) + (of - count) * math.log1p(-share))
 

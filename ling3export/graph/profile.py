@@ -151,7 +151,7 @@ def joined(graph: Graph, measured: Iterable[Call], where: str) -> Joined:
     """The mean seconds of each operation over the calls of this program.
 
     Args:
-        graph: Of an optimized program: operations are matched by their names.
+        graph: The graph of an optimized program: operations are matched by their names.
         measured: Calls of any programs. A call counts if this program's operations have ``KNOWN`` of its time.
         where: The trace's name, for messages.
 

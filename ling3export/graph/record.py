@@ -36,7 +36,7 @@ class Operation:
         weights: Names of the weights that it reads directly.
         collective_bytes: Bytes of the results of a collective; 0 for any other operation.
         result_bytes: Bytes of its results, in whatever memory.
-        seconds: Of one run; None if nothing tells.
+        seconds: For one run; None if nothing tells.
         source: Where ``seconds`` come from, one of ``SOURCES``.
         copied: Bytes of a copy from one place of the device's memory to another; 0 for anything else.
         overlapped: Whether it runs at the same time as other operations: its seconds do not add to a call's.
@@ -97,7 +97,7 @@ class Row:
     """Sums over operations, each as often as it runs.
 
     Attributes:
-        layer_kind: Of all of them; None for operations outside of every kind.
+        layer_kind: The kind of all of them; None for operations outside of every kind.
         operation_kind: The kind of all of them, or the name of the group that :meth:`Graph.rows` made.
         count: Operations in the program's text.
         runs: Operations that one call runs.

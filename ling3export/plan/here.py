@@ -25,8 +25,8 @@ def fitted(
 ) -> tuple[Options, tuple[str, str] | None]:
     """The options of a build for the processor of this machine, with sizes for those that the user did not give.
 
-    Half of what weights leave is for sequences' slots and snapshots, one snapshot for each two slots, and half for
-    latent pages; one sequence can have all of them.
+    Half of the memory that weights leave is for sequences' slots and snapshots, one snapshot for each two slots, and
+    half for latent pages; one sequence can have all of them.
 
     Args:
         options: The user's. Targets other than ``cpu`` are left as they are.
@@ -37,7 +37,7 @@ def fitted(
         The options, and for the user the chosen sizes and the sum; None if nothing but TP was chosen.
 
     Raises:
-        PlanError: As :func:`ling3export.plan.plan.make_plan`.
+        PlanError: See :func:`ling3export.plan.plan.make_plan`.
     """
     if options.targets != ("cpu",):
         return options, None

@@ -137,7 +137,7 @@ def compare(
         sides: Names of both.
         cell: The cell.
         measure: ``largest`` or ``median``.
-        tolerance: Of every error.
+        tolerance: Bound of every error.
     """
     numbers = range(count)
 

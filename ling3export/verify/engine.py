@@ -36,15 +36,15 @@ AWAY = {"do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id"
 
 @dataclass(frozen=True)
 class EngineReceipt:
-    """What the engine's answers are.
+    """Results of the engine's answers.
 
     Attributes:
         prompts: How many prompts ran together.
         tokens: How many tokens were compared.
-        other: Tokens of which another one is the reference's best; rounding may swap near ones.
+        other: Tokens that are not the reference's best; rounding may swap near ones.
         relative: Relative L2 distance of a token's logits from the reference's, the largest.
         median: The median of that.
-        tolerance: Of ``relative`` in fp32, of ``median`` in bf16.
+        tolerance: The bound of ``relative`` in fp32, of ``median`` in bf16.
         measure: Which of both: ``largest`` or ``median``.
         wrong: Tokens that are not the best of the engine's own logits, or differ when the same prompt comes again.
         cached: Prompt tokens that the prefix cache gave when the prompts came again.

@@ -166,7 +166,7 @@ def score_next(
         logits: From ``[R, D]`` to fp32 ``[R, V/TP]``, this device's part of the vocabulary.
         x: The last layer's output; T is a multiple of CHUNK.
         next_token: -1 where there is none to score.
-        geometry: Whose form the program has.
+        geometry: It decides the program's form.
 
     Returns:
         The log-probability under the plain softmax, not finite where a row's logits are not usable; the token with the

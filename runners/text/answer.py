@@ -112,7 +112,7 @@ class KeyedCall:
         self._steps = self._run()
 
     def read(self, text: str, last: bool) -> Read | None:
-        """As ``JsonCall.read``."""
+        """See ``JsonCall.read``."""
         self._text, self._last = text, last
         try:
             next(self._steps)
