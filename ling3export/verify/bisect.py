@@ -17,7 +17,7 @@ from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.foundation.tables import aligned
 from ling3export.model.config import Config
 from ling3export.plan.recorded import config_of
-from ling3export.verify.probe import PHASES, computed, here, probe_apart
+from ling3export.verify.probe import PHASES, computed, probe_apart, runs_here
 from ling3export.verify.reference import Reference
 from ling3export.verify.stored import StoredWeights
 
@@ -267,7 +267,7 @@ def bisect(
             if cell not in manifest.targets[name].cells:
                 cells = sorted(cell_name for cell_name in manifest.targets[name].cells if cell_name.startswith(PHASES))
                 raise ArtifactError(f"{folder.name}: {name} has no cell {cell}; it has {listed(cells, 20)}")
-            moved = portable or not here(manifest.targets[name])
+            moved = portable or not runs_here(manifest.targets[name])
             held, values = probe_apart(folder, name, cell, sequences, config.num_hidden_layers, portable=moved)
             stack.callback(held.cleanup)
             return f"{folder.name} {name}{' (portable program)' * moved}", values

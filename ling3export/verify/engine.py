@@ -198,8 +198,8 @@ def engine_apart(folder: Path, name: str) -> EngineReceipt:
         reply = child.receive()
         if reply is not None and "receipt" in reply:
             return EngineReceipt(**reply["receipt"])
-        said = f"a process that {child.ended()[1]}" if reply is None else reply["refused"]
-    raise ArtifactError(f"the engine did not run {name} of {folder.name}: {said}")
+        reason = f"a process that {child.ended()[1]}" if reply is None else reply["refused"]
+    raise ArtifactError(f"the engine did not run {name} of {folder.name}: {reason}")
 
 
 def main() -> None:

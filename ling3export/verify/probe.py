@@ -129,7 +129,7 @@ def _state(loaded: "Loaded", state: State, tokens: int) -> Values:
     return values
 
 
-def here(target: Target) -> bool:
+def runs_here(target: Target) -> bool:
     """Whether a target's executables may run in one process on this machine."""
     return target.platform in platforms_here() and target.processes == 1
 

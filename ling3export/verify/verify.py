@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Result:
-    """What ``ling3export verify`` found."""
+    """The result of ``ling3export verify``."""
 
     files: int  # how many digests of files agreed
     shards: int  # how many of weight shards
