@@ -113,8 +113,16 @@ class Bisection:
                 f"no layer differs by more than {bound}"
                 if first is None
                 else f"first difference: {first.name}, {first.error:.1e}, more than {bound}",
+                *self._notes(),
             ]
         )
+
+    def _notes(self) -> list[str]:
+        """Prefill gives logits at the ends of chunks only; other tokens show in the next layer's state."""
+        names = [name for states in STATES.values() for name in states]
+        if self.first is None or not self.first.layer or self.first.what not in names or self.cell.startswith("decode"):
+            return []
+        return [f"or layer {self.first.layer - 1}, at tokens that are no end of a chunk"]
 
 
 def compare(

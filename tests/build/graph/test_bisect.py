@@ -114,7 +114,14 @@ IN_MOE = (
     "shared expert missing",
     "shared expert scaled",
 )
+# Changes the experts of few tokens. In prefill only ends of chunks have logits: others show in the next layer's state.
+SPARSE = "group score by max"
 QUICK = (("conv reversed", "prefill"),)
+
+
+def next_state(config, layer):
+    """The state arrays of a layer; none behind the last one."""
+    return STATES[config.attention_kinds[layer]] if layer < config.num_hidden_layers else ()
 
 
 @pytest.mark.jit
@@ -128,8 +135,14 @@ def test_a_mistake_in_one_layer_is_found_there(planted, mistake, phase):
     found = planted.bisect(phase, mistakes.MISTAKES[mistake], layers)
     assert found.pop(-1).first is None and found.keys() == {*layers}
     for layer, result in found.items():
+        if mistake == SPARSE and layer + 1 == planted.config.num_hidden_layers and result.first is None:
+            continue  # after the last layer no state shows it, and no chunk ends with such a token
         assert result.first is not None, (layer, result.table())
-        assert result.first.layer == layer and result.first.what in names, (layer, result.table())
+        first = result.first
+        if mistake == SPARSE and first.what in next_state(planted.config, layer + 1):
+            assert first.layer == layer + 1 and f"or layer {layer}, " in result.table(), (layer, result.table())
+        else:
+            assert first.layer == layer and first.what in names, (layer, result.table())
 
 
 def test_quantized_weights_are_read_as_the_values_that_they_stand_for(artifact, name):
