@@ -40,6 +40,8 @@ MODELS = {
     "int8-channel": ("full", replace(TINY, weights="int8-channel"), ("decode@16",)),
     "flash": ("flash", Options(), ("decode@16",)),
 }
+# Of flash, layer 39's `kda.o_proj` is sliced out of its stack first: 21 MB, some 13 µs of 8 ms a call.
+RULES = {"flash": {"weight-layout": 22_000_000}}
 ALLOWED = 1.05  # times what a program cost when its budget was recorded
 LIMITED = ("seconds", "peak_bytes", "collectives", "fusions")
 MOVED = 1.2  # bytes through the large memory, times those that must move, of copy, fetch and store
@@ -86,9 +88,11 @@ def moved(program: Program) -> float:
     return (program.bytes_accessed or 0) / program.floor.moved
 
 
-def limits(cells: Mapping[str, Golden]) -> str:
-    """A budgets file for cells: each quantity may grow by 5 %, a count not at all."""
+def limits(model: str, cells: Mapping[str, Golden]) -> str:
+    """A budgets file for a model's cells: each quantity may grow by 5 %, a count not at all."""
     lines = [toolchain()]
+    if model in RULES:
+        lines += ["", "[rules]", *(f"{rule} = {limit}" for rule, limit in RULES[model].items())]
     for name, golden in cells.items():
         lines += ["", f'[cells."{name}"]']
         for quantity in LIMITED:
@@ -101,7 +105,7 @@ def limits(cells: Mapping[str, Golden]) -> str:
 def main(models: list[str]) -> None:
     """Compiles the cells of the models, or of all that have a budget, and writes their budgets files."""
     for model in models or [name for name, (_, _, cells) in MODELS.items() if cells]:
-        text = limits(compile_cells(model))
+        text = limits(model, compile_cells(model))
         (BUDGETS / f"{model}.toml").write_text(text)
         print(text)
 
