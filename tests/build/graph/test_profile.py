@@ -21,7 +21,7 @@ def row(name, begin, length, run="1", device="0", thread=7, **more):
 
 
 def traced(*rows):
-    return gzip.compress(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *rows]}).encode())
+    return gzip.compress(json.dumps({"traceEvents": [{"ph": "M", "name": "process_name"}, *rows]}).encode(), mtime=0)
 
 
 def graph(*operations):
@@ -87,7 +87,7 @@ def test_calls_of_other_programs_do_not_count():
         (b"[]", "not a trace"),
         (b'{"traceEvents": [1]}', "not a trace"),
         (b'{"traceEvents": []}', "no operations"),
-        (gzip.compress(b"{}"), "not a trace"),
+        (gzip.compress(b"{}", mtime=0), "not a trace"),
         (LOOPED[:-20], "damaged gzip"),
         (traced(row("copy.1", 0, -1)), "not a trace"),
         (traced(row("copy.1", 0, float("nan"))), "not a trace"),
