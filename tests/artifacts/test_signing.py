@@ -269,6 +269,7 @@ UNASKED = {
     "ling3export/compile/into.py": "whether an addition that failed had replaced it",
     "ling3export/opened.py": "opens programs as text; nothing runs",
     "ling3export/plan/pricing.py": "plan reads times and sizes",
+    "ling3export/report/compared.py": "compares programs as text; nothing runs",
     "runners/batch/run.py": "sizes of the artifact that its engines then open with trust",
     "runners/bench_serving/measure.py": "tokenizes prompts with it; what runs it asks",
 }

@@ -197,7 +197,7 @@ def test_the_policies_of_cells(tmp_path):
         (lambda record: record.pop("mesh"), "another record (expected the field mesh, found none)"),
         (
             lambda record: record["program"].update(padding="16"),
-            "another record (expected a whole number, found '16', at program.padding)",
+            'another record (expected a whole number, found "16", at program.padding)',
         ),
         (lambda record: record["program"].pop("origin"), "a cell without its origin"),
     ],

@@ -86,5 +86,5 @@ def test_a_phase_needs_four_files_at_most_and_is_built_checked_and_run(tree: Pat
     assert done.returncode == 0, done.stderr
     (row,) = [line for line in done.stdout.splitlines() if line.split()[:1] == ["entropy@1"]]
     assert "exact" in row
-    with pytest.raises(Exception, match=r"expected '.*', found 'entropy'"):
+    with pytest.raises(Exception, match=r'expected ".*", found "entropy"'):
         read_manifest(built)  # this checkout does not know the phase
