@@ -145,6 +145,7 @@ def test_a_mistake_in_one_layer_is_found_there(planted, mistake, phase):
             assert first.layer == layer and first.what in names, (layer, result.table())
 
 
+@pytest.mark.parametrize("name", ["micro-tp2-int4", "micro-tp2-int4-small"])
 def test_quantized_weights_are_read_as_the_values_that_they_stand_for(artifact, name):
     """Routed experts have 4 bits, other matrices 8; the reference of the receipts computes with the same values."""
     folder = artifact(name)
