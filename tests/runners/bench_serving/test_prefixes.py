@@ -75,7 +75,7 @@ def test_token_ids_are_texts_too():
 
 def test_empty_texts_count_in_the_denominator_alone():
     assert repetition(["", "", "ab", "ab"], 2, 0).ratio == 0.25
-    with pytest.raises(RequestError, match="prefixes: expected at least one text, found none"):
+    with pytest.raises(RequestError, match="prefixes: the data set has no text"):
         repetition([])
 
 
