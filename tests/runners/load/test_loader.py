@@ -200,7 +200,7 @@ def test_a_call_record_that_contradicts_its_cell_is_refused(artifact, monkeypatc
         raw["targets"][toy_artifact.TARGET]["cells"]["decode@2"]["call"]["inputs"][0]["shape"] = [1]
 
     crafted(artifact, edit)
-    with pytest.raises(ArtifactError, match=r"decode@2.call.inputs`: expected \[\[2, 320, 160\], .float32.\], input 0"):
+    with pytest.raises(ArtifactError, match=r'decode@2.call.inputs`: expected \[\[2, 320, 160\], "float32"\], input 0'):
         load(artifact)
 
 
