@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 import ling3export
-from ling3export.foundation.errors import Ling3Error
+from ling3export.foundation.errors import ArtifactError, Ling3Error, MisfitError
 
 # Settings of jax that a process of ours may inherit. All others could change what is built without a trace in the
 # fingerprint: JAX_ENABLE_X64, JAX_DEFAULT_MATMUL_PRECISION, JAX_DEBUG_NANS, …
@@ -140,6 +140,35 @@ class Parent:
     def send(self, message: Mapping[str, Any]) -> None:
         self._replies.write(json.dumps(message) + "\n")
         self._replies.flush()
+
+
+def answer(work: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Does one job for the process that started this one; :func:`replied` is the other end."""
+    parent = Parent()
+    job = parent.receive()
+    try:
+        parent.send(work(job))
+    except Ling3Error as error:
+        parent.send({"refused": str(error), "misfit": isinstance(error, MisfitError)})
+
+
+def replied(child: Child, failure: str) -> dict[str, Any]:
+    """The result of a child's one job.
+
+    Args:
+        child: Runs :func:`answer`, and has its job.
+        failure: What an error says before the reason.
+
+    Raises:
+        MisfitError: The job ended with one.
+        ArtifactError: The job ended with any other error of ours, or the child with none.
+    """
+    reply = child.receive()
+    if reply is None:
+        raise ArtifactError(f"{failure}: a process that {child.ended()[1]}")
+    if "refused" in reply:
+        raise (MisfitError if reply["misfit"] else ArtifactError)(f"{failure}: {reply['refused']}")
+    return reply
 
 
 def command(module: str, *arguments: str) -> list[str]:

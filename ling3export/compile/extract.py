@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import structs
 
 from ling3export.artifacts import schema
-from ling3export.artifacts.parameters import PLAIN
+from ling3export.artifacts.manifest import target_of
 from ling3export.artifacts.schema import Manifest, SequenceRecord
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.staging import staged
@@ -32,9 +32,8 @@ from ling3export.model.config import Config
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan
 from ling3export.plan.recorded import config_of, options_of, plan_of
-from ling3export.verify.bisect import chosen_target
 from ling3export.verify.reference import Reference
-from ling3export.verify.stored import StoredWeights
+from ling3export.verify.stored import StoredWeights, stored_reference
 from ling3export.verify.vectors import put_vectors, sequences
 
 SEED = 0  # of the head
@@ -185,7 +184,7 @@ def extract(
         Ling3Error: There is no such target, cell or layer, or nothing could be built; ``out`` is then as before.
     """
     manifest = read_trusted(artifact, report.note)
-    whole, plan = config_of(manifest), plan_for(manifest, chosen_target(manifest, target), cell)
+    whole, plan = config_of(manifest), plan_for(manifest, target_of(manifest, target)[0], cell)
     first, count = layer_range(layers, whole)
     if not manifest.has_weights and dummy is None:
         raise ArtifactError(f"{artifact.name}: the artifact has no weights", "take random ones: --dummy-weights 1")
@@ -233,9 +232,7 @@ def _vectors(
     folder: Path, config: Config, stored: schema.WeightsRecord, manifest: Manifest, whole: tuple[SequenceRecord, ...]
 ) -> schema.Vectors:
     """The sequences of the whole artifact, whose tokens are now rows of the embedding, and their logits."""
-    read = StoredWeights(Store(folder, stored.index), config, manifest.plan.forms).tensor
-    exact = manifest.plan.dtype == "float32" or manifest.plan.forms != PLAIN
-    reference = Reference(config, read, np.float64 if exact else np.float32)
+    reference = stored_reference(folder, stored, config, manifest.plan)
     chosen, start = [], 0
     for number, sequence in enumerate(whole):
         ids = tuple(range(start, start + len(sequence.ids)))

@@ -8,18 +8,15 @@ from typing import Any
 
 import numpy as np
 
-from ling3export.artifacts.manifest import named_target
-from ling3export.artifacts.parameters import PLAIN
+from ling3export.artifacts.manifest import target_of
 from ling3export.artifacts.schema import Manifest, SequenceRecord
 from ling3export.artifacts.signing import read_trusted
-from ling3export.artifacts.store import Store
 from ling3export.foundation.errors import ArtifactError, listed
 from ling3export.foundation.tables import aligned
 from ling3export.model.config import Config
 from ling3export.plan.recorded import config_of
 from ling3export.verify.probe import PHASES, computed, probe_apart, runs_here
-from ling3export.verify.reference import Reference
-from ling3export.verify.stored import StoredWeights
+from ling3export.verify.stored import stored_reference
 
 Values = Mapping[str, np.ndarray]  # as `probe` gives them
 # Relative L2: of each value where all is fp32, else of the median (rounding may send a token to another expert).
@@ -188,9 +185,7 @@ def distances(one: np.ndarray, other: np.ndarray) -> list[float]:
 def expected(manifest: Manifest, folder: Path, phase: str, sequences: Sequence[SequenceRecord]) -> Values:
     """The numpy reference's value of each point and state, from the artifact's own weights."""
     config = config_of(manifest)
-    read = StoredWeights(Store(folder, manifest.weights.index), config, manifest.plan.forms).tensor
-    exact = manifest.plan.dtype == "float32" or manifest.plan.forms != PLAIN
-    reference = Reference(config, read, np.float64 if exact else np.float32)
+    reference = stored_reference(folder, manifest.weights, config, manifest.plan)
     ids = [sequence.ids[: computed(phase, sequence)] for sequence in sequences]
     starts = np.cumsum([0, *map(len, ids)])
     positions = [judged(phase, sequence) for sequence in sequences]
@@ -259,8 +254,7 @@ def bisect(
         ArtifactError: There is no such target or cell, a program does not run, or the two hold different models.
     """
     manifest = read_trusted(artifact, lambda _: None)
-    name = chosen_target(manifest, target)
-    record = manifest.targets[name]
+    name, record = target_of(manifest, target)
     cell = cell or f"decode@{record.paddings('decode')[0]}"
     phase = cell.partition("@")[0]
     if phase not in PHASES:
@@ -288,15 +282,7 @@ def bisect(
             if config_of(second).semantic() != config.semantic():
                 raise ArtifactError(f"{artifact.name} and {other.name} hold models of different configurations")
             rounded = rounded or second.plan.dtype != "float32" or second.plan.forms != manifest.plan.forms
-            against, wanted = run(other, second, chosen_target(second, other_target))
+            against, wanted = run(other, second, target_of(second, other_target)[0])
         measure = "median" if rounded else "largest"
         bound = tolerance if tolerance is not None else ROUNDED if rounded else FLOAT32
         return compare(values, wanted, config, len(sequences), (one, against), cell, measure, bound)
-
-
-def chosen_target(manifest: Manifest, target: str | None) -> str:
-    """The target of that name, or the only one."""
-    names = list(manifest.targets)
-    if target is None and len(names) > 1:
-        raise ArtifactError(f"the artifact has the targets {listed(names)}", f"choose one: --target {names[0]}")
-    return names[0] if target is None else named_target(names, target)

@@ -62,3 +62,13 @@ class _Rows:
     def astype(self, dtype: DTypeLike) -> np.ndarray:
         """All rows."""
         return self[:].astype(dtype)
+
+
+def exact_type(dtype: str, weights: str) -> type[np.floating[Any]]:
+    """The reference's precision: float64 for fp32 programs and for dequantized weights, else float32, which is faster.
+
+    Args:
+        dtype: The artifact's dtype.
+        weights: The forms of its weights, a key of ``artifacts/parameters.py``'s WEIGHTS.
+    """
+    return np.float64 if dtype == "float32" or weights != PLAIN else np.float32

@@ -7,22 +7,19 @@ why nothing is kept in the artifact.
 """
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ling3export.artifacts.parameters import PLAIN
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.artifacts.signing import read_trusted
-from ling3export.artifacts.store import Store
-from ling3export.foundation.errors import ArtifactError, Ling3Error
 from ling3export.foundation.phases import MOVING
-from ling3export.foundation.processes import Child, Parent
+from ling3export.foundation.processes import Child, answer, replied
 from ling3export.plan.recorded import config_of
-from ling3export.verify.reference import Reference
-from ling3export.verify.stored import StoredWeights
+from ling3export.verify.stored import stored_reference
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
@@ -142,10 +139,7 @@ def judged(
     """Relative errors of the logits of every token, and in how many the reference's best token is another one."""
     from ling3export.runners.calibrate.receipts import relative_error
 
-    config = config_of(manifest)
-    read = StoredWeights(Store(folder, manifest.weights.index), config, manifest.plan.forms).tensor
-    exact = manifest.plan.dtype == "float32" or manifest.plan.forms != PLAIN
-    reference = Reference(config, read, np.float64 if exact else np.float32)
+    reference = stored_reference(folder, manifest.weights, config_of(manifest), manifest.plan)
     whole = [(*prompt, *done.token_ids[:-1]) for prompt, done in zip(prompts, completions, strict=True)]
     places = [range(len(prompt) - 1, len(ids)) for prompt, ids in zip(prompts, whole, strict=True)]
     wanted = reference.logits_many(whole, places)
@@ -195,22 +189,13 @@ def engine_apart(folder: Path, name: str) -> EngineReceipt:
     """
     with Child(MODULE) as child:
         child.send({"artifact": str(folder), "target": name})
-        reply = child.receive()
-        if reply is not None and "receipt" in reply:
-            return EngineReceipt(**reply["receipt"])
-        reason = f"a process that {child.ended()[1]}" if reply is None else reply["refused"]
-    raise ArtifactError(f"the engine did not run {name} of {folder.name}: {reason}")
+        return EngineReceipt(**replied(child, f"the engine did not run {name} of {folder.name}"))
 
 
-def main() -> None:
+def engine_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measures the engine for the process that started this one."""
-    parent = Parent()
-    job = parent.receive()
-    try:
-        parent.send({"receipt": asdict(engine_receipt(Path(job["artifact"]), job["target"]))})
-    except Ling3Error as error:
-        parent.send({"refused": str(error)})
+    return asdict(engine_receipt(Path(job["artifact"]), job["target"]))
 
 
 if __name__ == "__main__":
-    main()
+    answer(engine_job)

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from msgspec import structs
 from msgspec.structs import replace
@@ -21,10 +22,10 @@ from ling3export.artifacts.calibration import Calibration
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.records import from_json, to_json
 from ling3export.artifacts.schema import FileRecord, Manifest, Mesh, PortableReceipts, Receipts, Target
-from ling3export.foundation.errors import ArtifactError, Ling3Error, MisfitError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.extras import installed
 from ling3export.foundation.phases import GIVERS, MOVING, ON_LOGITS, SPLIT
-from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, Parent, free_port
+from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, answer, free_port, replied
 from ling3export.machine.targets import prepare
 from ling3export.runners.hosts.hosts import Hosts
 
@@ -107,19 +108,18 @@ def measure_apart(artifact: Path, target: str, manifest: Manifest, *, portable: 
     secret = secrets.token_hex(16)  # of these processes alone, among all of this machine
     job = {"artifact": str(artifact), "target": target, "manifest": to_json(manifest), "portable": portable}
     with contextlib.ExitStack() as stack:
-        flags = os.environ.get("XLA_FLAGS", "").strip()
-        quick = portable and flags[:1] in ("", "-")  # anything else is the name of a file
-        variables = {"XLA_FLAGS": f"{flags} {QUICK}".strip()} if quick else {}
-        children = [stack.enter_context(Child(MODULE, variables)) for _ in range(count)]
+        children = [stack.enter_context(Child(MODULE, quick() if portable else {})) for _ in range(count)]
         for number, child in enumerate(children):
             hosts = asdict(Hosts(address, count, number, START_TIMEOUT, secret=secret)) if count > 1 else None
             child.send(job | {"hosts": hosts})
-        reply = children[0].receive()
-        if reply is not None and "receipts" in reply:
-            return from_json(PortableReceipts if portable else Receipts, reply["receipts"], free=True)
-        problem = f"a process that {children[0].ended()[1]}" if reply is None else reply["refused"]
-    kind = MisfitError if reply is not None and reply["misfit"] else ArtifactError
-    raise kind(f"vectors of `{target}`: expected to run, found: {problem}")
+        reply = replied(children[0], f"vectors of `{target}`: expected to run, found")
+        return from_json(PortableReceipts if portable else Receipts, reply["receipts"], free=True)
+
+
+def quick() -> dict[str, str]:
+    """Variables of a process that compiles portable programs: the user's flags, and no optimization by LLVM."""
+    flags = os.environ.get("XLA_FLAGS", "").strip()
+    return {"XLA_FLAGS": f"{flags} {QUICK}".strip()} if flags[:1] in ("", "-") else {}  # else the name of a file
 
 
 def too_large(manifest: Manifest, name: str) -> str | None:
@@ -197,21 +197,16 @@ def not_run(target: Target, calls: Mapping[str, tuple[str, ...]]) -> dict[str, t
     return reasons
 
 
-def main() -> None:
+def measured_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Measures one target for the process that started this one."""
-    parent = Parent()
-    job = parent.receive()
-    try:
-        manifest, folder, name = from_json(Manifest, job["manifest"]), Path(job["artifact"]), job["target"]
-        if job["portable"]:
-            receipts: Receipts = measure_portable(folder, name, manifest)
-        else:
-            hosts = None if job["hosts"] is None else Hosts(**job["hosts"])
-            receipts = measure_target(folder, name, manifest, hosts)
-        parent.send({"receipts": to_json(receipts)})
-    except Ling3Error as error:
-        parent.send({"refused": str(error), "misfit": isinstance(error, MisfitError)})
+    manifest, folder, name = from_json(Manifest, job["manifest"]), Path(job["artifact"]), job["target"]
+    if job["portable"]:
+        receipts: Receipts = measure_portable(folder, name, manifest)
+    else:
+        hosts = None if job["hosts"] is None else Hosts(**job["hosts"])
+        receipts = measure_target(folder, name, manifest, hosts)
+    return {"receipts": to_json(receipts)}
 
 
 if __name__ == "__main__":
-    main()
+    answer(measured_job)

@@ -19,10 +19,10 @@ from msgspec.structs import replace
 from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.schema import SequenceRecord, State, Target
 from ling3export.artifacts.signing import read_trusted
-from ling3export.foundation.errors import ArtifactError, Ling3Error, MisfitError
-from ling3export.foundation.processes import Child, Parent
+from ling3export.foundation.errors import ArtifactError
+from ling3export.foundation.processes import Child, answer, replied
 from ling3export.machine.targets import platforms_here, prepare
-from ling3export.verify.measure import QUICK, on_processor
+from ling3export.verify.measure import on_processor, quick
 
 if TYPE_CHECKING:
     from ling3export.runners.load.loader import Loaded
@@ -165,14 +165,13 @@ def probe_apart(
         "portable": portable,
         "file": str(file),
     }
-    with Child(MODULE, {"XLA_FLAGS": QUICK} if portable else {}) as child:
+    with Child(MODULE, quick() if portable else {}) as child:
         child.send(job)
-        reply = child.receive()
-        if reply is None or "refused" in reply:
+        try:
+            replied(child, f"{artifact.name}: {target} {cell} did not run")
+        except ArtifactError:
             folder.cleanup()
-            problem = f"a process that {child.ended()[1]}" if reply is None else reply["refused"]
-            kind = MisfitError if reply is not None and reply["misfit"] else ArtifactError
-            raise kind(f"{artifact.name}: {target} {cell} did not run: {problem}")
+            raise
     return folder, np.load(file)
 
 
@@ -202,19 +201,14 @@ def loaded_for(artifact: Path, name: str, cell: str, *, portable: bool) -> "Load
     )
 
 
-def main() -> None:
+def probe_job(job: Mapping[str, Any]) -> dict[str, Any]:
     """Probes one target for the process that started this one."""
-    parent = Parent()
-    job = parent.receive()
-    try:
-        loaded = loaded_for(Path(job["artifact"]), job["target"], job["cell"], portable=job["portable"])
-        sequences = [SequenceRecord(tuple(ids), prompt, (), "") for ids, prompt in job["sequences"]]
-        values = dict(probe(loaded, job["cell"], sequences, job["layers"]))
-        np.savez(job["file"], **values)  # type: ignore[arg-type]  # no value is named allow_pickle
-        parent.send({})
-    except Ling3Error as error:
-        parent.send({"refused": str(error), "misfit": isinstance(error, MisfitError)})
+    loaded = loaded_for(Path(job["artifact"]), job["target"], job["cell"], portable=job["portable"])
+    sequences = [SequenceRecord(tuple(ids), prompt, (), "") for ids, prompt in job["sequences"]]
+    values = dict(probe(loaded, job["cell"], sequences, job["layers"]))
+    np.savez(job["file"], **values)  # type: ignore[arg-type]  # no value is named allow_pickle
+    return {}
 
 
 if __name__ == "__main__":
-    main()
+    answer(probe_job)

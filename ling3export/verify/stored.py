@@ -7,16 +7,20 @@ belongs. Quantized pieces become fp32.
 import math
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 
 from ling3export.artifacts.parameters import FORMS, PLAIN
+from ling3export.artifacts.schema import PlanRecord, WeightsRecord
 from ling3export.artifacts.store import Store
 from ling3export.checkpoint.convert import pieces
 from ling3export.checkpoint.quantize import dequantized, unpacked
 from ling3export.foundation.errors import ArtifactError
 from ling3export.model.config import Config
 from ling3export.model.parameters import EXPERT, Weight, expected_tensors, weight_table
+from ling3export.verify.dequantized import exact_type
+from ling3export.verify.reference import Reference
 
 _NUMBERS = re.compile(r"(?:model\.layers\.(\d+)\.)?(.*)")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
@@ -97,6 +101,19 @@ class StoredWeights:
         number = (expert % groups) * len(names) + names.index(name)
         places = [number * (stream.size // (groups * len(names))) for stream in streams]
         return _piece(row, streams, places, row.source.shape)
+
+
+def stored_reference(folder: Path, weights: WeightsRecord, config: Config, plan: PlanRecord) -> Reference:
+    """The numpy reference with the weights of an artifact.
+
+    Args:
+        folder: The artifact.
+        weights: Its record of weights.
+        config: Its configuration.
+        plan: The dtype and the forms of its weights.
+    """
+    read = StoredWeights(Store(folder, weights.index), config, plan.forms).tensor
+    return Reference(config, read, exact_type(plan.dtype, plan.forms))
 
 
 def _piece(row: Weight, streams: list[np.ndarray], places: list[int], shape: tuple[int, ...]) -> np.ndarray:

@@ -18,7 +18,7 @@ from ling3export.checkpoint.convert import Progress, WeightSource
 from ling3export.foundation.errors import CheckpointError
 from ling3export.model.config import Config
 from ling3export.model.geometry import CHUNK
-from ling3export.verify.dequantized import Dequantized
+from ling3export.verify.dequantized import Dequantized, exact_type
 from ling3export.verify.reference import Reference
 
 SMALLEST_MARGIN = 5e-6  # a routing decision closer than this flips under any rounding
@@ -66,7 +66,7 @@ def write_vectors(
     report.start("vectors", 1)
     quantized = weights != PLAIN
     read = Dequantized(source, weights).tensor if quantized else source.tensor
-    reference = Reference(source.config, read, np.float64 if quantized or dtype == "float32" else np.float32)
+    reference = Reference(source.config, read, exact_type(dtype, weights))
     for seed in range(TRIES):
         chosen = sequences(source.config, context, seed)
         logits = reference.logits_many([s.ids for s in chosen], [s.positions for s in chosen])

@@ -106,13 +106,6 @@ Ints32 SomeWords(const Bf16* from, int64_t count) {
 Ints32 Unsigned(Ints32 q) { return _mm512_xor_si512(q, _mm512_set1_epi8(-128)); }
 // A sum, and products of a vector of q with one of x, added up in fours.
 template <Form kForm> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) { return _mm512_dpbusd_epi32(sum, q, x); }
-// What the sum of a group begins with, and what it is at the end.
-template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(offset); }
-template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
-template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
-  const Ints32 sum = Dot<kForm>(Load(offsets), q[0], Load(x));
-  return kForm == kInt8 ? sum : Dot<kForm>(sum, q[1], Load(x + kPiece));
-}
 // 16 bytes at `at` of rows i, i + 4, i + 8 and i + 12.
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
   const auto load = [=](int r) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(rows[r] + at)); };
@@ -165,12 +158,6 @@ Ints32 LoadSome(const void* from, int64_t bytes) {
 #ifdef __AVXVNNI__
 Ints32 Unsigned(Ints32 q) { return _mm256_xor_si256(q, _mm256_set1_epi8(-128)); }
 template <Form kForm> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) { return _mm256_dpbusd_avx_epi32(sum, q, x); }
-template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(offset); }
-template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
-template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
-  const Ints32 sum = Dot<kForm>(Load(offsets), q[0], Load(x));
-  return kForm == kInt8 ? sum : Dot<kForm>(sum, q[1], Load(x + kPiece));
-}
 #else
 Ints32 Unsigned(Ints32 q) { return q; }
 Ints32 Pairs(Ints32 sums) { return _mm256_madd_epi16(sums, _mm256_set1_epi16(1)); }
@@ -238,6 +225,16 @@ Ints32 Neon_unpackhi_epi32(Ints32 a, Ints32 b) { return vzip2q_s32(a, b); }
 Ints32 Neon_unpacklo_epi64(Ints32 a, Ints32 b) { return vreinterpretq_s32_s64(vzip1q_s64(Wide(a), Wide(b))); }
 Ints32 Neon_unpackhi_epi64(Ints32 a, Ints32 b) { return vreinterpretq_s32_s64(vzip2q_s64(Wide(a), Wide(b))); }
 Ints32 Neon_slli_epi32(Ints32 value, int bits) { return value << bits; }
+#endif
+
+#if defined(__AVX512VNNI__) || defined(__AVXVNNI__)
+// The beginning of a group's sum, and its end: products take offsets as they are. Other processors have their own above.
+template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(offset); }
+template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
+template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
+  const Ints32 sum = Dot<kForm>(Load(offsets), q[0], Load(x));
+  return kForm == kInt8 ? sum : Dot<kForm>(sum, q[1], Load(x + kPiece));
+}
 #endif
 
 #ifndef __AVX512VNNI__
