@@ -1,8 +1,8 @@
 """Whether a manifest's numbers agree: with each other, and with the sizes of the files that they describe.
 
-Types and bounds of single fields are in `schema`. A manifest that passes can be loaded without further checks: a pool
-has the rows that its state arrays have, a field ends where the next begins, every program takes the parameters and the
-state that its target has.
+Types and bounds of single fields are in `schema`. A manifest that passes can be loaded without further checks. A pool
+has the rows that its state arrays have. A field ends where the next begins. Every program takes the parameters and the
+state of its target.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
