@@ -77,8 +77,7 @@ def timeline(text: str, inputs: Sequence[str], kinds: frozenset[str], compiler_p
         shape = module.entry.instructions[name].shape
         held.append(Tensor(label, padded_bytes(shape), what, plain(shape)))
     points, alive = _Walk(module, kinds).run(module.entry)
-    largest = max(range(len(points)), key=lambda place: points[place][1], default=None)
-    at_peak = sorted(alive[largest], key=lambda one: -one.bytes) if largest is not None else []
+    at_peak = sorted(_largest(points, alive), key=lambda one: -one.bytes)
     held.sort(key=lambda one: -one.bytes)
     return Timeline(tuple(points), tuple(held), tuple(at_peak), compiler_peak)
 
@@ -113,9 +112,7 @@ class _Walk:
         if instruction.opcode not in ("while", "conditional", "call", "call-start"):
             return []
         if name not in self._peaks:
-            points, alive = self.run(self._module.computations[name])
-            largest = max(range(len(points)), key=lambda place: points[place][1], default=None)
-            self._peaks[name] = [] if largest is None else alive[largest]
+            self._peaks[name] = _largest(*self.run(self._module.computations[name]))
         return self._peaks[name]
 
     def _lifetimes(self, computation: Computation) -> tuple[dict[str, Tensor], dict[str, int]]:
@@ -160,6 +157,11 @@ class _Walk:
         while root.opcode == "bitcast":
             root = inner.instructions[root.operands[0]]
         return root.opcode in IN_PLACE
+
+
+def _largest(points: Sequence[tuple[str, int]], alive: Sequence[list[Tensor]]) -> list[Tensor]:
+    """The tensors that live at the largest point; none of an empty computation."""
+    return alive[max(range(len(points)), key=lambda place: points[place][1])] if points else []
 
 
 def padded_bytes(shape: str) -> int:

@@ -102,7 +102,6 @@ def _details(one: Operation, users: Sequence[str], limits: Limits | None) -> lis
         costs.append(f"{one.seconds * 1e6:,.2f} µs ({one.source})")
     if limits and (bound := limits.bound(one)):
         costs.append(f"bound by {bound}")
-    fused = ", ".join(f"{opcode} {count}" if count > 1 else opcode for opcode, count in Counter(one.fused).items())
     values = {
         "layer kind": f"{one.layer_kind or 'none'}, {ranges(one.layers)}" if one.layers else one.layer_kind or "none",
         "work": f"{one.kind} ({one.opcode})",
@@ -110,13 +109,18 @@ def _details(one: Operation, users: Sequence[str], limits: Limits | None) -> lis
         "result": ", ".join(one.shapes),
         "runs": f"{one.times:g} in a call",
         "one run": ", ".join(costs),
-        "fused": fused,
+        "fused": ", ".join(fused(one)),
         "custom call": one.target or "",
         "weights": ", ".join(one.weights),
         "reads": ", ".join(dict.fromkeys(one.operands)),
         "read by": ", ".join(users),
     }
     return [one.name, *(f"  {name:<12}{value}" for name, value in values.items() if value)]
+
+
+def fused(one: Operation) -> list[str]:
+    """The opcodes inside a fusion, each with its number if there are several."""
+    return [f"{opcode} {count}" if count > 1 else opcode for opcode, count in Counter(one.fused).items()]
 
 
 def size(count: float) -> str:

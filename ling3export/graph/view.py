@@ -1,7 +1,6 @@
 """Programs as one HTML page without outside references: data for ``view.html``, drawn by its two scripts."""
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.resources import files
@@ -10,7 +9,7 @@ from typing import Any
 from ling3export.graph.diff import Difference, values
 from ling3export.graph.memory import Timeline
 from ling3export.graph.record import Graph, Operation
-from ling3export.graph.show import Limits
+from ling3export.graph.show import Limits, fused
 from ling3export.graph.summary import SOURCES
 
 
@@ -97,7 +96,7 @@ def _operation(one: Operation) -> dict[str, Any]:
         "moved": one.times * one.collective_bytes,
         "weights": one.weights,
         "target": one.target,
-        "fused": [f"{opcode} {n}" if n > 1 else opcode for opcode, n in Counter(one.fused).items()],
+        "fused": fused(one),
         "overlapped": one.overlapped,
     }
     return {name: value for name, value in values.items() if value not in (None, "", 0, False, (), [])}

@@ -90,9 +90,7 @@ class GenerationCall:
     """A call that generates, checked."""
 
     body: GenerationBody
-    requests: list[
-        Request
-    ]  # ``body.n`` for each prompt, in order, if something is to be generated; then those that score
+    requests: list[Request]  # ``body.n`` for each prompt, if something is to be generated; then those that score
     prompts: tuple[tuple[int, ...], ...]  # token ids
     tokenizer: "Tokenizer | None" = None
     echo: tuple[str, ...] | None = None  # the text of each prompt, to stand before its choices, if it is requested
