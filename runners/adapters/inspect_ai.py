@@ -29,7 +29,7 @@ from ling3export.runners.load.references import folder_of
 from ling3export.runners.text.answer import REASONING, split_thought
 
 NAME = "ling3"
-MAX_TOKENS = 2000  # of an answer, if the task does not set it, as in the reference evaluation
+MAX_TOKENS = 2000  # of an answer, if the task does not set it
 ROLES = ("system", "user", "assistant")
 # Settings that would change the answer; this model does not have them.
 REFUSED = (

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ling3export.foundation.errors import Ling3Error, listed
+from ling3export.foundation.errors import listed
 from ling3export.foundation.extras import require
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.cli.cluster import cluster_options
@@ -132,7 +132,7 @@ def run(
     On several hosts, run the same command on each; only host 0 reads the suite, writes RUN and prints. RUNs of all
     shards, one after the other, are the whole run.
     """
-    engine = replace(engine, overlap=False)  # as in the reference evaluation
+    engine = replace(engine, overlap=False)
     hosts = leading(artifact, engine) if cluster is None else None
     with announced(hosts):
         _require()
@@ -140,7 +140,7 @@ def run(
 
         loaded, config = _suite_of(suite, data, limit), replace(DEFAULTS, **settings)
     opened: AbstractContextManager[EvalBackend] = (
-        open_backend(artifact, engine, hosts) if cluster is None else _on(cluster, loaded, artifact.resolve(), engine)
+        open_backend(artifact, engine, hosts) if cluster is None else _on(cluster, artifact.resolve(), engine)
     )
     with opened as backend, progress(f"eval {loaded.name}") as report_progress:
         done = run_suite(loaded, backend, run_file, config, shard=shard, force=force, progress=report_progress)
@@ -256,13 +256,10 @@ def open_backend(artifact: Path, config: EngineConfig, hosts: Hosts | None) -> "
 
 
 @contextmanager
-def _on(cluster: "Cluster", suite: "Suite", artifact: Path, config: EngineConfig) -> Iterator["EvalBackend"]:
+def _on(cluster: "Cluster", artifact: Path, config: EngineConfig) -> Iterator["EvalBackend"]:
     """Engines of a cluster for an evaluation's prompts."""
     from ling3export.runners.evals.backend import ClusterBackend
 
-    if suite.product:
-        hint = "run it on one engine, without --ray"
-        raise Ling3Error(f"--ray: suite `{suite.name}` reads the counters of one engine", hint)
     with cluster.connected():
         yield ClusterBackend(cluster, artifact, config)
 

@@ -1,7 +1,6 @@
 """The source of an evaluation's answers: a small protocol, and the engine that implements it."""
 
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -54,10 +53,6 @@ class EvalBackend(Protocol):
             retry: Further attempts at a prompt after an infrastructure error.
         """
 
-    def stats(self) -> dict[str, Any]:
-        """The engine's counters since its start; empty for several engines."""
-        return {}
-
     def digests(self) -> Sequence[bytes]:
         """The digest of the tokens that each host read since the last call, by host; empty on one host."""
         return ()
@@ -82,9 +77,6 @@ class EngineBackend(EvalBackend, AbstractContextManager["EngineBackend"]):
     def generate(self, prompts: Sequence[PromptRequest]) -> list[Completion]:
         """Completes a batch, in order; RequestError if one of the prompts can never be served: then none is started."""
         return self._engine.complete([self._request(prompt) for prompt in prompts], self.ended)
-
-    def stats(self) -> dict[str, Any]:
-        return self._engine.stats()
 
     def digests(self) -> Sequence[bytes]:
         return self._engine.digests()
@@ -117,7 +109,6 @@ class EngineBackend(EvalBackend, AbstractContextManager["EngineBackend"]):
             "libtpu_init_args": flags.get("LIBTPU_INIT_ARGS", ""),
             "memory_fraction": os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION"),
             "memory_limit": memory_limit(),
-            "git_commit": git_commit(Path(__file__).resolve()),
         }
 
     def _request(self, prompt: PromptRequest) -> Request:
@@ -193,20 +184,3 @@ def _answers(
             return [PromptResult(error, failed)]
     tries = max(tries, 1) - 1
     return [result for prompt in prompts for result in _answers(backend, [prompt], tries, failed)]
-
-
-def git_commit(file: Path) -> str | None:
-    """The commit that is checked out in the folder of ``file``; None if that repository does not track it.
-
-    An installed package may lie in another project's repository, in its virtual environment for example.
-    """
-    for command in (["ls-files", "--error-unmatch", str(file)], ["rev-parse", "HEAD"]):
-        try:
-            done = subprocess.run(
-                ["git", *command], cwd=file.parent, capture_output=True, text=True, timeout=10, check=False
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        if done.returncode:
-            return None
-    return done.stdout.strip()

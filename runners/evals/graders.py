@@ -4,7 +4,6 @@ A grader is a callable ``(task, transcript, outcome) -> {"passed": bool, …}``,
 rubric is a callable that the user passes; none is shipped.
 """
 
-import operator
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -13,22 +12,15 @@ from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.evals.trials import GraderError, GraderResult, Outcome, text_of
+from ling3export.runners.evals.trials import GraderError, GraderResult, text_of
 
 if TYPE_CHECKING:
     from ling3export.runners.evals.tasks import Task
 
 Verdict = Mapping[str, Any]
 Grader = Callable[..., Verdict]
-COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    "equals": operator.eq,
-    "at_least": operator.ge,
-    "at_most": operator.le,
-    "contains": operator.contains,
-}
 LETTERS = "ABCDEFGHIJ"
 
-_PATH = re.compile(r"\.([A-Za-z_]\w*)|\['([^']*)'\]|\[(\d+)\]")
 _DASHES = str.maketrans("\u2212\u2013", "--")
 # Marks between groups of three digits other than a comma: `1{,}234` and `1\,234` in LaTeX, `1'234`, narrow spaces.
 _OTHER_GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,;: ]|['’\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
@@ -150,49 +142,8 @@ def steps_required(
     return {"passed": not missing, "explanation": f"missing: {missing}, found {names}" if missing else ""}
 
 
-def state_check(task: "Task", transcript: object, outcome: object, path: str, **comparison: Any) -> Verdict:
-    """The outcome has a value at ``path`` (``$.counters['prefill@16'].calls``), and all comparisons hold."""
-    state = outcome.state if isinstance(outcome, Outcome) else outcome
-    try:
-        value = value_at(state, path)
-    except LookupError:
-        return {"passed": False, "explanation": f"{path}: not in the outcome"}
-    for name, wanted in comparison.items():
-        if not COMPARISONS[name](value, wanted):
-            return {"passed": False, "explanation": f"{path}: expected {name} {wanted!r}, found {value!r}"}
-    return {"passed": True, "explanation": f"{path} = {value!r}"}
-
-
-def value_at(state: Any, path: str) -> Any:
-    """The value at a JSON path of names, quoted names and indices.
-
-    Raises:
-        LookupError: The state has no such value.
-        ValueError: The path has another syntax.
-    """
-    for name, quoted, index in parse_path(path):
-        if not isinstance(state, list if index else dict):
-            raise LookupError(path)
-        key: Any = int(index) if index else name or quoted
-        state = state[key]
-    return state
-
-
-def parse_path(path: str) -> list[tuple[str, str, str]]:
-    """The parts of a JSON path, each (name, quoted name, index) with one of them filled.
-
-    Raises:
-        ValueError: The path has another syntax.
-    """
-    rest = path.removeprefix("$")
-    parts = list(_PATH.finditer(rest))
-    if not path.startswith("$") or "".join(part.group() for part in parts) != rest:
-        raise ValueError(f"expected a path such as $.files[0] or $.cells['prefill@16'], found {path!r}")
-    return [(part.group(1) or "", part.group(2) or "", part.group(3) or "") for part in parts]
-
-
 # The graders of task files, which give the arguments of a function after its first three parameters.
-_NAMED = (last_numeric, response_contains, state_check, transcript_constraints, steps_required)
+_NAMED = (last_numeric, response_contains, transcript_constraints, steps_required)
 KINDS: dict[str, Grader] = {"choice_letter": choice, **{function.__name__: function for function in _NAMED}}
 
 

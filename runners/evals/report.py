@@ -8,7 +8,6 @@ from typing import Any
 from ling3export.foundation.errors import listed
 from ling3export.runners.evals.run_file import Header, Run
 from ling3export.runners.evals.statistics import Summary, completion_line, wilson
-from ling3export.runners.evals.suites import REFERENCE_SETTINGS
 from ling3export.runners.evals.trials import REFUSED, Trial
 
 SHOWN = 10  # names in a list
@@ -30,7 +29,6 @@ EARLY = 16  # tokens
 def report(run: Run) -> str:
     """The report of a run as Markdown. It depends on the run's file only: no clock, no path."""
     header, summary = run.header, run.summary
-    differing = [(name, _json(reference), _json(value)) for name, reference, value in reference_differences(header)]
     rates = [
         (rate.k, rate.tasks, _number(rate.at_k), _number(rate.hat_k)) for rate in summary.rates(header.config.trials)
     ]
@@ -40,8 +38,6 @@ def report(run: Run) -> str:
         "pass@k and pass^k": _table(("k", "tasks", "pass@k", "pass^k"), rates),
         "Tasks": _solved(summary),
         "Failures": _table(("group", "trials", "which"), failures) or ["None."],
-        "Against the reference evaluation": _table(("setting", "reference", "here"), differing)
-        or ["All its settings are the same."],
         "Suite": _settings(suite),
         "Settings": _settings(asdict(header.config)),
         "Environment": _settings(header.environment),
@@ -50,13 +46,6 @@ def report(run: Run) -> str:
     for title, content in sections.items():
         lines += ["", f"## {title}", "", *content] if content else []
     return "\n".join([*lines, "", f"Record of the run: {header.sha256}"]) + "\n"
-
-
-def reference_differences(header: Header) -> list[tuple[str, Any, Any]]:
-    """Settings that differ from the reference evaluation: (name, reference, value)."""
-    values = {**header.environment, **asdict(header.config), "stop": list(header.config.stop)}
-    rows = [(name, reference, values.get(name)) for name, reference in REFERENCE_SETTINGS.items()]
-    return [row for row in rows if row[1] != row[2]]
 
 
 def invalid_line(summary: Summary, max_infra: float) -> str:
@@ -68,7 +57,6 @@ def _score(header: Header, summary: Summary) -> list[str]:
     lines = ["", completion_line(summary.passed, summary.total), ""]
     if summary.invalid(header.config.max_infra):
         lines[1:1] = [f"**{invalid_line(summary, header.config.max_infra)}**", ""]
-    reference = header.suite.reference
     rows = [
         ("success rate (C / N)", f"{_number(summary.success_rate)} {_interval(summary.passed, summary.total)}"),
         (
@@ -77,8 +65,6 @@ def _score(header: Header, summary: Summary) -> list[str]:
         ),
         ("infra rate (I / N)", f"{summary.infra}/{summary.total} = {summary.infra_rate:.4f}"),
     ]
-    if reference is not None:
-        rows.append(("reference evaluation, published weights", f"about {reference}"))
     return [*lines, *_table(("rate", "value, Wilson 95 %"), rows)]
 
 

@@ -3,19 +3,15 @@
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ling3export.foundation.errors import Ling3Error, RequestError
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.runners.engine.follower import check_digests
 from ling3export.runners.engine.handle import EngineStopped
-from ling3export.runners.engine.request import Completion
 from ling3export.runners.evals.backend import EvalBackend, PromptRequest, PromptResult
-from ling3export.runners.evals.graders import choice_letter, extract_answer
 from ling3export.runners.evals.harness import graded
 from ling3export.runners.evals.run_file import Header, Run, RunFile, SuiteRecord, open_run, tasks_digest
 from ling3export.runners.evals.suites import Suite
-from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import (
     INFRA_ERROR,
     REFUSED,
@@ -26,7 +22,6 @@ from ling3export.runners.evals.trials import (
     RunConfig,
     Transcript,
     Trial,
-    tokens_digest,
     trial_seed,
 )
 
@@ -61,7 +56,7 @@ def run_suite(
         raise EvalError(f"suite `{suite.name}`: it has no task")
     config = replace(config, **suite.settings)
     tasks = [task.record() for task in suite.tasks]
-    record = SuiteRecord(suite.name, len(tasks), suite.files, list(suite.notes), suite.reference, tasks_digest(tasks))
+    record = SuiteRecord(suite.name, len(tasks), suite.files, list(suite.notes), tasks_digest(tasks))
     header = Header(1, record, config, backend.environment(), str(shard))
     pairs = header.pairs(tasks)
     batches = [pairs[start : start + config.batch] for start in range(0, len(pairs), config.batch)]
@@ -97,8 +92,7 @@ class _Runner:
         self._backend.ended = self.trial_ended
         results = self._backend.answers((self._requests(batch) for batch in batches), self._config.retry)
         for batch in batches:
-            before = self._counters()
-            self._write(batch, next(results), before)
+            self._write(batch, next(results))
             self._ended = 0
             self._progress(len(self._file.done))
 
@@ -115,12 +109,11 @@ class _Runner:
             for name, number in batch
         ]
 
-    def _write(self, batch: Sequence[Pair], results: Sequence[PromptResult], before: dict[str, Any]) -> None:
+    def _write(self, batch: Sequence[Pair], results: Sequence[PromptResult]) -> None:
         refusals = [result.outcome for result in results if isinstance(result.outcome, Ling3Error)]
         if not self._file.done and refusals and all(isinstance(result.outcome, Exception) for result in results):
             raise refusals[-1]  # all trials of the first batch were refused: the set-up is wrong
         check_digests(self._backend.digests())
-        after = self._counters()
         for pair, result in zip(batch, results, strict=True):
             attempts, answer = result.attempts, result.outcome
             if isinstance(answer, RequestError):
@@ -129,31 +122,7 @@ class _Runner:
                 trial = Trial(*pair, INFRA_ERROR, attempts=attempts)
             else:
                 task = self._tasks[pair[0]]
-                outcome = self._outcome(task, answer, before, after)
+                outcome = Outcome({"text": answer.text or ""})
                 details = self._config.transcripts
                 trial = graded(task, pair[1], Transcript.of(answer), outcome, attempts, details=details)
             self._file.add(trial)
-
-    def _counters(self) -> dict[str, Any]:
-        return self._backend.stats() if self._suite.product else {}
-
-    def _outcome(self, task: Task, completion: Completion, before: dict[str, Any], after: dict[str, Any]) -> Outcome:
-        """The outcome of a trial; for suites whose graders look at the product, with counters and the run's file."""
-        text, ids = completion.text or "", completion.token_ids
-        extracted = extract_answer(text) if task.choices is None else choice_letter(text, len(task.choices))
-        state: dict[str, Any] = {"text": text, "extracted": extracted, "tokens_digest": tokens_digest(ids)}
-        if self._suite.product:
-            lines = {"written": self._file.lines, "on_disk": self._file.path.read_bytes().count(b"\n")}
-            state |= {"counters": after, "delta": _grown(before, after), "lines": lines, "output": len(ids)}
-        return Outcome(state)
-
-
-def _grown(before: Any, after: Any) -> Any:
-    """The growth of counters: each field of an object, the difference of whole numbers, and None for all else."""
-    if isinstance(after, dict):
-        old = before if isinstance(before, dict) else {}
-        grown = {name: _grown(old.get(name), value) for name, value in after.items()}
-        return {name: value for name, value in grown.items() if value is not None}
-    if isinstance(after, int) and not isinstance(after, bool):
-        return after - (before if isinstance(before, int) else 0)
-    return None

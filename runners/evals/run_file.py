@@ -54,7 +54,6 @@ class SuiteRecord(Record, frozen=True):
     tasks: int
     files: dict[str, Digest]  # sha256 of every file that the tasks came from
     notes: list[str]
-    reference: float | None  # score of the reference evaluation
     tasks_sha256: Digest
 
 
@@ -105,16 +104,15 @@ class Run:
 
 
 class RunFile:
-    """The file of a run that is being written: its number of lines, and the finished trials."""
+    """The file of a run that is being written, and the finished trials."""
 
-    def __init__(self, path: Path, file: BinaryIO, lines: int, done: dict[Pair, Trial]) -> None:
-        self.path, self._file, self.lines, self.done = path, file, lines, done
+    def __init__(self, file: BinaryIO, done: dict[Pair, Trial]) -> None:
+        self._file, self.done = file, done
 
     def add(self, trial: Trial) -> None:
         """Writes the line of a trial. A kill of this process no longer loses it when this returns."""
         self._file.write(_line("trial", trial))
         self._file.flush()
-        self.lines += 1
         self.done[trial.pair] = trial
 
 
@@ -144,7 +142,7 @@ def open_run(path: Path, header: Header, tasks: Sequence[TaskRecord], *, force: 
             end = data.rfind(b"\n") + 1
             done = {trial.pair: trial for trial in _parsed(path, data[:end], whole=False).trials}
             file.truncate(end)  # cuts away a line that was broken off
-        yield RunFile(path, file, 1 + len(tasks) + len(done), done)
+        yield RunFile(file, done)
         os.fsync(file.fileno())
 
 

@@ -1,4 +1,4 @@
-"""Ready suites: GSM8K, MMLU-Pro, the smoke test of the product, the demo; and any task file.
+"""Ready suites: GSM8K, MMLU-Pro, the demo; and any task file.
 
 Data sets are the user's: none is downloaded, and the digests of the files that were read go into the run's record.
 """
@@ -12,37 +12,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from ling3export.foundation.errors import listed
-from ling3export.runners.evals.graders import LETTERS, GraderSpec, Verdict
+from ling3export.runners.evals.graders import LETTERS
 from ling3export.runners.evals.task_files import check_unique, load_tasks, read_records
 from ling3export.runners.evals.tasks import Task
-from ling3export.runners.evals.trials import EvalError, Outcome
+from ling3export.runners.evals.trials import EvalError
 
 SHOTS = 4
-# The tasks of product-smoke: tokens of the prompt, which are 1, 2, 3, … (any vocabulary has those), and the graders.
-SMOKE: dict[str, tuple[int, list[str]]] = {
-    "short-prompt": (5, ["tokens_in", "nothing_compiles", "tokens_out", "one_prefill"]),
-    "long-prompt": (40, ["tokens_in", "nothing_compiles", "tokens_out"]),
-    "cells-again": (5, ["tokens_in", "nothing_compiles", "one_prefill"]),
-    "records-on-disk": (5, ["tokens_in", "records"]),
-}
-PLUMBING = "this suite tests the plumbing (counters and files): its rate says nothing about the model's answers"
 STEP_BY_STEP = "Let's think step by step."
 DEMO = Path(__file__).with_name("demo.jsonl")  # written by tools/demo_problems.py
 KEPT = "names and pairs of numbers that training never saw"
-# Scores of the reference evaluation, with the published weights and the settings in REFERENCE_SETTINGS.
-REFERENCE = {"gsm8k": 0.85, "mmlu-pro": 0.44}
-REFERENCE_SETTINGS = {
-    "tp": 16,
-    "page_size": 256,
-    "paddings": [16, 128, 512],
-    "max_running": 64,
-    "dtype": "bfloat16",
-    "overlap": False,
-    "memory_fraction": "0.6",
-    "temperature": 0.0,
-    "max_tokens": 2000,
-    "stop": [],
-}
 
 
 @dataclass(frozen=True)
@@ -52,9 +30,7 @@ class Suite:
     name: str
     tasks: list[Task]
     files: dict[str, str] = field(default_factory=dict)  # sha256 of every file that the tasks came from, by name
-    reference: float | None = None  # score of the reference evaluation
     settings: dict[str, Any] = field(default_factory=dict)  # settings of the run (RunConfig) that this suite fixes
-    product: bool = False  # whether its graders look at counters and files of the product
     notes: tuple[str, ...] = ()  # for readers of the report
 
 
@@ -118,22 +94,6 @@ def mmlu_pro(data: Path | None) -> Suite:
     return _suite("mmlu-pro", tasks, [file])
 
 
-def product_smoke(data: Path | None) -> Suite:
-    """Four tasks whose graders look at counters and files only, never at the model's text."""
-    tasks = [
-        Task.model_validate(
-            {
-                "id": f"product-smoke-{name}",
-                "input": {"prompt_ids": [*range(1, length + 1)]},
-                "graders": list(map(_look, looks)),
-            }
-        )
-        for name, (length, looks) in SMOKE.items()
-    ]
-    settings = {"batch": 1, "max_tokens": 8, "transcripts": True}
-    return _suite("product-smoke", tasks, settings=settings, product=True, notes=(PLUMBING,))
-
-
 def demo(data: Path | None) -> Suite:
     """Problems that were kept from the demo checkpoint's training, after four worked problems that were not."""
     tasks = [
@@ -143,12 +103,7 @@ def demo(data: Path | None) -> Suite:
     return _suite("demo", tasks, [DEMO], settings={"max_tokens": 32, "stop": ("\n\n",)}, notes=(KEPT,))
 
 
-SUITES: dict[str, Callable[[Path | None], Suite]] = {
-    "gsm8k": gsm8k,
-    "mmlu-pro": mmlu_pro,
-    "product-smoke": product_smoke,
-    "demo": demo,
-}
+SUITES: dict[str, Callable[[Path | None], Suite]] = {"gsm8k": gsm8k, "mmlu-pro": mmlu_pro, "demo": demo}
 
 
 def _suite(name: str, tasks: list[Task], files: Sequence[Path] = (), **more: Any) -> Suite:
@@ -156,7 +111,7 @@ def _suite(name: str, tasks: list[Task], files: Sequence[Path] = (), **more: Any
     for task in tasks:
         task.suite = name
     digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in files}
-    return Suite(name, tasks, digests, REFERENCE.get(name), **more)
+    return Suite(name, tasks, digests, **more)
 
 
 def _task(name: str, prompt: Any, grader: str, **fields: Any) -> Task:
@@ -199,25 +154,3 @@ def _need(record: dict[str, Any], fields: Sequence[str], file: Path, place: int)
 def _mmlu_question(item: dict[str, Any]) -> str:
     options = "".join(f"{letter}. {option}\n" for letter, option in zip(LETTERS, item["options"], strict=False))
     return f"Question:\n{item['question']}\nOptions:\n{options}Answer: {STEP_BY_STEP}"
-
-
-def _looks(task: Task, state: dict[str, Any]) -> dict[str, tuple[str, object, object]]:
-    """The figures of product-smoke, by grader: their name, the expected and the actual value."""
-    delta = state["delta"]
-    prefills = sum(cell["calls"] for name, cell in delta["cells"].items() if name.startswith("prefill@"))
-    return {
-        "tokens_in": ("tokens in", len(task.prompt), delta["tokens_in"]),
-        "tokens_out": ("tokens out", state["output"], delta["tokens_out"]),
-        "nothing_compiles": ("compile events", 0, delta["compile_events"]),
-        "one_prefill": ("prefill calls", 1, prefills),
-        "records": ("lines in the run's file", state["lines"]["written"], state["lines"]["on_disk"]),
-    }
-
-
-def _look(name: str) -> GraderSpec:
-    def function(task: Task, transcript: object, outcome: Outcome) -> Verdict:
-        words, wanted, value = _looks(task, outcome.state)[name]
-        wrong = "" if wanted == value else f"{words}: expected {wanted}, found {value}"
-        return {"passed": not wrong, "explanation": wrong or "as it should be"}
-
-    return GraderSpec("state_check", name, {}, function)

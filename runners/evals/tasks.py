@@ -21,7 +21,7 @@ from pydantic import (
 )
 
 from ling3export.foundation.errors import listed
-from ling3export.runners.evals.graders import COMPARISONS, KINDS, Grader, GraderSpec, Verdict, parse_path
+from ling3export.runners.evals.graders import KINDS, Grader, GraderSpec, Verdict
 from ling3export.runners.evals.run_file import PROMPTS, Prompt, TaskRecord, prompt_of
 
 Predicates = Mapping[str, Callable[..., Any]]
@@ -75,24 +75,13 @@ class _GraderFields(Fields):
     required: StrictBool = True
 
 
-def _path(path: str) -> str:
-    parse_path(path)
-    return path
-
-
-_CHECKED = {"path": Annotated[StrictStr, AfterValidator(_path)]}
-
-
 @cache
 def _arguments_model(kind: str) -> type[BaseModel]:
     """The arguments of a kind in a task file: those of its function after the first three."""
     fields: dict[str, Any] = {}
     for argument in list(signature(KINDS[kind]).parameters.values())[3:]:
-        if argument.kind is argument.VAR_KEYWORD:
-            fields |= dict.fromkeys(COMPARISONS, (Any, None))
-        else:
-            default = ... if argument.default is argument.empty else argument.default
-            fields[argument.name] = (_CHECKED.get(argument.name, argument.annotation), default)
+        default = ... if argument.default is argument.empty else argument.default
+        fields[argument.name] = (argument.annotation, default)
     return create_model(kind, __base__=Fields, **fields)
 
 
@@ -113,11 +102,9 @@ def _grader(value: object) -> GraderSpec:
 
 
 def _state_check(check: Any, info: ValidationInfo) -> GraderSpec:
-    """A path with comparisons, or a predicate of the caller by name."""
-    if isinstance(check, dict) and "path" in check:
-        return _grader({"kind": "state_check", "name": f"state_check {check['path']}", **check})
+    """A predicate of the caller by its name, with its arguments."""
     if not isinstance(check, dict) or len(check) != 1:
-        raise ValueError("a state check has path:, or one predicate by name")
+        raise ValueError("a state check is one predicate by name")
     predicates: Predicates = (info.context or {}).get("predicates") or {}
     name, arguments = next(iter(check.items()))
     if name not in predicates:

@@ -4,7 +4,6 @@ A Trial is the one record of a try at a task: the harness returns it, a run's fi
 """
 
 import hashlib
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -43,10 +42,10 @@ class GraderError(Ling3Error):
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Settings of a run. The defaults are those of the reference evaluation.
+    """Settings of a run.
 
     Attributes:
-        stop: Strings that end the text. Empty by default: the reference evaluation names only the end-of-text token.
+        stop: Strings that end the text.
         seed: The seeds of all trials follow from it.
         batch: Trials that are given to the backend together.
         retry: Further attempts at a trial after an infrastructure error.
@@ -203,11 +202,6 @@ class Trial(Record, frozen=True, omit_defaults=False):
 def text_of(transcript: object) -> str:
     """The text of a transcript, which may also be a plain string."""
     return transcript if isinstance(transcript, str) else str(getattr(transcript, "text", transcript))
-
-
-def tokens_digest(ids: Iterable[int]) -> str:
-    """sha256 of token ids in little-endian int32, in hex."""
-    return hashlib.sha256(b"".join(i.to_bytes(4, "little", signed=True) for i in ids)).hexdigest()
 
 
 def trial_seed(run_seed: int, task_id: str, trial: int) -> int:

@@ -61,16 +61,6 @@ class FakeBackend(EngineBackend):
     def digests(self) -> list[bytes]:
         return []
 
-    def stats(self) -> dict[str, Any]:
-        asks = [ask for batch in self.batches for ask in batch]
-        return {
-            "target": "fake",
-            "cells": {"prefill@16": {"calls": len(asks), "padding_waste": 0.5}},
-            "tokens_in": sum(len(ask.prompt) for ask in asks),
-            "tokens_out": sum(len(self.complete(ask).token_ids) for ask in asks),
-            "compile_events": 0,
-        }
-
     def environment(self) -> dict[str, Any]:
         return dict(ENVIRONMENT)
 

@@ -16,7 +16,6 @@ from ling3export.runners.evals.trials import (
     Outcome,
     Transcript,
     TranscriptStep,
-    tokens_digest,
     trial_seed,
 )
 
@@ -141,14 +140,14 @@ def test_all_required_graders_decide():
     graders = [
         lambda *_: {"passed": False, "score": 0.5},
         GraderSpec("steps_required", arguments={"steps": ["refund", "verify"]}),
-        GraderSpec("state_check", arguments={"path": "$.rows[0].status", "equals": "open"}),
+        lambda task, transcript, outcome: {"passed": outcome.state["rows"][0]["status"] == "open"},
     ]
     task = Task(id="a", input={"prompt": "?"}, graders=graders)
     trial = run(agent, task, n_trials=1).trials[0]
     assert [(grade.name, grade.score) for grade in trial.grades] == [
         ("<lambda>", 0.5),
         ("steps_required", 1.0),
-        ("state_check", 1.0),
+        ("<lambda>", 1.0),
     ]
     assert trial.passed is False
     task.graders[0] = GraderSpec("callable", "optional", {}, task.graders[0].function, required=False)
@@ -159,19 +158,10 @@ def test_all_required_graders_decide():
 
 def test_processes_compare_their_tokens():
     check_digests([])
-    same, other = (bytes.fromhex(tokens_digest(ids)) for ids in ([1, 2], [1, 3]))
+    same, other = b"same", b"other"
     check_digests([same, same])
     with pytest.raises(RankDivergence) as caught:
         check_digests([same, other, same, other])
     assert caught.value.message == (
         "sampled tokens: expected the same on 4 processes, found others than on process 0 on 1, 3"
     )
-
-
-def test_digest_of_tokens_is_of_little_endian_int32():
-    import hashlib
-
-    import numpy as np
-
-    ids = [0, 1, 156892, -1]
-    assert tokens_digest(ids) == hashlib.sha256(np.asarray(ids, "<i4").tobytes()).hexdigest()

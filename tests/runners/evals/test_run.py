@@ -374,7 +374,7 @@ def test_settings_out_of_range_are_named():
 
 
 def report_run(path):
-    """The run whose report is kept: failures of several kinds, trials, a reference."""
+    """The run whose report is kept: failures of several kinds, trials."""
     tasks = [*numbered(6), *numbered(3)]
     for place, task in enumerate(tasks):
         task.id = f"t{place}"
@@ -385,7 +385,7 @@ def report_run(path):
             raise RuntimeError("UNAVAILABLE: gone")
         return answers.get(prompt, "42")
 
-    suite = Suite("gsm8k", tasks, {"test.jsonl": "c" * 64}, 0.85, notes=("only the first 9 tasks",))
+    suite = Suite("gsm8k", tasks, {"test.jsonl": "c" * 64}, notes=("only the first 9 tasks",))
     return run_suite(suite, FakeBackend(answer), path, RunConfig(trials=3, batch=4, seed=7))
 
 

@@ -1,12 +1,11 @@
 """Task files and graders: the specification's template, problems, and every mistake named with its line."""
 
 import json
-import re
 
 import pytest
 from pydantic import ValidationError
 
-from ling3export.runners.evals.graders import grade, value_at
+from ling3export.runners.evals.graders import grade
 from ling3export.runners.evals.task_files import line_of, load_tasks, read_records
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import EvalError, Outcome, Transcript, TranscriptStep
@@ -114,10 +113,6 @@ GOOD = {"id": "a", "input": {"prompt": "?"}, "graders": ["last_numeric"], "targe
         ({**GOOD, "graders": ["exact"]}, "`graders`: a grader is one of .*, found 'exact', in t.json line 7"),
         ({**GOOD, "graders": []}, "task `a`: it has no grader, in t.json line 1"),
         ({**GOOD, "graders": [{"kind": "response_contains"}]}, "`value`: Field required, in t.json line 7"),
-        (
-            {**GOOD, "graders": [{"kind": "state_check", "path": "files[0]"}]},
-            r"`path`: expected a path such as \$.files\[0\] or .*'files\[0\]', in t.json line 9",
-        ),
         ({**GOOD, "input": {}}, "`input`: give one of prompt, .*; there is none, in t.json line 3"),
         ({**GOOD, "input": {"prompt": "?", "message": "!"}}, "there is prompt and message, in t.json line 3"),
         (
@@ -171,33 +166,17 @@ def test_lines_of_json(indent):
         ({"kind": "transcript_constraints", "must_contain": ["42"]}, "it is 42", True),
         ({"kind": "transcript_constraints", "must_not_contain": ["42"]}, "it is 42", False),
         ({"kind": "last_numeric"}, "it is 42", True),
-        ({"kind": "state_check", "path": "$.n", "at_least": 1, "at_most": 2}, "", True),
-        ({"kind": "state_check", "path": "$.n", "at_least": 3}, "", False),
-        ({"kind": "state_check", "path": "$.m"}, "", False),
-        ({"kind": "state_check", "path": "$.files", "contains": "a"}, "", True),
     ],
 )
 def test_graders_of_task_files(tmp_path, spec, text, passed):
     (task,) = load_tasks(write(tmp_path, "t.json", {**GOOD, "target": "42", "graders": [spec]}))
-    assert grade(task, Transcript(text), Outcome({"n": 2, "files": ["a"]}))[1] is passed
+    assert grade(task, Transcript(text), None)[1] is passed
 
 
 def test_choices_limit_the_letters(tmp_path):
     fields = {**GOOD, "graders": ["choice_letter"], "target": "B", "choices": ["one", "two"]}
     (task,) = load_tasks(write(tmp_path, "t.json", fields))
     assert grade(task, "The answer is (B). Not the answer is (C).", None)[1]
-
-
-def test_values_at_paths():
-    state = {"cells": {"prefill@16": {"calls": 3}}, "files": ["a", "b"]}
-    assert value_at(state, "$.cells['prefill@16'].calls") == 3
-    assert value_at(state, "$.files[1]") == "b"
-    assert value_at(state, "$") is state
-    for path in ("$.cells.none", "$.files[2]", "$.files.a", "$.cells[0]"):
-        with pytest.raises(LookupError):
-            value_at(state, path)
-    with pytest.raises(ValueError, match=re.escape("expected a path such as")):
-        value_at(state, "$.cells.prefill@16")
 
 
 def test_a_task_written_in_python_is_checked_too():
