@@ -37,8 +37,6 @@ APART = {
     "no_weights": ("into", "replay", "shard", "kind", "allow_rounding"),
     "kind": ("into", "replay", "cache", "cache_dir", "jobs"),
 }
-COMMON_BUILD = "weights paddings tp max_running context targets snapshots dtype into force no_weights".split()
-COMMON_PLAN = "weights paddings tp max_running context targets snapshots dtype artifact as_json".split()
 
 
 @contextmanager
@@ -82,7 +80,7 @@ def main() -> None:
     """
 
 
-@main.command(common=COMMON_BUILD)
+@main.command()
 @click.argument("checkpoint", required=False, type=PATH)
 @click.argument("artifact", required=False, type=FOLDER)
 @build_options
@@ -221,7 +219,7 @@ def _check_alone(chosen: set[str]) -> None:
         raise click.UsageError("--dummy-weights: expected --no-weights with it, found none.")
 
 
-@main.command(common=COMMON_PLAN)
+@main.command()
 @click.argument("checkpoint", required=False, type=PATH)
 @build_options
 @click.option(

@@ -18,10 +18,8 @@ from ling3export.runners.hosts.rendezvous import announced
 if TYPE_CHECKING:
     from ling3export.runners.fleet.cluster import Cluster
 
-COMMON = "model max_tokens temperature seed shard force target programs ray replicas".split()
 
-
-@click.command(cls=Command, common=COMMON)
+@click.command(cls=Command)
 @click.argument("artifact", type=ARTIFACT)
 @click.argument("source", metavar="INPUT", type=PATH)
 @click.argument("output", type=PATH)

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 WORKLOADS = ("random", "shared-prefix", "jsonl", "suite")
 POSITIVE = click.IntRange(1)
 LISTED = 10  # prefixes that are listed
-COMMON = "workload data num_prompts input_len output_len request_rate max_concurrency output".split()
 
 
 @click.group("bench", cls=Group, sections={"Measure": ("serve", "compare"), "Look": ("check", "prefixes")})
@@ -72,7 +71,7 @@ _written: Decorator = section(
 )
 
 
-@bench.command(common=("url", *COMMON))
+@bench.command()
 @click.argument("artifact", type=ARTIFACT, required=False)
 @click.option("--url", help="Measure the server there.  [default: ARTIFACT in this process]")
 @_workload
@@ -105,7 +104,7 @@ def serve(
     _end(measurement)
 
 
-@bench.command(common=("urls", *COMMON))
+@bench.command()
 @click.argument("artifact", type=ARTIFACT, required=False)
 @click.option("--url", "urls", multiple=True, metavar="NAME=URL", help="A server, and what to call it; two or more.")
 @_workload

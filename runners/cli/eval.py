@@ -78,7 +78,7 @@ def evaluate() -> None:
     """Evaluate an artifact: run suites, report and compare runs, check tasks."""
 
 
-@evaluate.command(common="suite data limit trials max_tokens temperature seed shard target transcripts".split())
+@evaluate.command()
 @click.argument("artifact", type=ARTIFACT)
 @click.argument("run_file", metavar="RUN", type=PATH)
 @section(
@@ -177,7 +177,7 @@ def report(runs: tuple[Path, ...]) -> None:
     sys.exit(INVALID if run.summary.invalid(run.header.config.max_infra) else 0)
 
 
-@evaluate.command("compare-logits", common="text tokens window target programs".split())
+@evaluate.command("compare-logits")
 @click.argument("a", type=ARTIFACT)
 @click.argument("b", type=ARTIFACT)
 @click.option("--text", required=True, type=PATH, metavar="FILE", help="A text in UTF-8.")

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.cli.command import Command, Once, given, section
+from ling3export.runners.cli.command import Command, given, section
 from ling3export.runners.cli.hosts import leading
 from ling3export.runners.cli.options import PATH, engine_options, sampling_options, stop_option
 from ling3export.runners.cli.references import ARTIFACT
@@ -22,7 +22,6 @@ from ling3export.runners.text.tokenizer import check_messages
 
 Prompt = str | tuple[int, ...] | list[dict[str, Any]]
 FIELDS = ("prompt", "prompt_ids", "messages")
-COMMON = "prompt prompt_file max_tokens temperature top_p min_p seed stop as_json stats target".split()
 
 
 def _ids(text: str) -> tuple[int, ...]:
@@ -32,22 +31,20 @@ def _ids(text: str) -> tuple[int, ...]:
         raise click.BadParameter(f"expected whole numbers with commas between, found {text!r}.") from None
 
 
-@click.command(cls=Command, common=COMMON)
+@click.command(cls=Command)
 @click.argument("artifact", type=ARTIFACT)
 @section(
     "Prompts (one of these)",
-    click.option("--prompt", cls=Once, metavar="TEXT", help="Text to complete."),
-    click.option("--prompt-ids", cls=Once, type=_ids, metavar="ID,ID,...", help="Token ids to complete."),
+    click.option("--prompt", metavar="TEXT", help="Text to complete."),
+    click.option("--prompt-ids", type=_ids, metavar="ID,ID,...", help="Token ids to complete."),
     click.option(
         "--prompt-file",
-        cls=Once,
         type=PATH,
         metavar="FILE",
         help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
     ),
     click.option(
         "--resume",
-        cls=Once,
         type=PATH,
         metavar="FILE",
         help="Go on with the answer that --save wrote, with its settings; --max-tokens counts all of it.",

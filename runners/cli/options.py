@@ -14,7 +14,7 @@ import click
 from ling3export.foundation.errors import RequestError
 from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.machine.verdict import CHECKS, POLICIES
-from ling3export.runners.cli.command import Decorator, Once, section
+from ling3export.runners.cli.command import Decorator, section
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.engine.validation import BOUNDS, NumberRange
@@ -95,7 +95,7 @@ class _Flag(NamedTuple):
 
 # The options of EngineConfig, by field.
 ENGINE = {
-    "target": _Flag(None, "One of the artifact's targets.  [default: the only one that fits]", {"cls": Once}),
+    "target": _Flag(None, "One of the artifact's targets.  [default: the only one that fits]"),
     "programs": _Flag(click.Choice(POLICIES), "Whether programs that do not fit this machine may be compiled here."),
     "check": _Flag(
         click.Choice(CHECKS),

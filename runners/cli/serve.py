@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from ling3export.foundation.extras import require
-from ling3export.runners.cli.command import Command, Once, section
+from ling3export.runners.cli.command import Command, section
 from ling3export.runners.cli.hosts import leading
 from ling3export.runners.cli.options import (
     PORT,
@@ -29,8 +29,6 @@ from ling3export.runners.hosts.rendezvous import announced
 from ling3export.runners.serve.config import ServerConfig
 
 COUNT = click.IntRange(0)
-COMMON = "host port api_key_file model max_requests restarts target programs step_timeout prefix_cache".split()
-ROUTE_COMMON = "prefill decode max_local_prefill max_queue timeout host port api_key_file allow_host".split()
 _option = partial(field_option, ServerConfig)
 
 
@@ -86,7 +84,7 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
     return add
 
 
-@click.command(cls=Command, from_file=True, common=COMMON)
+@click.command(cls=Command)
 @click.argument("artifact", type=ARTIFACT)
 @server_options()
 @section(
@@ -143,7 +141,7 @@ def serve(artifact: Path, server: ServerConfig, engine: EngineConfig) -> None:
     run(artifact, server, engine, hosts)
 
 
-@click.command(cls=Command, from_file=True, common=ROUTE_COMMON)
+@click.command(cls=Command)
 @section(
     "Servers",
     click.option(
@@ -196,7 +194,7 @@ def route(
 
 @click.command("ffn-worker", cls=Command)
 @click.argument("artifact", type=ARTIFACT)
-@click.option("--context", cls=Once, required=True, metavar="NAME", help="The worker's name, for --ffn.")
+@click.option("--context", required=True, metavar="NAME", help="The worker's name, for --ffn.")
 @section("Artifact", target_option, programs_option)
 def ffn_worker(artifact: Path, context: str, **options: Any) -> None:
     """Compute ARTIFACT's experts for one attention process (experimental).

@@ -1,4 +1,4 @@
-"""What every command of both command lines does alike: options given twice, Ctrl-C, ``python -m``."""
+"""What every command of both command lines does alike: Ctrl-C, ``python -m``."""
 
 import signal
 import subprocess
@@ -13,19 +13,6 @@ from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.main import main as runner
 from tests.support.refusals import refusal
-
-
-@pytest.mark.parametrize("option", ["--prompt", "--prompt-ids", "--prompt-file", "--target"])
-def test_an_option_that_might_be_meant_twice_is_not_taken_once(option: str):
-    assert refusal(runner, "generate", "none", "--max-tokens", "1", *[option, "1"] * 3, code=2).endswith(
-        f"Error: {option}: expected it once, found it 3 times.\n"
-    )
-
-
-def test_options_that_add_up_may_be_repeated():
-    assert refusal(runner, "generate", "none", *"--prompt-ids 1 --max-tokens 1 --stop x --stop x".split()).startswith(
-        "error: artifact `none`:"
-    )
 
 
 @pytest.mark.parametrize("host", ["0", "1"])
