@@ -102,7 +102,7 @@ def _read(folder: Path) -> bytes:
         hint = "this is no artifact, or its build was interrupted: build it again"
         if (folder / "config.json").is_file():
             hint = f"this is a checkpoint; make an artifact of it: ling3export build {shlex.quote(str(folder))}"
-        raise ArtifactError(f"artifact `{folder.name}`: expected {MANIFEST}, found none, in {folder}", hint)
+        raise ArtifactError(f"artifact `{folder.name}`: it has no {MANIFEST}, in {folder}", hint)
     with open_regular(folder, MANIFEST, MANIFEST) as file:
         return file.read(LARGEST + 1)
 
@@ -192,8 +192,10 @@ def named_target(names: Iterable[str], wanted: str) -> str:
     """
     text, known = wanted.replace("@tp", "@").replace("@", "-tp").replace(":", "-"), sorted(names)
     matching = [text] if text in known else [name for name in known if name.rpartition("-tp")[0] == text]
-    if len(matching) != 1:
-        what = "none of that name" if not matching else f"{len(matching)}: {listed(matching)}"
+    if not matching:
+        raise ArtifactError(f"target `{wanted}`: the artifact has only {listed(known)}")
+    if len(matching) > 1:
+        what = f"{len(matching)}: {listed(matching)}"
         raise ArtifactError(f"target `{wanted}`: expected one of {listed(known)}, found {what}, in the manifest")
     return matching[0]
 

@@ -217,7 +217,7 @@ def _located(kind: Any, value: object, *path: object) -> WrongRecordError:
         if isinstance(cause := error.__cause__, WrongRecordError):
             return WrongRecordError(cause.expected, cause.actual, (*path, *reversed(cause.path)))
         return _worded(kind, value, str(error), path)
-    raise AssertionError(f"{kind}: expected an error of one of its members, found none")
+    raise AssertionError(f"{kind}: no member refuses the value")
 
 
 def _plain(kind: Any) -> Any:

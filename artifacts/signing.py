@@ -212,7 +212,7 @@ def read_keys(folder: Path) -> "dict[str, Ed25519PublicKey]":
     except OSError as error:
         raise TrustError(f"trusted keys: expected a folder, found {error.strerror}, at {folder}", GIVEN) from error
     if not names:
-        raise TrustError(f"trusted keys: expected files *.pub or *.pem, found none, in {folder}", GIVEN)
+        raise TrustError(f"trusted keys: no file *.pub or *.pem, in {folder}", GIVEN)
     by_id = {}
     for name in names:
         key: Ed25519PublicKey = _loaded(folder / name, "public", Ed25519PublicKey, load_pem_public_key)

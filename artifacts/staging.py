@@ -45,7 +45,7 @@ def staged(destination: Path, *, force: bool = False, mark: str = MANIFEST) -> I
     destination = Path(destination).resolve()
     parent = destination.parent
     if not parent.is_dir():
-        raise ArtifactError(f"output `{destination.name}`: expected an existing parent folder, found none, at {parent}")
+        raise ArtifactError(f"output `{destination.name}`: its parent folder does not exist: {parent}")
     with folder_lock(destination):
         _refuse(destination, force, mark)
         with _partial(destination) as partial:

@@ -118,7 +118,7 @@ class Store:
             if size != end:
                 raise ArtifactError(f"{what}: expected {end:,} bytes, found {size:,}, in {self.folder}", REBUILD)
             if opened.read(len(expected)) != expected:
-                wanted = "expected the header that the manifest describes, found another"
+                wanted = "its header is not what the manifest describes"
                 raise ArtifactError(f"{what}: {wanted}, in {self.folder}", REBUILD)
             if not self._copied:
                 return mmap.mmap(opened.fileno(), size, access=mmap.ACCESS_READ)

@@ -99,7 +99,7 @@ class StoreWriter:
         self._open = True
         for file, tensors in files.items():
             if not tensors:
-                raise ValueError(f"weight file `{file}`: expected tensors, found none")
+                raise ValueError(f"weight file `{file}`: it has no tensors")
             for name, tensor in arranged(tensors).items():
                 if name in self._tensors:
                     raise ValueError(f"tensor `{name}`: expected one, found two, in {file}")

@@ -71,9 +71,9 @@ def in_order(shards: Sequence[tuple[Shard, Path]], what: str, error: type[Ling3E
         places[shard.index] = path
     count = shards[0][0].count if shards else 0
     if missing := sorted(set(range(count)) - places.keys()):
-        raise error(f"{what}: expected {count} shards, found none with the index {missing[0]}")
+        raise error(f"{what}: the shard with index {missing[0]} of {count} is missing")
     if not shards:
-        raise error(f"{what}: expected outputs of shards, found none")
+        raise error(f"{what}: no outputs of shards are given")
     return [places[index] for index in range(count)]
 
 

@@ -220,9 +220,7 @@ def _program(executable: Any, device_list: Any, client: Any, call: CallRecord, m
     compiled = stages.Compiled(loaded, [], (arguments, {}), result, no_kwargs=True)
     program = loaded.create_cpp_call(compiled._params)
     if program is None:
-        raise ArtifactError(
-            "executable: expected jax's fast call path, found none", hint="report this with jax's version"
-        )
+        raise ArtifactError("executable: this jax gives no fast call path", hint="report this with jax's version")
     return program
 
 

@@ -108,7 +108,7 @@ def judge(target: Target, runtime: JaxRuntime) -> dict[str, Verdict]:
     if impossible:
         return {name: Verdict(name, VerdictStatus.UNSUPPORTED, impossible, hint) for name in target.cells}
     unfit = next(misfits(target.requires, target.mesh, runtime), None)
-    missing = f"executable: built for {target.text}, found none in the artifact"
+    missing = f"the artifact has no executable for {target.text}"
     reasons = {name: missing if cell.exec is None else unfit for name, cell in target.cells.items()}
     return {
         name: Verdict(name, VerdictStatus.RECOMPILE, reason) if reason else Verdict(name, VerdictStatus.OPTIMAL)

@@ -346,7 +346,7 @@ def _check_presence(data: dict[str, Any], where: str) -> None:
         raise refused(missing[0], RULES[missing[0]].expected, "none", where)
     if missing:
         names = listed([f"`{name}`" for name in missing])
-        raise ConfigError(f"config fields {names}: expected each of them, found none, in {where}")
+        raise ConfigError(f"config fields {names}: these are missing, in {where}")
 
 
 def _normal(value: Any, annotation: Any) -> Any:
@@ -421,7 +421,7 @@ def read_config(path: Path) -> bytes:
     try:
         return read_bytes(path.parent, path.name, LARGEST, links=True)
     except FileNotFoundError:
-        raise ConfigError(f"config `{path}`: expected a file, found none", _hint_of_absent(path)) from None
+        raise ConfigError(f"config `{path}`: there is no such file", _hint_of_absent(path)) from None
     except OSError as error:
         raise ConfigError(f"config `{path}`: expected a readable file, found {error.strerror}") from None
 

@@ -171,7 +171,7 @@ class Checkpoint:
 
     def _read(self, name: str) -> NDArray[Any]:
         if name not in self._homes:
-            raise CheckpointError(f"tensor `{name}`: expected one of the model's, found none, in {self.path}")
+            raise CheckpointError(f"tensor `{name}`: the model has no such tensor; it is in {self.path}")
         return self._homes[name].tensor(name)
 
     def check_rounding(self, dtype: str, allow: bool, weights: str = PLAIN) -> None:
@@ -289,8 +289,7 @@ def _shard_names(folder: Path, weight_map: dict[str, str] | None) -> list[str]:
         if not os.path.lexists(folder / shard):
             missing = [name for name, home in weight_map.items() if home == shard]
             raise CheckpointError(
-                f"shard `{shard}`: expected a file with {len(missing)} tensors ({listed(missing, 1)}), found none, "
-                f"in {folder}",
+                f"shard `{shard}`: the file with {len(missing)} tensors ({listed(missing, 1)}) is missing, in {folder}",
                 "download the checkpoint again, all files",
             )
     if unknown := [name for name in present if name not in named]:
@@ -333,8 +332,8 @@ def _check_names(
     if missing:
         hint = f"not in the model: {listed(extra)}" if extra else None
         info = expected[missing[0]]
-        wanted = f"{info.dtypes[0]} {list(info.shape)}" if len(missing) == 1 else "each of them"
-        raise CheckpointError(f"{_tensors(missing)}: expected {wanted}, found none, in {folder}", hint)
+        form = f", {info.dtypes[0]} {list(info.shape)}" if len(missing) == 1 else ""
+        raise CheckpointError(f"{_tensors(missing)}{form}: missing in {folder}", hint)
     if extra:
         where = homes[extra[0]].path.name
         raise CheckpointError(f"{_tensors(extra)}: expected no such tensor, found in {where}, in {folder}")

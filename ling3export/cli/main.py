@@ -216,7 +216,7 @@ def _check_alone(chosen: set[str]) -> None:
                 first, second = (flags.get(option) or f"--{option.replace('_', '-')}" for option in (name, other))
                 raise click.UsageError(f"{first}: expected no {second} with it, found one.")
     if "dummy_weights" in chosen and "no_weights" not in chosen:
-        raise click.UsageError("--dummy-weights: expected --no-weights with it, found none.")
+        raise click.UsageError("--dummy-weights needs --no-weights.")
 
 
 @main.command()

@@ -12,7 +12,7 @@ from ling3export.artifacts.files import write_new
 from ling3export.artifacts.schema import KERNELS
 from ling3export.cache.cells import Cells
 from ling3export.foundation.errors import PlanError
-from ling3export.plan.kernels import EXPECTED, FLAGS, HINT, SOURCES, ZIG, Level, compiler, level_of
+from ling3export.plan.kernels import FLAGS, HINT, NO_COMPILER, SOURCES, ZIG, Level, compiler, level_of
 
 LIMIT = 900  # seconds; g++ takes some 15, ziglang two minutes or more at first, when it makes its own library
 
@@ -42,7 +42,7 @@ def put_library(folder: Path, kernels: str, cells: Cells, make: Callable[[], byt
 def _compiler(kernels: str) -> tuple[Level, list[str]]:
     level, command = level_of(kernels), compiler()
     if command is None:
-        raise PlanError(f"kernels: {EXPECTED}, found none", HINT)
+        raise PlanError(f"kernels: {NO_COMPILER}", HINT)
     return level, command
 
 

@@ -133,7 +133,7 @@ def kind_here(text: str, kind: str | None = None) -> str:
     files = sorted(DRIVER.glob("*/information"))
     if not files:
         raise PlanError(
-            f"target `{text}`: expected an NVIDIA card in this machine, found none in {DRIVER}",
+            f"target `{text}`: this machine has no NVIDIA card: nothing is in {DRIVER}",
             "cuda:h100 and cuda:h200 are compiled without one",
         )
     facts = dict(line.split(":", 1) for line in files[0].read_text().splitlines() if ":" in line)

@@ -20,7 +20,7 @@ FOLDER = Path(ling3export.__file__).parent / "model" / "native"
 SOURCES = tuple(FOLDER / f"{name}.cc" for name in ("products", "quantized", "decode", "parallel"))
 HEADERS = tuple(FOLDER / f"{name}.h" for name in ("shared", "products", "tiles", "integers", "panels", "vectors"))
 COMPILERS = ("c++", "g++", "clang++")
-EXPECTED = f"expected a C++ compiler ({', '.join(COMPILERS)} or the package ziglang)"
+NO_COMPILER = f"no C++ compiler ({', '.join(COMPILERS)} or the package ziglang) is installed"
 HINT = f"install g++, or {install('zig')}"
 CHOICES = ("auto", "on", "off")
 NARROW = 256  # hidden sizes below leave so little to read that what XLA makes itself is as fast
@@ -112,8 +112,8 @@ def choose(config: Config, options: Options, target: TargetSpec) -> tuple[str, s
         return "", None
     if compiler() is None:
         if wanted:
-            raise PlanError(f"--kernels on: {EXPECTED}, found none", HINT)
-        return "", f"no native kernels, programs are slower: {EXPECTED}, found none; {HINT}"
+            raise PlanError(f"--kernels on: {NO_COMPILER}", HINT)
+        return "", f"no native kernels, programs are slower: {NO_COMPILER}; {HINT}"
     limited = "xla_cpu_max_isa" in str(compiler_flags())  # for older processors than this one
     level = LEVELS[-1] if limited else best_level()
     return ending(level), f"native kernels {level.name}"

@@ -100,7 +100,7 @@ def check_paddings(paddings: Sequence[int], name: str, multiple: int) -> None:
         PlanError: With the first padding that is wrong.
     """
     if not paddings:
-        raise PlanError(f"{name}: expected at least one padding, found none")
+        raise PlanError(f"{name}: no padding is given")
     for value in paddings:
         if value <= 0 or value % multiple:
             what = "a positive number" if multiple == 1 else f"a positive multiple of {multiple}"

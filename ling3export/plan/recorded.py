@@ -50,8 +50,7 @@ def plan_of(manifest: Manifest, name: str) -> Plan:
         geometry = Geometry(**forms)
     except TypeError as error:
         raise ArtifactError(
-            f"target `{name}`: expected the geometry of this version of ling3export, found another ({error}), "
-            "in the manifest",
+            f"target `{name}`: its geometry in the manifest is not one of this version of ling3export ({error})",
             "build the artifact again",
         ) from error
     target = TargetSpec(record.platform, record.kind, record.topology, record.tp, record.processes)

@@ -175,7 +175,7 @@ def wanted_libtpu() -> str:
     for line in metadata.requires("jax") or ():
         if match := re.match(r"libtpu\s*\(?==\s*([\d.]+?)(?:\.\*)?\)?\s*;", line):
             return match[1]
-    raise PlanError(f"jax {metadata.version('jax')}: expected its metadata to name a libtpu, found none")
+    raise PlanError(f"jax {metadata.version('jax')}: its metadata names no libtpu")
 
 
 def check_toolchain(target: TargetSpec) -> None:

@@ -168,7 +168,7 @@ def verify_artifact(
     names = list(manifest.targets) if target is None else [target]
     if unknown := [name for name in names if name not in manifest.targets]:
         known = listed(list(manifest.targets))
-        raise ArtifactError(f"target `{unknown[0]}`: expected one of {known}, found none of that name, in {artifact}")
+        raise ArtifactError(f"target `{unknown[0]}`: the artifact has only {known}, in {artifact}")
     files, shards = check_digests(artifact, manifest, target)
     targets: dict[str, Receipts | str] = {}
     misfits: list[MisfitError] = []

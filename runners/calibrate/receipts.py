@@ -56,8 +56,7 @@ def logits_receipt(actual: Logits, expected: Logits, tolerance: Tolerance) -> Re
     pairs = [(logits, expected[key]) for key, logits in actual.items() if key in expected]
     if not pairs:
         raise ArtifactError(
-            "vectors: expected logits at a position that the cell gives, found none: nothing can be compared; "
-            "build the artifact again"
+            "vectors: no logits at a position that the cell gives: nothing can be compared; build the artifact again"
         )
     errors = [relative_error(logits, wanted) for logits, wanted in pairs]
     absolute = max(finite(float(np.max(np.abs(logits - wanted)))) for logits, wanted in pairs)

@@ -121,7 +121,7 @@ def generate(
         if resume is not None:
             _check_settings(settings, logits)
         if settings["logprobs"] is not None and not as_json:
-            raise click.UsageError("--logprobs: expected --json with it, found none.")
+            raise click.UsageError("--logprobs needs --json.")
         settings["grammar"] = _grammar(json_schema, regex, grammar)
     from ling3export.runners.engine.engine import Engine
 
@@ -171,9 +171,9 @@ def _check_settings(settings: dict[str, Any], logits: Path | None) -> None:
     others = [*settings, "json_schema", "regex", "grammar"]
     unused = [names[name] for name in others if name in named and name != "max_tokens"]
     if "max_tokens" not in named:
-        raise click.UsageError("--resume: expected --max-tokens with it, found none.")
+        raise click.UsageError("--resume needs --max-tokens.")
     if unused or logits is not None:
-        raise click.UsageError(f"--resume: expected --max-tokens alone with it, found {(unused or ['--logits'])[0]}.")
+        raise click.UsageError(f"--resume takes --max-tokens only, found {(unused or ['--logits'])[0]}.")
 
 
 def _text(completion: Completion) -> str:
@@ -195,14 +195,14 @@ def _is_state(path: Path) -> bool:
 def _check_output(option: str, path: Path, force: bool, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:
     """Refuses a file that cannot be written or is there already, before anything is loaded."""
     if not path.parent.is_dir():
-        raise RequestError(f"{option} `{path}`: expected an existing folder, found none, at {path.parent}")
+        raise RequestError(f"{option} `{path}`: the folder does not exist: {path.parent}")
     if path.exists() and not path.is_file():  # renaming over /dev/null would remove the device
         raise RequestError(f"{option} `{path}`: expected a file, found a folder or a device")
     if path.exists() and not force:
         raise RequestError(f"{option} `{path}`: expected no such file, found one", "replace it with --force")
     if path.exists() and not is_kind(path):
         raise RequestError(
-            f"{option} `{path}`: expected {what} of an earlier run, found another kind of file",
+            f"{option} `{path}`: the file exists and does not hold {what} of an earlier run",
             f"--force replaces only {kind}: choose another name",
         )
     from ling3export.artifacts.files import try_writing, writing

@@ -222,7 +222,7 @@ def _transfer_of(options: dict[str, Any]) -> Transfer | None:
     settings = {name: options.pop(f"transfer_{name}") for name in TRANSFER}
     if settings["carrier"] is None:
         if settings["role"] != Transfer.role:
-            raise RequestError(f"--role {settings['role']}: expected --transfer with it, found none")
+            raise RequestError(f"--role {settings['role']}: needs --transfer")
         return None
     return Transfer(**settings, secret=read_secret() if settings["carrier"] == "http" else "")
 

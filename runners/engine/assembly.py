@@ -110,7 +110,7 @@ def _assembled(
     copies, shared = bool(record.state.snapshots), None
     if config.prefix_cache and not copies:
         raise ArtifactError(
-            f"prefix cache: expected snapshots in target `{loaded.target}`, found none, in {loaded.folder}",
+            f"prefix cache: target `{loaded.target}` has no snapshots, in {loaded.folder}",
             "build the artifact again with --snapshots N, or leave the prefix cache off",
         )
     if copies and config.prefix_cache is not False:

@@ -90,6 +90,6 @@ def check_cells(target: Target, name: str, artifact: object) -> None:
     text = target.text if target.topology else f"{target.text}@{target.tp}"
     padding = target.paddings("prefill")[-1]
     raise ArtifactError(
-        f"scoring: expected score programs in target `{name}`, found none, in the manifest",
+        f"scoring: target `{name}` has no score programs",
         f"add them: ling3export build --into {artifact} --target {text} --score-paddings {padding}",
     )

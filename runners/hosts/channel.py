@@ -266,10 +266,10 @@ class Channel:
                 if not self.leads or taken != before or not (behind or owing):
                     since = time.monotonic()
                 elif time.monotonic() - since > silence:
-                    lacks = "it to take its steps, found none taken" if behind else "its part of a step, found none"
-                    return self._gone(f"host {number}: expected {lacks} for {silence:g} s")
+                    lacks = "took none of its steps" if behind else "gave no part of a step"
+                    return self._gone(f"host {number}: {lacks} for {silence:g} s")
         except TimeoutError:
-            self._gone(f"host {number}: expected a sign of life, found none for {silence:g} s")
+            self._gone(f"host {number}: no sign of life for {silence:g} s")
         except OSError:
             self._gone(f"host {number}: expected its process to run, found that it ended")
         finally:

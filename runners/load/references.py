@@ -25,7 +25,7 @@ def folder_of(artifact: str | Path) -> Path:
         return Path(artifact)
     if not os.environ.get(STORE):
         raise CatalogError(
-            f"artifact `{text}`: expected a folder in {STORE} to pull it into, found none",
+            f"artifact `{text}`: {STORE} names no folder to pull it into",
             f"set {STORE}, or pull it yourself: ling3-runner pull REFERENCE --to FOLDER",
         )
     return pulled(text)

@@ -130,7 +130,7 @@ class Router:
                 self._falls.labels("decode_gone").inc()
             tried.append(worker)
         self._ends.labels("no_server").inc()
-        message = "router: expected a server that decodes, found none that answers"
+        message = "router: no server that decodes answers"
         raise ApiError(503, message, code="no_server", headers={"Retry-After": "1"})
 
     def _goes_apart(self, body: dict[str, Any]) -> bool:
@@ -263,7 +263,7 @@ def application(router: Router, policy: Policy) -> Starlette:
             except Ling3Error:
                 continue
             return Response(data, status, media_type="application/json")
-        return refused(ApiError(503, "router: expected a server that decodes, found none", code="no_server"))
+        return refused(ApiError(503, "router: no server that decodes is known", code="no_server"))
 
     async def health(request: Request) -> Response:
         healthy = any(worker.healthy for worker in router.decode)

@@ -344,7 +344,8 @@ def chat(
     if request.top_logprobs and not request.logprobs:
         raise refusal("top_logprobs", "it with `logprobs` only", str(request.top_logprobs))
     if not files.exist or not files.chats:
-        raise refusal("messages", "a model with a chat template", "none: use /v1/completions", "no_chat_template")
+        message = "`messages`: this model has no chat template: use /v1/completions"
+        raise ApiError(400, message, param="messages", code="no_chat_template")
     check_choices(request, engine, request.n, most)
     offered = tools(request, files.template_text)
     with refusing("messages"):

@@ -257,5 +257,5 @@ def api_key(file: Path | None) -> str | None:
     else:
         return None
     if not key or not all("!" <= character <= "~" for character in key):
-        raise Ling3Error(f"{where}: expected a key of printable ASCII without blanks, found none")
+        raise Ling3Error(f"{where}: the key must be printable ASCII without blanks")
     return key

@@ -68,5 +68,5 @@ def tokenizer_info(engine: "Engine") -> dict[str, Any]:
         ApiError: The model has no tokenizer.
     """
     if not engine.files.exist:
-        raise ApiError(404, "tokenizer: expected one, found none: this model takes token ids", code="no_tokenizer")
+        raise ApiError(404, "this model has no tokenizer: it takes token ids", code="no_tokenizer")
     return {"eos_token": None, **engine.files.named_tokens, "chat_template": engine.files.template_text or None}

@@ -61,8 +61,7 @@ def layout_of(target: Target, what: str = "transfer") -> StateLayout:
     paddings = target.paddings("offload")
     if not paddings:
         raise ArtifactError(
-            f"{what}: expected the programs offload and onload, found none",
-            "build the artifact again with --snapshots N",
+            f"{what}: the artifact has no programs offload and onload", "build the artifact again with --snapshots N"
         )
     leaves = {leaf.name: leaf for leaf in target.cells[f"offload@{paddings[0]}"].outputs if leaf.group == "out"}
     latent, recurrent, conv = (leaves[POOLS[name]] for name in (LATENT, RECURRENT, CONV))

@@ -153,7 +153,7 @@ def check_messages(messages: object, name: str) -> None:
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise RequestError(f"{name}: {WANTED}, found {type(messages).__name__}")
     if not messages:
-        raise RequestError(f"{name}: {WANTED}, found none")
+        raise RequestError(f"{name}: {WANTED}, found an empty list")
     for place, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise RequestError(f"{name}: {WANTED}, found {type(message).__name__} at place {place}")
@@ -279,7 +279,7 @@ class TokenizerFiles:
         """
         if not self.exist:
             raise RequestError(
-                f"{purpose}: expected an artifact with a tokenizer, found none, in {self._folder}",
+                f"{purpose}: this artifact has no tokenizer, in {self._folder}",
                 "give and take token ids, or build from a checkpoint that has tokenizer.json",
             )
         return self._tokenizer
@@ -356,7 +356,7 @@ class TokenizerFiles:
         """
         if not self.chats:
             raise RequestError(
-                f"{name}: expected an artifact with a chat template, found none, in {self._folder}",
+                f"{name}: this artifact has no chat template, in {self._folder}",
                 "give text or token ids, or build from a checkpoint that has a chat template",
             )
         return self._chat_template.render(messages, name=name, **options)

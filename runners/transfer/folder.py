@@ -71,7 +71,7 @@ class FolderStore:
         if folder is not None:
             _make_private(folder)
         elif not SHM.is_dir():
-            raise TransferError(f"shm: expected {SHM}, found none")
+            raise TransferError(f"shm: this machine has no {SHM}")
         self.sweep()
 
     def put(self, name: str, descriptor: Mapping[str, Any], tokens: np.ndarray, fill: Fill, first: int = 0) -> bool:

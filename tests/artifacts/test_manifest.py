@@ -154,7 +154,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
     path.unlink()
     assert failure(tmp_path / "no") == f"artifact `no`: expected a folder, found nothing, at {tmp_path / 'no'}\n{make}"
     assert failure(tmp_path) == (
-        f"artifact `{name}`: expected manifest.json, found none, in {tmp_path}\n"
+        f"artifact `{name}`: it has no manifest.json, in {tmp_path}\n"
         "hint: this is no artifact, or its build was interrupted: build it again"
     )
     path.mkdir()

@@ -137,7 +137,7 @@ def test_a_rename_that_fails_puts_the_old_folder_back(tmp_path: Path, monkeypatc
 def test_the_parent_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ArtifactError) as caught, staged(tmp_path / "no" / "a"):
         pytest.fail("the block must not run")
-    assert str(caught.value) == f"output `a`: expected an existing parent folder, found none, at {tmp_path / 'no'}"
+    assert str(caught.value) == f"output `a`: its parent folder does not exist: {tmp_path / 'no'}"
 
 
 def test_a_full_disk_in_the_block_is_an_artifact_error(tmp_path: Path) -> None:

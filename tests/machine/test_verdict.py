@@ -47,12 +47,7 @@ UNFIT = "jaxlib: built for 0.11.2, found 0.12.0"
         (target(), here(), VerdictStatus.OPTIMAL, ""),
         (target(devices=1), here(), VerdictStatus.OPTIMAL, ""),
         (target(), OTHER, VerdictStatus.RECOMPILE, UNFIT),
-        (
-            target(tiers=("stablehlo",)),
-            here(),
-            VerdictStatus.RECOMPILE,
-            "executable: built for cpu, found none in the artifact",
-        ),
+        (target(tiers=("stablehlo",)), here(), VerdictStatus.RECOMPILE, "the artifact has no executable for cpu"),
         (target("tpu"), OTHER, VerdictStatus.UNSUPPORTED, "platform: built for tpu, found cpu"),
         (target("cuda"), here("gpu"), VerdictStatus.OPTIMAL, ""),
         (target(devices=4), here(), VerdictStatus.UNSUPPORTED, "devices: built for 4, found 2"),
@@ -156,7 +151,7 @@ ON_EACH = "start the command on each of its 4 hosts: DIST_INIT_ADDR=HOST:PORT NN
             "target: expected one for cpu on one host, found cpu-4x4-tp16 (4 hosts), in the manifest",
             ON_EACH,
         ),
-        ({"cpu-tp2": target()}, "cpu@8", "target `cpu@8`: expected one of cpu-tp2, found none of that name", ""),
+        ({"cpu-tp2": target()}, "cpu@8", "target `cpu@8`: the artifact has only cpu-tp2", ""),
     ],
 )
 def test_no_target_that_fits_or_more_than_one_is_a_question(targets, wanted, said, hint):

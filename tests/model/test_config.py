@@ -192,7 +192,7 @@ def test_no_field_has_a_default(name: str):
 def test_several_missing_fields_are_listed():
     assert refusal({"architectures": ["BailingMoeV3ForCausalLM"]}) == (
         "config fields `vocab_size`, `hidden_size`, `intermediate_size`, `num_hidden_layers`, `num_attention_heads` "
-        f"and {len(READ) - len(OPTIONAL) + 4 - 5} more: expected each of them, found none, in config.json"
+        f"and {len(READ) - len(OPTIONAL) + 4 - 5} more: these are missing, in config.json"
     )
 
 
@@ -316,7 +316,7 @@ def test_an_absent_file(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         Config.from_path(path)
     assert str(error.value) == (
-        f"config `{path}`: expected a file, found none\n"
+        f"config `{path}`: there is no such file\n"
         "hint: a checkpoint is a folder with config.json, safetensors files and a tokenizer"
     )
 

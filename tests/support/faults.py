@@ -202,8 +202,8 @@ def inject(artifact: Path, fault: Fault) -> End:
 
 # An error that names a host and, where it waited, the time.
 CLEAR = re.compile(
-    r"^error: (?:host \d: expected (?:its process to run, found that it ended|a sign of life, found none for \S+ s|"
-    r"it to take its steps, found none taken for \S+ s|it at \S+ within \S+ s, found .+)|"
+    r"^error: (?:host \d: (?:expected its process to run, found that it ended|no sign of life for \S+ s|"
+    r"took none of its steps for \S+ s|gave no part of a step for \S+ s|expected it at \S+ within \S+ s, found .+)|"
     r"hosts: expected 2 within \S+ s, found no word of host 1|host \d ended: .+)",
     re.MULTILINE,
 )

@@ -78,7 +78,7 @@ def test_published_found_pulled_and_run_elsewhere_byte_for_byte(toy, tmp_path, m
     words = ("generate", f"{where}/toy@1.0.0", "--prompt-ids", "1,2,3", "--max-tokens", 4, "--ignore-eos", "--json")
     assert json.loads(said(runner_cli.main, *words))["token_ids"] == toy_artifact.answer([1, 2, 3], 4)[0]
     monkeypatch.delenv("LING3_STORE")
-    assert "expected a folder in LING3_STORE to pull it into, found none" in refusal(runner_cli.main, *words)
+    assert "LING3_STORE names no folder to pull it into" in refusal(runner_cli.main, *words)
 
 
 def test_other_tools_read_the_layout(toy, store):

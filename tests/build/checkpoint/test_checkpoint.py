@@ -130,20 +130,20 @@ def test_mtp_tensors_are_skipped_and_may_be_missing(folder: Path):
     with pytest.raises(CheckpointError) as error:
         Checkpoint.open(folder).tensor("model.layers.2.enorm.weight")
     assert str(error.value) == (
-        f"tensor `model.layers.2.enorm.weight`: expected one of the model's, found none, in {folder}"
+        f"tensor `model.layers.2.enorm.weight`: the model has no such tensor; it is in {folder}"
     )
 
 
 def test_missing_tensor(folder: Path):
     edit(folder, KDA_V, lambda tensors: tensors.pop(KDA_V))
     edit_index(folder, lambda weight_map: weight_map.pop(KDA_V))
-    assert refusal(folder) == f"tensor `{KDA_V}`: expected BF16 [64, 64], found none, in {folder}"
+    assert refusal(folder) == f"tensor `{KDA_V}`, BF16 [64, 64]: missing in {folder}"
 
 
 def test_renamed_tensor(folder: Path):
     rename(folder, KDA_V, "model.layers.0.attention.v.weight")
     assert refusal(folder) == (
-        f"tensor `{KDA_V}`: expected BF16 [64, 64], found none, in {folder}\n"
+        f"tensor `{KDA_V}`, BF16 [64, 64]: missing in {folder}\n"
         "hint: not in the model: model.layers.0.attention.v.weight"
     )
 
@@ -194,8 +194,8 @@ def test_absent_shard(folder: Path):
     weight_map = json.loads((folder / INDEX).read_text())["weight_map"]
     first = next(name for name, file in weight_map.items() if file == shard.name)
     assert refusal(folder) == (
-        f"shard `{shard.name}`: expected a file with {len(names)} tensors ({first} and {len(names) - 1} more), "
-        f"found none, in {folder}\nhint: download the checkpoint again, all files"
+        f"shard `{shard.name}`: the file with {len(names)} tensors ({first} and {len(names) - 1} more) "
+        f"is missing, in {folder}\nhint: download the checkpoint again, all files"
     )
 
 
@@ -204,9 +204,7 @@ def test_an_index_that_names_files_which_are_not_there(folder: Path):
     path = home(folder, KDA_V)
     path.unlink()
     said = refusal(folder)
-    assert (
-        said.startswith(f"shard `{path.name}`: expected a file with ") and "hint: download the checkpoint again" in said
-    )
+    assert said.startswith(f"shard `{path.name}`: the file with ") and "hint: download the checkpoint again" in said
 
 
 def test_shard_that_the_index_does_not_know(folder: Path):

@@ -181,11 +181,11 @@ WRONG_TENSORS = [
     ("fp8", KDA_Q, "", ("BF16", [512, 256], 2), f"`{KDA_Q}`: expected dtype F8_E4M3, found BF16"),
     ("fp8", KDA_Q, "_zero_point", ("F8_E8M0", [4, 2], 1), f"`{KDA_Q}_zero_point`: expected no such tensor"),
     ("fp8", EMBEDDINGS, "_scale_inv", ("F8_E8M0", [16, 2], 1), f"`{EMBEDDINGS}_scale_inv`: expected no such tensor"),
-    ("int4", EXPERT, "_packed", None, f"`{EXPERT}`: expected BF16 [32, 64], found none"),
+    ("int4", EXPERT, "_packed", None, f"`{EXPERT}`, BF16 [32, 64]: missing"),
     ("int4", EXPERT, "_packed", ("I32", [32, 16], 4), "expected shape [32, 8], found [32, 16]"),
     ("int4", EXPERT, "_scale", ("F32", [32, 2], 4), f"`{EXPERT}_scale`: expected dtype BF16, found F32"),
     ("int4", EXPERT, "_scale", ("BF16", [32, 1], 2), "expected shape [32, 2], found [32, 1]"),
-    ("int4", EXPERT, "_shape", None, f"`{EXPERT}_shape`: expected I64 [2], found none"),
+    ("int4", EXPERT, "_shape", None, f"`{EXPERT}_shape`, I64 [2]: missing"),
     ("int4", EXPERT, "_zero_point", ("I32", [4, 2], 4), f"`{EXPERT}_zero_point`: expected no such tensor"),
     ("int4", EXPERT, "_g_idx", ("I32", [64], 4), f"`{EXPERT}_g_idx`: expected no such tensor"),
 ]

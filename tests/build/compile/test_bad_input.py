@@ -52,11 +52,11 @@ SECOND = "model-00002-of-00002.safetensors"
     [
         ("fields", lambda fields: fields.pop("hidden_size"), "error: config field `hidden_size`: expected"),
         ("fields", lambda fields: fields.update(new_trick=1), "error: config field `new_trick`: expected"),
-        ("tensors", lambda tensors: tensors.pop(NORM), f"error: tensor `{NORM}`: expected BF16 [32], found none"),
+        ("tensors", lambda tensors: tensors.pop(NORM), f"error: tensor `{NORM}`, BF16 [32]: missing"),
         ("folder", lambda path: (path / "config.json").write_text("[" * 100_000), "config.json"),
         ("folder", lambda path: (path / "config.json").unlink(), "config.json"),
         ("folder", lambda path: os.truncate(path / SECOND, 100), f"shard `{SECOND}`: expected a header of"),
-        ("folder", lambda path: (path / SECOND).unlink(), f"shard `{SECOND}`: expected a file with"),
+        ("folder", lambda path: (path / SECOND).unlink(), f"shard `{SECOND}`: the file with"),
         ("folder", lambda path: (path / "tokenizer.json").write_text("{}"), "`tokenizer.json`: expected one that"),
         (
             "folder",
@@ -121,7 +121,7 @@ def test_places_that_cannot_be_built_into(tmp_path):
     assert "output `there`: expected a free name, found one that exists" in said(there)
     assert "hint: choose another name, or replace it with --force" in said(there)
     assert "output `there`: expected a folder whose manifest.json ling3export wrote" in said(there, "--force")
-    assert "output `x`: expected an existing parent folder" in said(tmp_path / "no" / "x")
+    assert "output `x`: its parent folder does not exist" in said(tmp_path / "no" / "x")
     assert "found File name too long" in said(tmp_path / ("x" * 300))
     assert "found File name too long" in said(tmp_path / ("x" * 240))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "there"]
@@ -133,7 +133,7 @@ def test_what_is_no_artifact(command, tmp_path):
     for name, message in {
         "nothing": "artifact `nothing`: expected a folder, found nothing",
         "file": "artifact `file`: expected a folder, found a file",
-        ".": "expected manifest.json, found none",
+        ".": "it has no manifest.json",
     }.items():
         said = refusal(cli.main, command, tmp_path / name)
         assert message in said

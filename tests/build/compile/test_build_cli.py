@@ -153,7 +153,7 @@ def check_text_is_refused(artifact: Path) -> None:
     command = ["generate", str(artifact), "--max-tokens", "2"]
     done = CliRunner().invoke(runner_cli.main, [*command, "--prompt", "a"])
     assert done.exit_code == 1
-    assert "error: prompt: text in: expected an artifact with a tokenizer, found none" in done.stderr
+    assert "error: prompt: text in: this artifact has no tokenizer" in done.stderr
     assert "hint: give and take token ids" in done.stderr
     done = CliRunner().invoke(runner_cli.main, [*command, "--prompt-ids", "1,2", "--json"])
     assert done.exit_code == 0, done.stderr

@@ -100,7 +100,7 @@ def test_cuda_alone_is_the_card_that_is_here(monkeypatch, tmp_path, text):
     [
         ("cuda:h200:here", "NVIDIA H100 80GB HBM3", "expected a card that calls itself NVIDIA H200, found `{}` in "),
         ("cuda", "Tesla T4", "expected a card that calls itself NVIDIA H100 80GB HBM3, NVIDIA H200, found `{}` in "),
-        ("cuda", None, "expected an NVIDIA card in this machine, found none in "),
+        ("cuda", None, "this machine has no NVIDIA card: nothing is in "),
     ],
 )
 def test_another_card_or_none_is_refused(monkeypatch, tmp_path, target, card, message):

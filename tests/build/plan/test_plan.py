@@ -123,7 +123,7 @@ def test_a_tp_that_does_not_divide_is_refused_with_those_that_do():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"paddings": ()}, "--paddings: expected at least one padding, found none"),
+        ({"paddings": ()}, "--paddings: no padding is given"),
         ({"paddings": (-16,)}, f"{MULTIPLE}, found -16\nhint: the next one that can be built is 16"),
         ({"paddings": (16, 40)}, f"{MULTIPLE}, found 40\nhint: the next one that can be built is 48"),
         ({"paddings": (32, 16)}, "--paddings: expected ascending paddings, found 32 before 16\nhint: write 16,32"),

@@ -143,7 +143,7 @@ def test_what_cannot_be_built_cannot_be_planned(options, message):
 
 
 def test_a_config_that_is_not_there_is_named(tmp_path):
-    assert f"config `{tmp_path}/config.json`: expected a file, found none" in refusal(cli.main, "plan", tmp_path)
+    assert f"config `{tmp_path}/config.json`: there is no such file" in refusal(cli.main, "plan", tmp_path)
 
 
 def test_what_a_device_holds():

@@ -155,7 +155,7 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
     forced = run(artifact, "--prompt-ids", "5", "--max-tokens", 3, "--logits", out, "--force")
     assert (forced.exit_code, forced.stderr) == (
         1,
-        f"error: --logits `{out}`: expected logits of an earlier run, found another kind of file\n"
+        f"error: --logits `{out}`: the file exists and does not hold logits of an earlier run\n"
         "hint: --force replaces only .npz files: choose another name\n",
     )
     assert out.read_text() == "precious"
@@ -167,25 +167,25 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--resume", "a"], 2, "--resume: expected --max-tokens with it, found none."),
+        (["--resume", "a"], 2, "--resume needs --max-tokens."),
         (["--max-tokens", "1"], 2, "expected one of --prompt, --prompt-ids, --prompt-file and --resume, found none."),
         (["--max-tokens", "1", "--prompt", "a", "--prompt-ids", "1"], 2, "--prompt-file and --resume, found 2."),
-        (["--max-tokens", "1", "--resume", "a", "--seed", "1"], 2, "--max-tokens alone with it, found --seed."),
+        (["--max-tokens", "1", "--resume", "a", "--seed", "1"], 2, "--resume takes --max-tokens only, found --seed."),
         (["--max-tokens", "1", "--resume", "a", "--save", "b"], 2, "expected one prompt with it, found --resume."),
         (["--max-tokens", "1", "--prompt-ids", "1,x"], 2, "expected whole numbers with commas between, found '1,x'."),
-        (["--max-tokens", "1", "--resume", "a", "--stop", "1"], 2, "alone with it, found --stop."),
-        (["--max-tokens", "1", "--resume", "a", "--regex", "a"], 2, "--max-tokens alone with it, found --regex."),
+        (["--max-tokens", "1", "--resume", "a", "--stop", "1"], 2, "--resume takes --max-tokens only, found --stop."),
+        (["--max-tokens", "1", "--resume", "a", "--regex", "a"], 2, "--resume takes --max-tokens only, found --regex."),
         (["--prompt-ids", "1", "--regex", "a", "--grammar", __file__], 2, "--regex and --grammar, found 2."),
         (
             ["--prompt-ids", "1", "--json-schema", "no-such"],
             1,
             "form of the answer `no-such`: expected a readable file",
         ),
-        (["--prompt-ids", "1", "--logprobs", "1"], 2, "--logprobs: expected --json with it, found none."),
+        (["--prompt-ids", "1", "--logprobs", "1"], 2, "--logprobs needs --json."),
         (["--max-tokens", "0", "--prompt-ids", "1"], 2, "0 is not in the range x>=1"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--top-p", "0"], 2, "0.0 is not in the range 0<x<=1"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--programs", "maybe"], 2, "'maybe' is not one of"),
-        (["--max-tokens", "1", "--prompt-ids", "1", "--logits", "no/such/folder/x"], 1, "expected an existing folder"),
+        (["--max-tokens", "1", "--prompt-ids", "1", "--logits", "no/such/folder/x"], 1, "the folder does not exist"),
         (["--max-tokens", "1", "--prompt-ids", "320"], 1, "error: prompt: expected token ids from 0 to 319, found 320"),
         (["--max-tokens", "1", "--prompt", ""], 1, "error: prompt: expected a prompt of at least one token, found an"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--target", "tpu"], 1, "target `tpu`: expected one of cpu-tp2"),

@@ -250,9 +250,9 @@ def test_only_requests_are_submitted(engine):
 def test_text_without_a_tokenizer_is_refused_by_name(artifact):
     write_manifest(artifact, replace(read_manifest(artifact), tokenizer=()))
     with Engine(artifact) as engine:
-        with pytest.raises(RequestError, match="prompt 0: text in: expected an artifact with a tokenizer, found none"):
+        with pytest.raises(RequestError, match="prompt 0: text in: this artifact has no tokenizer"):
             engine.generate(["hello"], max_tokens=4)
-        with pytest.raises(RequestError, match="prompt 0: stop strings: expected an artifact with a tokenizer"):
+        with pytest.raises(RequestError, match="prompt 0: stop strings: this artifact has no tokenizer"):
             engine.generate([[1]], max_tokens=4, stop="x")
         completion = engine.generate([[1, 2, 3]], max_tokens=4)[0]
     assert completion.text is None

@@ -249,7 +249,7 @@ def extended(artifact: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> P
     path = shutil.copytree(artifact("micro-tp1"), tmp_path_factory.mktemp("score") / "x.ling3")
     with Engine(path, report=lambda text: None) as engine, pytest.raises(ArtifactError) as raised:
         engine.score([([1], [2])])
-    assert raised.value.message == "scoring: expected score programs in target `cpu-tp1`, found none, in the manifest"
+    assert raised.value.message == "scoring: target `cpu-tp1` has no score programs"
     hint = f"add them: ling3export build --into {path} --target cpu@1 --score-paddings 128"
     assert raised.value.hint == hint
     words = shlex.split(hint.removeprefix("add them: ling3export "))

@@ -159,7 +159,7 @@ def test_an_error_that_passes_is_kept_and_not_counted(evaluate, tmp_path):
 
 
 def test_a_first_batch_that_is_refused_as_a_whole_ends_the_run(evaluate, tmp_path):
-    error = RequestError("task: text in: expected an artifact with a tokenizer, found none", "give token ids")
+    error = RequestError("task: text in: this artifact has no tokenizer", "give token ids")
 
     def refuse(prompt):
         raise error

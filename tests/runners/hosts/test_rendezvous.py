@@ -444,7 +444,7 @@ def test_a_silent_host_is_given_up(no_service, lost, monkeypatch):
     with connected(lost, host_timeout=0.5):  # both beat every 5 s only
         until(lambda: len(lost) == 2)
     assert {code for _, code in lost} == {1}
-    assert {text for text, _ in lost} & {f"host {n}: expected a sign of life, found none for 0.5 s" for n in (0, 1)}
+    assert {text for text, _ in lost} & {f"host {n}: no sign of life for 0.5 s" for n in (0, 1)}
 
 
 def test_a_first_host_that_ends_before_it_meets_the_others_tells_them(capsys):
@@ -582,7 +582,7 @@ def test_a_host_that_takes_no_step_is_given_up_by_name(no_service, lost):
         two.take()
         one.send(STEP)  # which it never takes
         until(lambda: len(lost) == 2)
-    assert lost == [("host 1: expected it to take its steps, found none taken for 2 s", 1)] * 2
+    assert lost == [("host 1: took none of its steps for 2 s", 1)] * 2
 
 
 def test_a_host_that_takes_a_step_and_gives_no_part_of_it_is_given_up_by_name(no_service, lost):
@@ -592,7 +592,7 @@ def test_a_host_that_takes_a_step_and_gives_no_part_of_it_is_given_up_by_name(no
         two.take()
         threading.Thread(target=one.parts, args=(b"one",), daemon=True).start()  # never ends: a process would here
         until(lambda: len(lost) == 2)
-    assert lost == [("host 1: expected its part of a step, found none for 2 s", 1)] * 2
+    assert lost == [("host 1: gave no part of a step for 2 s", 1)] * 2
 
 
 def test_a_host_that_loads_for_longer_than_a_step_may_take_is_no_failure(no_service, lost):

@@ -126,7 +126,7 @@ def test_a_missing_file_of_each_kind(copy, command):
             said = refusal(runner_cli.main, "generate", copy, "--prompt", "a", "--max-tokens", "1")
         aside.rename(path)
         assert path.name in said
-        assert re.search("found none|found No such file", said), said
+        assert re.search("has no manifest|found No such file", said), said
         assert "\nhint: " in said
 
 

@@ -172,7 +172,7 @@ def test_echo_with_log_probabilities_without_score_programs_is_refused_by_name(e
     answer = call(engine, COMPLETIONS, IDS | {"echo": True, "logprobs": 1})
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    assert message.startswith("`echo`: scoring: expected score programs in target `cpu-tp2`, found none")
+    assert message.startswith("`echo`: scoring: target `cpu-tp2` has no score programs")
     assert "--score-paddings" in message
 
 

@@ -345,9 +345,9 @@ def test_without_a_tokenizer(wordless):
         message = f"`{name}`: expected it left out, found it requested: this model has no tokenizer"
         assert found == (message, name, "no_tokenizer")
     found = refused(call(wordless, "/tokenizer_info", b"", method="GET"), 404)
-    assert found == ("tokenizer: expected one, found none: this model takes token ids", None, "no_tokenizer")
+    assert found == ("this model has no tokenizer: it takes token ids", None, "no_tokenizer")
     found = refused(call(wordless, CHAT, SAID), 400)
-    message = "`messages`: expected a model with a chat template, found none: use /v1/completions"
+    message = "`messages`: this model has no chat template: use /v1/completions"
     assert found == (message, "messages", "no_chat_template")
 
 
@@ -386,7 +386,7 @@ def test_a_bad_key_is_refused(tmp_path, monkeypatch, content):
     """Never served without one because it could not be read."""
     file = tmp_path / "key"
     file.write_bytes(content)
-    wanted = "expected a key of printable ASCII without blanks, found none"
+    wanted = "the key must be printable ASCII without blanks"
     with pytest.raises(Ling3Error, match=wanted):
         api_key(file)
     if content in (b"", b"a b"):

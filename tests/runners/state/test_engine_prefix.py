@@ -52,7 +52,7 @@ def test_what_follows_a_hit_has_the_logits_of_a_whole_prefill(artifact):
 def test_an_artifact_without_snapshots_is_refused_by_name():
     with pytest.raises(ArtifactError) as raised:
         Engine(toy_artifact.shared(), prefix_cache=True, report=lambda text: None)
-    assert raised.value.message.startswith("prefix cache: expected snapshots in target `cpu-tp2`, found none, in ")
+    assert raised.value.message.startswith("prefix cache: target `cpu-tp2` has no snapshots, in ")
     assert raised.value.hint == "build the artifact again with --snapshots N, or leave the prefix cache off"
 
 

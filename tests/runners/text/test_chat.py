@@ -64,7 +64,7 @@ def test_what_a_template_sees(tmp_path, template, text):
 @pytest.mark.parametrize(
     ("messages", "found"),
     [
-        ([], "none"),
+        ([], "an empty list"),
         ("hello", "str"),
         ({"role": "user", "content": "x"}, "dict"),
         (["hello"], "str at place 0"),
@@ -172,7 +172,7 @@ def test_a_tokenizer_at_which_the_library_panics_is_a_clear_error(tmp_path):
 def test_no_template_is_refused_by_name(tmp_path):
     write_short(tmp_path, EOS)
     records = TokenizerFiles(tmp_path, [file_record(tmp_path, "tokenizer.json")], [EOS])
-    with pytest.raises(RequestError, match="prompt 0: expected an artifact with a chat template, found none, in "):
+    with pytest.raises(RequestError, match="prompt 0: this artifact has no chat template, in "):
         records.render_chat(HELLO, name="prompt 0")
 
 

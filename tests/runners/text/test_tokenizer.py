@@ -185,7 +185,7 @@ def test_no_tokenizer_is_refused_by_purpose(tmp_path):
     files = TokenizerFiles(tmp_path, [], [7])
     assert not files.exist
     assert files.eos_token_ids() == {7}
-    with pytest.raises(RequestError, match="text in: expected an artifact with a tokenizer, found none"):
+    with pytest.raises(RequestError, match="text in: this artifact has no tokenizer"):
         files.tokenizer("text in")
 
 

@@ -150,5 +150,5 @@ def test_what_can_never_be_transferred_is_refused(artifact):
     without = structs.replace(
         target, cells={name: cell for name, cell in target.cells.items() if cell.phase != "offload"}
     )
-    with pytest.raises(ArtifactError, match="transfer: expected the programs offload and onload, found none"):
+    with pytest.raises(ArtifactError, match="transfer: the artifact has no programs offload and onload"):
         layout_of(without)
