@@ -8,11 +8,15 @@ import click
 from bench.inputs import numbers
 
 PATH = click.Path(path_type=Path, exists=True)
-ROUNDS = click.option("--rounds", type=click.IntRange(1), default=3, show_default=True, help="Medians of this many.")
-LLAMA = click.option("--llama-cpp", type=PATH, help="As `make peers` says.")
+ROUNDS = click.option(
+    "--rounds", type=click.IntRange(1), default=3, show_default=True, help="Rounds that the medians are taken over."
+)
+LLAMA = click.option("--llama-cpp", type=PATH, help="The folder that `make peers` prints.")
 TRANSFORMERS = click.option("--transformers/--no-transformers", default=True, show_default=True)
 CHECKPOINT = click.option("--checkpoint", type=PATH, help="[default: one of full width]")
-LAYERS = click.option("--layers", default=12, show_default=True, help="Of the default checkpoint; 12 are 8.1 GB.")
+LAYERS = click.option(
+    "--layers", default=12, show_default=True, help="Layers of the default checkpoint; 12 take 8.1 GB."
+)
 
 
 @click.group()
@@ -24,8 +28,8 @@ def main() -> None:
 @CHECKPOINT
 @LAYERS
 @ROUNDS
-@click.option("--llama-cpp", type=PATH, required=True, help="As `make peers` says.")
-@click.option("--kernels", default="auto", show_default=True, help="What --kernels builds have on our side: auto,off.")
+@click.option("--llama-cpp", type=PATH, required=True, help="The folder that `make peers` prints.")
+@click.option("--kernels", default="auto", show_default=True, help="Values of `build --kernels` on our side: auto,off.")
 @TRANSFORMERS
 @click.option(
     "--weights",
@@ -55,7 +59,7 @@ def peers(
 def long_prompts(
     checkpoint: Path | None, layers: int, rounds: int, llama_cpp: Path | None, lengths: str, only: str | None
 ) -> None:
-    """A prefill token and a decode step behind long prompts, in our engine and in llama.cpp."""
+    """Cost of a prefill token and of a decode step after long prompts, in our engine and in llama.cpp."""
     from bench.long import main as run
 
     run(checkpoint, layers, numbers(lengths), rounds, llama_cpp and llama_cpp.resolve(), only)
@@ -65,13 +69,13 @@ def long_prompts(
 @click.argument("folder", type=PATH)
 @click.option("--checkpoint", type=PATH, help="[default: small, 24 layers]")
 @ROUNDS
-@click.option("--requests", default=40, show_default=True, help="Of each run.")
+@click.option("--requests", default=40, show_default=True, help="Requests of each run.")
 @LLAMA
 @TRANSFORMERS
 def witness(
     folder: Path, checkpoint: Path | None, rounds: int, requests: int, llama_cpp: Path | None, transformers: bool
 ) -> None:
-    """Our server by our client and by aiperf, beside other servers. `.ci/witness` made FOLDER."""
+    """Our server measured by our client and by aiperf, next to other servers. `.ci/witness` made FOLDER."""
     from bench.witness import main as run
 
     aiperf, python = (folder / part / "bin" for part in ("aiperf", "transformers"))
@@ -104,14 +108,21 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: 
 
 @main.command()
 @click.option("--folder", type=click.Path(path_type=Path), help="[default: .cache/card]")
-@click.option("--target", default="cuda", show_default=True, help="What is built for; cuda is tuned on the card.")
-@click.option("--preset", default="full", show_default=True, help="Of the random checkpoints.")
+@click.option("--target", default="cuda", show_default=True, help="Target of the builds; cuda is tuned on the card.")
+@click.option("--preset", default="full", show_default=True, help="Preset of the random checkpoints.")
 @click.option("--layers", default="12,24", show_default=True)
-@click.option("--weights", default="bf16,int4,int8", show_default=True, help="The first at all depths come first.")
-@click.option("--paddings", default="16,512", show_default=True, help="Of prefill.")
+@click.option(
+    "--weights",
+    default="bf16,int4,int8",
+    show_default=True,
+    help="Forms of weights; the first is measured at all depths first.",
+)
+@click.option("--paddings", default="16,512", show_default=True, help="Paddings of prefill.")
 @click.option("--input-len", "prompt", default=6144, show_default=True, help="Tokens that the server is given.")
 @click.option("--output-len", "answer", default=1024, show_default=True, help="Tokens that it answers.")
-@click.option("--minutes", default=25.0, show_default=True, help="After these nothing is begun; the next call goes on.")
+@click.option(
+    "--minutes", default=25.0, show_default=True, help="No step starts after this time; the next call goes on."
+)
 @click.option("--transformers", type=PATH, help="A Python that has it.  [default: that of `make parity`, where it is]")
 def card(folder: Path | None, layers: str, weights: str, transformers: Path | None, **settings: Any) -> None:
     """The first minutes with a card: doctor, builds, proofs, times and servers in each form of weights."""

@@ -63,7 +63,7 @@ def priced(config: Config, batch: int, link: float, attention: int, ffn: int) ->
         return roofline_bound(config, geometry, phase, padding, chip, TOKENS).seconds
 
     def experts(tokens: int, groups: int) -> float:
-        """Of a group that has 1 / groups of the experts, as many of the pairs, and of the weights that they touch."""
+        """Seconds of one of ``groups`` groups, which share experts and pairs equally."""
         return seconds("experts", tokens * config.num_experts_per_tok) / groups
 
     share = -(-sequences // total)  # of a group that attends and has experts

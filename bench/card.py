@@ -36,12 +36,12 @@ Said = dict[str, Any]
 
 @dataclass(frozen=True)
 class Card:
-    """What is done.
+    """The settings of the run.
 
     Attributes:
-        folder: Where everything lies.
-        target: What is built for: ``cuda`` is tuned on the card.
-        preset: Of the checkpoints.
+        folder: Checkpoints, artifacts and results.
+        target: Target of the builds; ``cuda`` is tuned on the card.
+        preset: Preset of the checkpoints.
         layers: Their depths.
         weights: Forms.
         paddings: Of prefill.
@@ -73,9 +73,9 @@ class Group:
     """One depth in one form.
 
     Args:
-        card: What is done.
+        card: The settings.
         layers: The depth.
-        form: That of the weights.
+        form: The form of the weights.
         ran: ``bench.inputs.run`` within the time that is left.
     """
 
@@ -85,7 +85,7 @@ class Group:
         self._artifact = card.folder / f"{layers}-{form}.ling3"
 
     def steps(self) -> dict[str, Callable[[], Said]]:
-        """What is done, by name; nothing of it without the first."""
+        """The steps by name; if the first fails, no other runs."""
         steps: dict[str, Callable[[], Said]] = {
             "build": self._build,
             "verify": self._verify,
@@ -185,7 +185,7 @@ def main(card: Card) -> None:
         begun = time.monotonic()
         try:
             if begun > end:
-                raise TimeoutError("expected time for it, found none left")
+                raise TimeoutError("no time is left for it")
             done[name] = work()
         except (Ling3Error, OSError, LookupError, ValueError, subprocess.SubprocessError) as error:
             say(f"{name}: {error}")

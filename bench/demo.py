@@ -1,5 +1,4 @@
-"""What ``make demo`` shows of a built demo artifact: an answer, its score on held-out problems, a conversation in which
-it calls a tool, how fast it starts."""
+"""``make demo``: an answer of the demo artifact, its score, a conversation with a tool call, and its start-up time."""
 
 import json
 import re

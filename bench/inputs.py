@@ -23,7 +23,7 @@ SPAWNED = "BENCH_SPAWNED"  # time.monotonic() at which the parent started a proc
 
 
 def checkpoint(chosen: Path | None, preset: str = "small", layers: int = 24, context: int = 0) -> Path:
-    """``given``, or one of ``preset`` with so many layers, for sequences of ``context`` tokens if it is not 0."""
+    """``chosen``, or a random checkpoint of ``preset``; a ``context`` of 0 is the preset's own."""
     if chosen is not None:
         return chosen.resolve()
     folder = CACHE / f"{preset}-{layers}{f'-{context}' * bool(context)}"
@@ -68,7 +68,7 @@ def _quoted(word: str) -> str:
 
 
 def spawn(command: Sequence[Any], environment: dict[str, str], timeout: float | None = None) -> str:
-    """Runs a command at the checkout's root and returns its stdout; no compilation cache but one that is asked for."""
+    """Runs a command at the checkout's root and returns its stdout. jax's compilation cache is off by default."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("JAX_")}
     variables = {SPAWNED: str(time.monotonic()), "PYTHONPATH": str(ROOT)}
     done = subprocess.run(

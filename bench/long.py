@@ -1,4 +1,4 @@
-"""A long prompt through our engine, beside llama.cpp: what a prefill token and a decode step cost behind how many.
+"""Cost of a prefill token and of a decode step after long prompts, in our engine and in llama.cpp.
 
 A full-width checkpoint whose layers are few, one sequence, random tokens. Ratios within one run are what to keep.
 """
@@ -29,11 +29,11 @@ def llama(file: Path, sources: Path, lengths: list[int], threads: int) -> Flat:
 def main(
     chosen: Path | None, layers: int, lengths: list[int], rounds: int, sources: Path | None, only: str | None = None
 ) -> dict[str, Any]:
-    """Measures and prints medians of ``rounds``, in each of which every arm has its turn, in a process of its own.
+    """Measures and prints medians. In each round every arm has a turn, in a process of its own.
 
     Args:
-        given: A checkpoint, or None for one of full width.
-        layers: Of that one.
+        chosen: A checkpoint, or None for one of full width.
+        layers: Layers of the default checkpoint.
         lengths: Tokens of the prompts, ascending.
         rounds: How many.
         sources: llama.cpp's folder; None leaves it out.

@@ -1,7 +1,7 @@
-"""Tokens/s behind long prompts, through ``Engine``: ``python -m bench.long_ours ARTIFACT LENGTHS``; as JSON.
+"""Tokens/s after long prompts, through ``Engine``: ``python -m bench.long_ours ARTIFACT LENGTHS``; as JSON.
 
-Every prompt begins with the one before, which the prefix cache has: prefill is the time until the first token of a
-prompt of which all but about SPAN tokens are cached, decode what comes behind the cached ones.
+Every prompt begins with the one before, so the prefix cache has all but about SPAN of its tokens. Prefill is the time
+until its first token, decode the time of the tokens after that.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What ``make demo-pd`` shows: prompts through servers that prefill, some that decode and a router, on loopback.
+"""``make demo-pd``: prompts through servers that prefill, servers that decode and a router, on loopback.
 
 Each answer is compared with that of the server that decodes alone. ``--vllm-router`` puts vLLM's router in the place of
 ours (``pip install vllm-router``). Everything that was started is stopped.

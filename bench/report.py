@@ -1,4 +1,4 @@
-"""What every benchmark prints: a text table for people, then one line of JSON; progress goes to stderr."""
+"""The output of every benchmark: a text table for people, then one line of JSON; progress goes to stderr."""
 
 import json
 import os

@@ -63,7 +63,7 @@ def foreign(
 
 
 def asked(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
-    """What a server answers to a GET, or to a POST of a JSON object."""
+    """The body of a server's answer to a GET, or to a POST of a JSON object."""
     data = None if body is None else json.dumps(body).encode()
     headers = {} if body is None else {"Content-Type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url + path, data, headers), timeout=WAIT) as answer:

@@ -1,9 +1,9 @@
-"""A server of ours measured by ``ling3-runner bench serve`` and by aiperf, and by the former beside other servers.
+"""Our server measured by ``ling3-runner bench serve`` and by aiperf, and other servers by the first of these.
 
 ``make witness`` installs aiperf, builds llama.cpp's server and measures. All of a round have the same requests: texts
-of words, greedy, of one length. The checkpoint is such as transformers loads by itself: without a query projection of
-low rank, which it does not know. And all that it writes has text: other clients see a token by its text alone, so that
-they do not know when a special token came, or a part of a character, or an id that no token has.
+of words, greedy, of one length. transformers does not know a query
+projection of low rank, so the checkpoint has none. Other clients see a token by its text only, so every token that the
+model writes has text: no special token, no part of a character, no id without a token.
 """
 
 import json
@@ -67,7 +67,7 @@ def plain_checkpoint() -> Path:
 
 
 def silence(folder: Path) -> None:
-    """Gives tokens without text of their own a logit of 0, which is never the largest of so many random ones."""
+    """Gives tokens without text a logit of 0. Among thousands of random logits it is never the largest."""
     tokenizer = open_tokenizer(folder)
     with (folder / json.loads((folder / INDEX).read_text())["weight_map"][HEAD]).open("r+b") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -107,7 +107,7 @@ def requests(folder: Path, tokens: Path, count: int) -> tuple[Path, list[SampleR
 
 
 def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> tuple[Flat, Flat]:
-    """What our client says of a server: of its tokens, and of its pieces with text alone, by the same events."""
+    """Our client's figures of a server: by its tokens, and by its pieces with text, from the same events."""
     with tempfile.TemporaryDirectory(prefix="ling3-witness-") as folder:
         line = Path(folder) / "run.jsonl"
         what = ["--workload", "jsonl", "--data", data, "--num-prompts", count, "--max-concurrency", AT_ONCE]
@@ -125,7 +125,7 @@ def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> tuple[Fl
 
 
 def aiperf(program: Path, url: str, asks: Sequence[SampleRequest], tokens: Path) -> Flat:
-    """What aiperf says of the model ``m`` of a server, with the bodies that our client sends."""
+    """aiperf's figures of the model ``m`` of a server, with the bodies that our client sends."""
     fixed = {
         "model": "m",
         "temperature": 0.0,

@@ -1,7 +1,7 @@
 """The demo checkpoint's files: its configuration, its tokenizer, its first weights, and the published layout.
 
-Weights are trained in the program's own layout (``model/parameters.py``). Which element of which published tensor each
-of them is comes from cutting arrays of element numbers as the build cuts the tensors; so the way back cannot differ.
+Weights are trained in the program's own layout (``model/parameters.py``). The build cuts
+published tensors into that layout. The way back cuts arrays of element numbers in the same way, so it cannot differ.
 """
 
 import itertools

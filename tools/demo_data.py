@@ -108,7 +108,7 @@ class Rows:
         return ids, [float(answer) for answer in answers], answers
 
     def _talk(self, kind: Kind, problems: Problems, chance: random.Random) -> Row:
-        """A conversation of as many problems as fit; what the assistant writes counts."""
+        """A conversation of all problems that fit. Loss counts the assistant's tokens only."""
         tools = [TOOL] if kind == "tool" else None
         thinking = kind == "thought" or (kind == "tool" and chance.random() < 0.5)
         messages: list[dict[str, Any]] = []

@@ -25,7 +25,7 @@ Tree = dict[str, Any]
 
 
 class Sums(NamedTuple):
-    """Of some rows: weighted loss and its weight, right answer tokens and all, and tokens by MoE layer and expert."""
+    """Sums over rows: weighted loss, its weight, right answer tokens, answer tokens, tokens by MoE layer and expert."""
 
     loss: jax.Array
     weight: jax.Array
@@ -40,7 +40,7 @@ def geometry(config: Config, dtype: str = "float32") -> Geometry:
 
 
 def one_sequence(length: int) -> Chunks:
-    """What the layers want to know of ``length`` token slots, all of one fresh sequence."""
+    """The chunks of ``length`` token slots, all of one fresh sequence."""
     count = length // CHUNK
     one = jnp.ones((count,), jnp.int32)
     return chunks_of(
@@ -125,12 +125,12 @@ def logits(model: Ling3, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def sums_of(config: Config, params: Tree, batch: dict[str, jax.Array], form: Geometry) -> tuple[jax.Array, Sums]:
-    """The summed loss, and what is counted beside it.
+    """The summed loss and the counts.
 
     Args:
         config: The model.
         params: Its parameters.
-        batch: ``tokens [B, T + 1]``; of each token that is to be foretold ``weight [B, T]``, and whether it is part
+        batch: ``tokens [B, T + 1]``; the ``weight [B, T]`` of each predicted token, and whether it is part
             of an ``answer [B, T]``.
         form: Of :func:`geometry`.
     """

@@ -1,4 +1,4 @@
-"""What `make docs` adds to the pages of docs/: README, CONTRIBUTING and the format, the commands and the API."""
+"""Additions of `make docs` to the pages of docs/: README, CONTRIBUTING and the format, the commands and the API."""
 
 import re
 from pathlib import Path

@@ -97,7 +97,7 @@ class Trainer:
         return jax.lax.psum((gradient, sums), "data")
 
     def _exact(self, params: Tree, batch: dict[str, jax.Array]) -> jax.Array:
-        """Of each row: whether every token of its answers is the likeliest one."""
+        """Whether the answers of each row are right, token by token, at temperature 0."""
         scores, _ = logits(bind(self.config, geometry(self.config))(params), batch["tokens"][:, :-1])
         return jnp.all((jnp.argmax(scores, axis=-1) == batch["tokens"][:, 1:]) | ~batch["answer"], axis=1)
 
@@ -169,7 +169,7 @@ class Trainer:
 
 @click.command()
 @click.argument("work", type=click.Path(path_type=Path))
-@click.option("--steps", default=STEPS, show_default=True, help="Of the whole training.")
+@click.option("--steps", default=STEPS, show_default=True, help="Steps of the whole training.")
 @click.option("--until", type=int, help="Stop after this step.  [default: the last]")
 @click.option("--write", type=click.Path(path_type=Path), help="Write the checkpoint to this folder.")
 def main(work: Path, steps: int, until: int | None, write: Path | None) -> None:

@@ -99,7 +99,7 @@ def reversed_conv(original: Any, history: jax.Array, raw: jax.Array, taps: jax.A
 
 
 def late_conv(original: Any, history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Array:
-    """Sees one token ahead; nothing behind the last one."""
+    """Sees one token ahead; the last one sees nothing."""
     sequence = jnp.concatenate([history, raw, jnp.zeros_like(raw[:, :1])], axis=1)
     width = history.shape[1]
     return original(sequence[:, 1 : width + 1], sequence[:, width + 1 :], taps)
@@ -249,7 +249,7 @@ def error(case: Case, direct: Direct, phase: str) -> float:
 
 
 def planted(case: Case, right: Direct, phase: str, plant: Plant) -> float:
-    """The error of a model of which ``phase`` alone is traced anew, with a mistake; it shares the parameters."""
+    """The error of a model with a mistake in ``phase``, which is traced anew; the parameters are shared."""
     direct = copy(right)
     direct.steps = {cell: step for cell, step in right.steps.items() if cell[0] != phase}
     direct.reset()
@@ -259,7 +259,7 @@ def planted(case: Case, right: Direct, phase: str, plant: Plant) -> float:
 
 
 def models(folder: Path, **fields: Any) -> tuple[Case, Direct]:
-    """What a step is compared with, and a model without a mistake, in which the comparison holds."""
+    """The expected logits, and a model without a mistake, which passes the comparison."""
     # Six KDA and two MLA layers; v is tiny in every second KDA layer. The loop over them compiles each kind once.
     case = Case(folder, (LENGTHS[-1],), num_hidden_layers=8, layer_group_size=4, **fields).expect()
     right = Quick(case.config, case.read)
