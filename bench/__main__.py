@@ -144,13 +144,13 @@ def afd() -> None:
 
 
 @main.command()
-@click.argument("records", type=PATH)
 @click.argument("output", type=click.Path(path_type=Path))
-def plot(records: Path, output: Path) -> None:
-    """Draw RECORDS, lines of JSON that `peers` printed, as bars into OUTPUT, an SVG file (extra `plot`)."""
-    from bench.plot import main as run
+@click.option("--peers", type=PATH, help="Lines of JSON that `peers` printed.  [default: draw the memory of each form]")
+def plot(output: Path, peers: Path | None) -> None:
+    """Draw bars into OUTPUT, an SVG file: memory, or speed with --peers (extra `plot`)."""
+    from bench.plot import memory, speed
 
-    run(records, output)
+    memory(output) if peers is None else speed(peers, output)
 
 
 if __name__ == "__main__":

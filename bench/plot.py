@@ -1,11 +1,18 @@
-"""Bars of `python -m bench peers`: how many times as fast as the best peer each form of the weights is."""
+"""Bars for the pages: speed next to llama.cpp, and memory of each form of the weights."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+from ling3export.checkpoint.synth import config_fields
+from ling3export.model.config import Config
+from ling3export.plan.memory import state_of_device, weight_bytes
+from ling3export.plan.options import Options
+from ling3export.plan.plan import make_plan
+
 STEPS = {"prefill 512": "prefill, 512 tokens", "decode 1": "decode, 1 sequence", "decode 4": "4", "decode 16": "16"}
 FASTER, SLOWER, TEXT = "#3f7cac", "#c8553d", "#808080"  # readable on white and on black
+FORMS, MACHINES = ("bf16", "int8", "int4", "int4-small"), (8, 16, 32)
 
 
 def ratios(record: dict[str, Any]) -> dict[str, dict[str, float]]:
@@ -25,8 +32,7 @@ def label(arm: str, record: dict[str, Any]) -> str:
     return f"{form} over {' or '.join(names)}"
 
 
-def main(records: Path, output: Path) -> None:
-    """Draws the bars of all lines of ``records`` into ``output``, an SVG file."""
+def _pyplot() -> Any:
     import matplotlib
 
     matplotlib.use("svg")
@@ -34,6 +40,38 @@ def main(records: Path, output: Path) -> None:
     matplotlib.rcParams |= {"text.color": TEXT, "axes.labelcolor": TEXT, "xtick.color": TEXT, "ytick.color": TEXT}
     from matplotlib import pyplot
 
+    return pyplot
+
+
+def _save(figure: Any, output: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(output, transparent=True, metadata={"Date": None})
+
+
+def memory(output: Path) -> None:
+    """Draws weights and the state of one conversation, in GB, next to machines of 8, 16 and 32 GB."""
+    pyplot, config = _pyplot(), Config.from_dict(config_fields("full", {}), where="preset full")
+    geometries = [make_plan(config, Options(tp=1, weights=form, max_running=1), "cpu").geometry for form in FORMS]
+    weights = [weight_bytes(config, geometry) / 1e9 for geometry in geometries]
+    states = [state_of_device(config, geometry) / 1e9 for geometry in geometries]
+    figure, panel = pyplot.subplots(figsize=(8, 2.2))
+    panel.barh(FORMS, weights, color=FASTER)
+    bars = panel.barh(FORMS, states, left=weights, color=SLOWER)
+    panel.bar_label(bars, [f"{sum(parts):.1f} GB" for parts in zip(weights, states, strict=True)], padding=3)
+    for size in MACHINES:
+        panel.axvline(size, color=TEXT, linewidth=1, linestyle="--")
+        panel.text(size, -0.75, f"{size} GB machine", ha="center", va="bottom")
+    panel.invert_yaxis()
+    panel.set_xlim(0, 36)
+    panel.spines[:].set_visible(False)
+    panel.tick_params(length=0)
+    panel.set_xticks([])
+    _save(figure, output)
+
+
+def speed(records: Path, output: Path) -> None:
+    """Draws the bars of all lines of ``records`` into ``output``, an SVG file."""
+    pyplot = _pyplot()
     lines = [json.loads(line) for line in records.read_text().splitlines()]
     rows = {label(arm, record): row for record in lines for arm, row in ratios(record).items()}
     figure, panels = pyplot.subplots(1, len(STEPS), figsize=(8, 0.42 * len(rows) + 0.9), sharey=True)
@@ -50,5 +88,4 @@ def main(records: Path, output: Path) -> None:
     days = " and ".join(dict.fromkeys(record["machine"]["date"] for record in lines))
     conditions = f"{lines[0]['threads']} cores, {lines[0]['checkpoint']}, {days}"
     figure.suptitle(f"times as fast as llama.cpp: {conditions}", fontsize=9)
-    figure.tight_layout()
-    figure.savefig(output, transparent=True, metadata={"Date": None})
+    _save(figure, output)
