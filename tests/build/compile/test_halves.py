@@ -81,6 +81,7 @@ def test_a_runner_refuses_programs_alone_with_the_command_that_attaches_weights(
     )
 
 
+@pytest.mark.extras
 def test_weights_of_two_fine_tunes_are_attached_and_nothing_is_compiled(artifact, programs, no_compiler, tmp_path):
     before, whole = read_manifest(programs), artifact.manifest("micro-tp1")
     here = shutil.copytree(programs, tmp_path / "p.ling3")

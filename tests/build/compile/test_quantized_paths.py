@@ -40,6 +40,7 @@ def expected(artifact: Artifacts) -> list[int]:
         return answer(engine)
 
 
+@pytest.mark.extras
 def test_decode_cut_at_the_experts_has_receipts(artifact: Artifacts):
     receipts = artifact.manifest(NAME).vectors.receipts["cpu-tp2"]
     phases = {name.partition("@")[0] for name, each in receipts.cells.items() if each.status == "passed"}

@@ -145,7 +145,7 @@ def test_a_mistake_in_one_layer_is_found_there(planted, mistake, phase):
             assert first.layer == layer and first.what in names, (layer, result.table())
 
 
-@pytest.mark.parametrize("name", ["micro-tp2-int4", "micro-tp2-int4-small"])
+@pytest.mark.parametrize("name", ["micro-tp2-int4", pytest.param("micro-tp2-int4-small", marks=pytest.mark.extras)])
 def test_quantized_weights_are_read_as_the_values_that_they_stand_for(artifact, name):
     """Routed experts have 4 bits, other matrices 8; the reference of the receipts computes with the same values."""
     folder = artifact(name)
@@ -158,6 +158,7 @@ def test_quantized_weights_are_read_as_the_values_that_they_stand_for(artifact, 
         np.testing.assert_array_equal(stored.tensor(tensor).astype(np.float32), expected, tensor)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("cell", ["prefill@16", "decode@1"])
 def test_int8_and_int4_against_bf16_differ_from_the_first_layer_on(artifact, cell):
     """All matrices but the routed experts have 8 bits. Both artifacts call native kernels."""
@@ -174,6 +175,7 @@ def test_the_portable_program_of_a_tpu_agrees_with_the_program_of_the_processor(
     assert found.sides[1].endswith("(portable program)") and found.first is None, found.table()
 
 
+@pytest.mark.extras
 def test_another_tp_computes_the_same(artifact):
     found = bisect(artifact("micro-tp2"), artifact("micro-tp4"), "decode@8")
     assert found.first is None and 0 < found.differences[-1].worst < FLOAT32

@@ -73,6 +73,7 @@ def same_rows(whole, config, part, layer):
             np.testing.assert_array_equal(part.view(name), np.take(whole.view(name), [row], axis), name)
 
 
+@pytest.mark.extras
 def test_a_range_of_quantized_layers_is_verified_and_timed(artifact, tmp_path):
     out = extracted(artifact("micro-tp2-int4"), tmp_path, "2-4", "prefill@16")
     said = CliRunner().invoke(main, ["verify", str(out), "--time"])

@@ -14,7 +14,9 @@ from ling3export.verify import engine as receipts
 from ling3export.verify.engine import ANSWER, answers, judged, prompts_of
 
 
-@pytest.mark.parametrize("name", ["micro-tp2-snapshots", "micro-tp1-kernels-int4"])
+@pytest.mark.parametrize(
+    "name", ["micro-tp2-snapshots", pytest.param("micro-tp1-kernels-int4", marks=pytest.mark.extras)]
+)
 def test_verify_judges_the_answers_of_the_engine(artifact, name):
     said = CliRunner().invoke(main, ["verify", str(artifact(name)), "--json"])
     assert said.exit_code == 0, said.output

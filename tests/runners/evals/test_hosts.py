@@ -40,6 +40,7 @@ def folders(tmp_path):
     return found
 
 
+@pytest.mark.extras
 def test_a_killed_process_ends_the_run_and_the_same_command_finishes_it(command, folders):
     """What was finished is kept; then one predictions file and one line, from a process that nobody else imitates."""
     run = folders[0] / "run"

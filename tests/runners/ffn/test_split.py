@@ -152,6 +152,7 @@ def test_a_server_answers_through_a_worker_and_says_when_it_has_ended(folder: Pa
         assert server.stop() == 0
 
 
+@pytest.mark.extras
 def test_eight_bits_on_the_wire_are_within_the_tolerance_of_bfloat16(artifact: Artifacts):
     """Logits of a bf16 model through a worker against those of the fused step, while the tokens are the same."""
     folder = artifact("micro-tp1-afd-int8")

@@ -86,6 +86,7 @@ def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_
     assert events[-1]["usage"]["completion_tokens"] == 100
 
 
+@pytest.mark.extras
 def test_a_follower_that_alone_is_told_to_end_does_so_when_its_time_is_over(artifact):
     command = ["serve", artifact("micro-2x1"), "--port", 0, "--grace", 0, "--check", "programs"]
     with hosting([command] * 2, more={"LING3_HOST_TIMEOUT": "6"}) as processes:

@@ -125,6 +125,7 @@ class Hosts:
         return json.loads(self.processes[0].stdout.readline() or "null")
 
 
+@pytest.mark.extras
 @pytest.mark.hosts
 def test_two_hosts_save_resume_give_take_and_keep_what_one_does(artifact, tmp_path):
     """And when one of them is killed while a state is on its way, both end and say why."""

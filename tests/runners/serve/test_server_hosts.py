@@ -19,6 +19,7 @@ COUNT = 4
 GONE = error_of("engine: expected every host to run, found one gone: the server ends", "server_error", "host_gone")
 
 
+@pytest.mark.extras
 def test_four_processes_serve_as_one_and_say_when_one_is_gone(artifact):
     command = ["serve", artifact("micro-4x1"), "--port", 0, "--check", "programs"]
     with hosting([command] * COUNT) as processes:
