@@ -36,8 +36,6 @@ class Endpoint:
     """A server.
 
     Args:
-        url: Its address.
-        key: Sent as bearer token; None for none.
         timeout: Seconds without a byte after which an answer is given up.
 
     Attributes:

@@ -36,11 +36,9 @@ class Line:
     """A line of the input, and the requests that it makes.
 
     Args:
-        number: Place of the line in the input, from 0.
         defaults: Fields that the line's body need not set.
 
     Attributes:
-        call: The requests; None for a line that is refused.
         refusal: The reason of a refusal.
         custom_id: The line's own name; ``line-7`` if it has none.
     """

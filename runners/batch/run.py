@@ -105,11 +105,9 @@ def answer_file(
     Args:
         artifact: The sha256 of its manifest.
         source: JSON lines; ``output`` gets a line for each line of the shard.
-        model: The model's name in answers.
         settings: Fields of a request that lines do not set; ``seed`` is that of line 0.
         shard: A shard is a range of lines, so the outputs of all shards, one after the other, are the whole output.
         force: Begin again, and remove the output.
-        progress: Called with the number of finished lines.
 
     Raises:
         BatchError: The output is that of another run, or another process writes it.

@@ -49,12 +49,9 @@ class Settings(WorkloadSpec):
     Attributes:
         artifact: Runs in this process, or gives the tokenizer of a server.
         url: A server's address; None runs the artifact in this process.
-        model: The model's name on the server; None takes the first that it lists.
-        tokenizer: A tokenizer.json, if no artifact is given.
         stop_at_eos: An end-of-text token ends an answer; otherwise each has its full length.
         request_rate: Requests a second; infinite sends all at once.
         max_concurrency: Most requests that run at once; None for any number.
-        engine: For the artifact in this process.
     """
 
     artifact: Path | None = None
@@ -123,7 +120,6 @@ async def run(
     Args:
         times: When each request is due, in seconds after the start.
         limit: Most requests that run at once; the clock of a further one starts when it is sent.
-        tokenizer: Counts the answers' tokens again.
 
     Raises:
         RequestError: A request can never be served.

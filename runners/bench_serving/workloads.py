@@ -31,9 +31,7 @@ class WorkloadSpec:
 
     Attributes:
         workload: One of WORKLOADS, or the name of ``requests``.
-        data: The file of jsonl, or the folder of a suite.
         requests: The requests themselves, if they come from elsewhere; None makes those of ``workload``.
-        num_prompts: Number of requests; a data set may have fewer.
         input_len: Most tokens of a random prompt.
         output_len: Tokens of an answer (of random ones: at most); None takes the data set's, or DEFAULT_OUTPUT.
         range_ratio: Least length of random prompts and answers, as a share of the most; at least 1.

@@ -80,9 +80,6 @@ def score_receipt(
     """The receipt of a score program: its logits, log-probabilities and most likely tokens.
 
     Args:
-        scored: The program's results for every sequence.
-        sequences: The manifest's vectors.
-        expected: The plain model's logits.
         tolerance: The error of logits at a position, and of the log-probabilities of a sequence. Where the median is
             judged, rounding may swap the two most likely tokens: these are then compared with the program's own logits
             alone.

@@ -42,7 +42,6 @@ def timed(
     Args:
         loaded: The target; its state is overwritten.
         inputs: By cell, what its last call took.
-        receipts: Those of the same target on this machine, for the record.
         traces: A folder for a trace of each cell, ``CELL.trace.json.gz``, of calls after the timed ones.
     """
     manifest, target = loaded.manifest, loaded.record

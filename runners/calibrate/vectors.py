@@ -94,13 +94,7 @@ def page_table(state: State, rows: int, pages: int) -> np.ndarray:
 
 
 class VectorRunner:
-    """Feeds the vectors to one loaded target, with slots and pages handed out by hand.
-
-    Args:
-        loaded: The programs.
-        target: The manifest's.
-        sequences: The manifest's vectors.
-    """
+    """Feeds the vectors to one loaded target, with slots and pages handed out by hand."""
 
     def __init__(self, loaded: "Loaded", target: Target, sequences: tuple[SequenceRecord, ...]) -> None:
         self._runner, self._read = loaded.runner, loaded.read
@@ -158,7 +152,6 @@ class VectorRunner:
         """Prefills every prompt at the smallest padding, then decodes the given tokens, as many rows a step as fit.
 
         Args:
-            padding: Rows of a step.
             step: Runs one; ``decode@padding`` by default.
         """
         step = step or (lambda fields: self._read(self._runner.step("decode", padding, fields)))

@@ -35,11 +35,9 @@ class Conversation:
     """The messages so far, and an engine that answers the next one.
 
     Args:
-        engine: Its artifact has a chat template.
         seeded: Whether each answer has the seed of the settings; else each has one of its own.
         max_tokens: Most tokens of an answer, which has no more than the context leaves; None for these.
         think: Whether to think first; None for what the template does by itself.
-        settings: How tokens are taken and what ends an answer, as ``Engine.generate`` takes it.
 
     Attributes:
         messages: The form that chat templates take.
@@ -125,11 +123,7 @@ async def _pieces(handle: "RequestHandle", take: Any) -> None:
 
 
 class Say:
-    """Writes an answer on stdout. Thoughts are dim in a terminal; without one, they go to stderr.
-
-    Args:
-        terminal: Whether stdout is a terminal, which must not obey what a model writes.
-    """
+    """Writes an answer on stdout. Thoughts are dim in a terminal; without one, they go to stderr."""
 
     def __init__(self, terminal: bool) -> None:
         self._terminal = terminal

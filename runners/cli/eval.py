@@ -46,9 +46,6 @@ SHOWN = 20  # divergences that are printed
 def finished_run(path: Path, artifact: str | None) -> tuple[str, float]:
     """The suite and the success rate of a finished evaluation.
 
-    Args:
-        artifact: The sha256 of the manifest that must have been evaluated.
-
     Raises:
         EvalError: A trial is missing, the run is invalid, or it is one of another artifact.
     """
@@ -278,9 +275,6 @@ class Progress:
     """Finished units of all, and the remaining time, on stderr: a bar, or a line at most every QUIET seconds.
 
     The time follows from the mean over all units since the begin, because units end in bursts.
-
-    Args:
-        clock: Seconds, of any origin.
     """
 
     def __init__(self, title: str, clock: Callable[[], float] = time.monotonic, bar: Any = None) -> None:

@@ -2,14 +2,14 @@
 
 import json
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.cli.command import Command, given, section
+from ling3export.runners.cli.command import Command, section
 from ling3export.runners.cli.hosts import leading
 from ling3export.runners.cli.options import PATH, engine_options, sampling_options, stop_option
 from ling3export.runners.cli.references import ARTIFACT
@@ -42,12 +42,6 @@ def _ids(text: str) -> tuple[int, ...]:
         type=PATH,
         metavar="FILE",
         help='JSON lines, {"prompt": TEXT}, {"prompt_ids": [ID, ...]} or {"messages": [...]}, run as one batch.',
-    ),
-    click.option(
-        "--resume",
-        type=PATH,
-        metavar="FILE",
-        help="Go on with the answer that --save wrote, with its settings; --max-tokens counts all of it.",
     ),
 )
 @section(
@@ -82,8 +76,7 @@ def _ids(text: str) -> tuple[int, ...]:
         metavar="OUT.npz",
         help="Write tokens [n] and the logits [n, vocab] that they were taken from.",
     ),
-    click.option("--save", type=PATH, metavar="FILE", help="Write one answer and the state after it, for --resume."),
-    click.option("--force", is_flag=True, help="Replace OUT.npz or FILE if it is there."),
+    click.option("--force", is_flag=True, help="Replace OUT.npz if it is there."),
     click.option("--stats", is_flag=True, help="Print counters and the times of the start on stderr."),
 )
 @engine_options("target", "programs", "check", "ffn", "prefix_cache", "prefix_store")
@@ -93,9 +86,7 @@ def generate(
     prompt: str | None,
     prompt_ids: tuple[int, ...] | None,
     prompt_file: Path | None,
-    resume: Path | None,
     logits: Path | None,
-    save: Path | None,
     force: bool,
     as_json: bool,
     stats: bool,
@@ -110,29 +101,17 @@ def generate(
     """
     hosts = leading(artifact, engine)
     with announced(hosts):
-        prompts = _prompts(prompt, prompt_ids, prompt_file, resume)
-        if save is not None and (resume is not None or len(prompts) != 1):
-            actual = "--resume" if resume is not None else f"{len(prompts)} prompts"
-            raise click.UsageError(f"--save: expected one prompt with it, found {actual}.")
+        prompts = _prompts(prompt, prompt_ids, prompt_file)
         if logits is not None:
-            _check_output("--logits", logits, force, "logits", ".npz files", zipfile.is_zipfile)
-        if save is not None:
-            _check_output("--save", save, force, "the state", "saved states", _is_state)
-        if resume is not None:
-            _check_settings(settings, logits)
+            _check_output(logits, force)
         if settings["logprobs"] is not None and not as_json:
             raise click.UsageError("--logprobs needs --json.")
         settings["grammar"] = _grammar(json_schema, regex, grammar)
     from ling3export.runners.engine.engine import Engine
 
     with Engine(artifact, engine, hosts=hosts) as running:
-        if resume is not None:
-            completions = [running.resume(resume, max_tokens=settings["max_tokens"]).result()]
-        elif save is not None:
-            completions = [running.save(running.request(prompts[0], **settings), save)]
-        else:
-            names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
-            completions = running.generate(prompts, names=names, logits=logits is not None, **settings)
+        names = ["prompt"] if prompt_file is None else line_names(prompt_file, len(prompts))
+        completions = running.generate(prompts, names=names, logits=logits is not None, **settings)
         if logits is not None:
             _write_logits(logits, completions, numbered=prompt_file is not None)
         for completion in completions:
@@ -141,16 +120,12 @@ def generate(
             click.echo(f"stats: {json.dumps(running.stats())}", err=True)
 
 
-def _prompts(
-    prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None, resume: Path | None
-) -> Sequence[Prompt]:
-    sources = [value for value in (prompt, prompt_ids, prompt_file, resume) if value is not None]
-    if len(sources) != 1:
-        count = len(sources) or "none"
-        raise click.UsageError(f"expected one of --prompt, --prompt-ids, --prompt-file and --resume, found {count}.")
-    if prompt_file is not None:
-        return read_prompts(prompt_file)
-    return [sources[0]] if isinstance(sources[0], (str, tuple)) else []
+def _prompts(prompt: str | None, prompt_ids: tuple[int, ...] | None, prompt_file: Path | None) -> Sequence[Prompt]:
+    named = [value for value in (prompt, prompt_ids) if value is not None]
+    count = len(named) + (prompt_file is not None)
+    if count != 1:
+        raise click.UsageError(f"expected one of --prompt, --prompt-ids and --prompt-file, found {count or 'none'}.")
+    return named if prompt_file is None else read_prompts(prompt_file)
 
 
 def _grammar(json_schema: Path | None, regex: str | None, grammar: Path | None) -> Grammar | None:
@@ -161,19 +136,6 @@ def _grammar(json_schema: Path | None, regex: str | None, grammar: Path | None) 
     for kind, text in kinds:
         return Grammar(kind, text if isinstance(text, str) else _read(text, f"form of the answer `{text}`"))
     return None
-
-
-def _check_settings(settings: dict[str, Any], logits: Path | None) -> None:
-    """Refuses what a resumed answer cannot have: its settings are those of its file."""
-    context = click.get_current_context()
-    named = given(context)
-    names = {param.name: param.opts[0] for param in context.command.params}
-    others = [*settings, "json_schema", "regex", "grammar"]
-    unused = [names[name] for name in others if name in named and name != "max_tokens"]
-    if "max_tokens" not in named:
-        raise click.UsageError("--resume needs --max-tokens.")
-    if unused or logits is not None:
-        raise click.UsageError(f"--resume takes --max-tokens only, found {(unused or ['--logits'])[0]}.")
 
 
 def _text(completion: Completion) -> str:
@@ -187,23 +149,19 @@ def _json_line(completion: Completion) -> str:
     return json.dumps({name: getattr(completion, name) for name in names} | times | logprobs, ensure_ascii=False)
 
 
-def _is_state(path: Path) -> bool:
-    with path.open("rb") as file:
-        return b'"ling3.state"' in file.read(64)
-
-
-def _check_output(option: str, path: Path, force: bool, what: str, kind: str, is_kind: Callable[[Path], bool]) -> None:
-    """Refuses a file that cannot be written or is there already, before anything is loaded."""
+def _check_output(path: Path, force: bool) -> None:
+    """Refuses a file of logits that cannot be written or is there already, before anything is loaded."""
+    option = "--logits"
     if not path.parent.is_dir():
         raise RequestError(f"{option} `{path}`: the folder does not exist: {path.parent}")
     if path.exists() and not path.is_file():  # renaming over /dev/null would remove the device
         raise RequestError(f"{option} `{path}`: expected a file, found a folder or a device")
     if path.exists() and not force:
         raise RequestError(f"{option} `{path}`: expected no such file, found one", "replace it with --force")
-    if path.exists() and not is_kind(path):
+    if path.exists() and not zipfile.is_zipfile(path):
         raise RequestError(
-            f"{option} `{path}`: the file exists and does not hold {what} of an earlier run",
-            f"--force replaces only {kind}: choose another name",
+            f"{option} `{path}`: the file exists and does not hold logits of an earlier run",
+            "--force replaces only .npz files: choose another name",
         )
     from ling3export.artifacts.files import try_writing, writing
 

@@ -69,12 +69,9 @@ def field_option(
 
     Args:
         config: A dataclass, whose default the option has.
-        name: The field; the option has its name, with dashes.
-        kind: The type of its value.
         text: Its help. Where that ends with "  [default: …]", that is shown in the place of the default.
         default: A default for one command, in the place of the field's.
         flag: The option's name where it is not the field's.
-        settings: Other arguments of ``click.option``.
     """
     if default is not ...:
         text = text.partition("  [default: ")[0]
@@ -161,7 +158,7 @@ TRANSFER = {
     ),
 }
 # Fields of EngineConfig that have no option: a command sets them, or Python does.
-PYTHON_ONLY = ("overlap", "linger", "evict", "ffn_timeout")
+PYTHON_ONLY = ("overlap", "linger", "ffn_timeout")
 SECTIONS = {
     "Limits": ("max_requests",),
     "Artifact": ("target", "programs", "check", "step_timeout"),
@@ -178,12 +175,7 @@ def engine_option(name: str, default: Any = ...) -> Decorator:
 
 
 def engine_options(*names: str, **defaults: Any) -> Decorator:
-    """Gives a command the options of these fields of EngineConfig; it gets the configuration as ``engine``.
-
-    Args:
-        names: The fields.
-        defaults: Defaults of this command's own, by field.
-    """
+    """Gives a command the options of these fields of EngineConfig; it gets the configuration as ``engine``."""
     parts: dict[str, Sequence[Decorator]] = {"prefix_store": [PREFIX_STORE], "transfer": [*TRANSFER.values()]}
 
     def add(command: Callable[..., Any]) -> Any:

@@ -33,11 +33,7 @@ _option = partial(field_option, ServerConfig)
 
 
 def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
-    """Gives a command the options of ServerConfig that every server has; it gets the configuration as ``server``.
-
-    Args:
-        port: The command's own default.
-    """
+    """Gives a command the options of ServerConfig that every server has; it gets the configuration as ``server``."""
 
     def add(command: Callable[..., Any]) -> Any:
         @wraps(command)

@@ -16,9 +16,9 @@ from ling3export.runners.text.grammar import library
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
 if TYPE_CHECKING:
-    from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.core import EngineCore
     from ling3export.runners.engine.counters import Counters
+    from ling3export.runners.state.block_manager import BlockManager
     from ling3export.runners.state.prefix_cache import Event, PrefixCache
     from ling3export.runners.transfer.prefix_store import PrefixStore
 
@@ -81,13 +81,13 @@ def _assembled(
 ) -> EngineParts:
     # numpy comes with these.
     from ling3export.artifacts.paddings import Shapes
-    from ling3export.runners.engine.block_manager import BlockManager
     from ling3export.runners.engine.core import EngineCore, SharedCore
     from ling3export.runners.engine.counters import Counters
     from ling3export.runners.engine.executor import Executor, HostsExecutor, ModelExecutor, SplitExecutor
     from ling3export.runners.engine.logits_processor import LogitsProcessorState
     from ling3export.runners.engine.sequence import Sequence
     from ling3export.runners.load.loader import calls_measured
+    from ling3export.runners.state.block_manager import BlockManager
     from ling3export.runners.state.layout import root_of
     from ling3export.runners.state.prefix_cache import PrefixCache, snapshot_cost
 
@@ -115,12 +115,7 @@ def _assembled(
         )
     if copies and config.prefix_cache is not False:
         shared = PrefixCache(
-            blocks,
-            record.state.page_size,
-            root_of(manifest, record),
-            evict=config.evict,
-            cost=snapshot_cost(record, measured),
-            tell=tell,
+            blocks, record.state.page_size, root_of(manifest, record), cost=snapshot_cost(record, measured), tell=tell
         )
 
     if tell is not None and shared is None:
@@ -128,22 +123,16 @@ def _assembled(
             f"events of blocks: expected a prefix cache, found it off or without snapshots, in {loaded.folder}",
             "leave the prefix cache on, and build the artifact with --snapshots N",
         )
-    store = follows = None
+    store = None
     if config.prefix_store is not None:
         if shared is None:
             raise ArtifactError(
                 f"prefix store: expected a prefix cache, found it off or without snapshots, in {loaded.folder}",
                 "leave the prefix cache on, and build the artifact with --snapshots N",
             )
-        from ling3export.runners.transfer.prefix_store import (  # with a carrier, which no other start needs
-            FollowingStore,
-            PrefixStore,
-        )
+        from ling3export.runners.transfer.prefix_store import PrefixStore  # with a carrier, which no other start needs
 
-        if channel is None or channel.leads:
-            store = PrefixStore(manifest, record, config.prefix_store, shared, report, channel)
-        else:
-            follows = FollowingStore(channel)
+        store = PrefixStore(manifest, record, config.prefix_store, shared, report)
 
     # Refers to no engine: the engine's thread keeps none alive.
     def prepare(sequence: Sequence) -> None:
@@ -163,7 +152,7 @@ def _assembled(
             "counters": counters,
             "cache": shared,
             "supports_state_copy": copies,
-            "store": store or follows,
+            "store": store,
         }
         return SharedCore(channel, *parts, **options) if channel else EngineCore(*parts, **options)
 

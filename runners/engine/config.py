@@ -11,8 +11,7 @@ from ling3export.runners.ffn import FFN_ALONE, WAIT
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
 
-EVICTIONS = ("lru", "flops")
-CHOICES = {"programs": POLICIES, "check": CHECKS, "evict": EVICTIONS}
+CHOICES = {"programs": POLICIES, "check": CHECKS}
 NUMBERS = {
     "max_requests": NumberRange(0, (1 << 31) - 1, whole=True),
     "step_timeout": NumberRange(0, threading.TIMEOUT_MAX, above=True),
@@ -53,9 +52,6 @@ class EngineConfig:
     prefix_cache: bool | None = None
     """Whether prompts that begin alike are computed once; None where the artifact has snapshots."""
 
-    evict: str = "lru"
-    """What the prefix cache gives up first: ``lru``, the least recently used; ``flops``, what saves least work."""
-
     prefix_store: PrefixFolder | None = None
     """The folder in which the prefix cache keeps what it knows for later; None where that ends with the engine."""
 
@@ -83,10 +79,12 @@ class EngineConfig:
         """Refuses settings that an engine on several hosts cannot have.
 
         Raises:
-            RequestError: There are several hosts, and FFN workers.
+            RequestError: There are several hosts, and FFN workers or a prefix store.
         """
         if hosts is not None and self.ffn:
             raise RequestError(*FFN_ALONE)
+        if hosts is not None and self.prefix_store is not None:
+            raise RequestError("--prefix-store: it does not work on several hosts", "leave it out")
 
     def check_transfer(self, name: str, *, gives: bool) -> None:
         """Refuses a request whose state would have to leave this engine, or to come to it, where states do not.
@@ -109,9 +107,4 @@ class EngineConfig:
     @property
     def agreed(self) -> dict[str, Any]:
         """The settings that decide which calls come in which order, by name: they must be the same on all hosts."""
-        return {
-            "overlap": self.overlap,
-            "prefix_cache": self.prefix_cache,
-            "evict": self.evict,
-            "prefix_store": self.prefix_store is not None,
-        }
+        return {"overlap": self.overlap, "prefix_cache": self.prefix_cache}

@@ -9,16 +9,16 @@ from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.outputs import CopyStates, HostCopy, OffloadState, OnloadState, StateMove
 from ling3export.runners.engine.sequence import Sequence
+from ling3export.runners.state.block_manager import BlockManager
 from ling3export.runners.state.prefix_cache import Node, PrefixCache, Text
 from ling3export.runners.state.sequence_state import SequenceState
 
 if TYPE_CHECKING:
     from ling3export.runners.engine.executor import Executor
-    from ling3export.runners.transfer.prefix_store import FollowingStore, PrefixStore
+    from ling3export.runners.transfer.prefix_store import PrefixStore
 
 
 @dataclass(slots=True, eq=False)
@@ -48,7 +48,6 @@ class PrefixCacheCoordinator:
     """Shares and keeps states for a scheduler.
 
     Args:
-        cache: None where nothing is shared.
         supports_state_copy: Whether the artifact has the programs that move states: then a sequence that gives its
             pages back keeps its state in host memory.
         store: Keeps what the cache knows in a folder; None where nothing does.
@@ -62,7 +61,7 @@ class PrefixCacheCoordinator:
         cache: PrefixCache | None,
         *,
         supports_state_copy: bool,
-        store: "PrefixStore | FollowingStore | None" = None,
+        store: "PrefixStore | None" = None,
     ) -> None:
         self._executor, self._blocks, self._counters = executor, blocks, counters
         self._cache, self._store = cache, store

@@ -17,7 +17,6 @@ import numpy as np
 
 from ling3export.artifacts.paddings import Shapes
 from ling3export.foundation.errors import RankDivergence
-from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.coordinator import PrefixCacheCoordinator
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.executor import Executor
@@ -30,11 +29,12 @@ from ling3export.runners.engine.scheduler import Scheduler
 from ling3export.runners.engine.sequence import Sequence, now
 from ling3export.runners.hosts.channel import DIVERGED, END, STEP, Channel
 from ling3export.runners.load.sharded import packed, unpacked
+from ling3export.runners.state.block_manager import BlockManager
 from ling3export.runners.state.prefix_cache import PrefixCache
 from ling3export.runners.state.sequence_state import SequenceState, Token, TransferredState
 
 if TYPE_CHECKING:
-    from ling3export.runners.transfer.prefix_store import FollowingStore, PrefixStore
+    from ling3export.runners.transfer.prefix_store import PrefixStore
 
 SHORT = 8  # bytes of a digest that travel with every step
 
@@ -43,23 +43,19 @@ class StepInputs(NamedTuple):
     """Arrivals since the last step. They and the tokens decide the step.
 
     Attributes:
-        arrivals: In order.
         cancelled: Numbers of arrivals; unknown and ended ones count for nothing.
         compare: Whether the hosts are to compare the tokens that they read.
-        saved: Numbers of arrivals that end where they are, so that they can go on elsewhere.
     """
 
     arrivals: tuple[Sequence, ...] = ()
     cancelled: tuple[int, ...] = ()
     compare: bool = False
-    saved: tuple[int, ...] = ()
 
 
 class StepOutputs(NamedTuple):
     """The results of a step.
 
     Attributes:
-        emitted: The tokens that were read.
         ended: Sequences that ended, cancelled and failed ones too.
         digests: If the hosts compared their tokens: the digest of each host's, by host.
     """
@@ -78,7 +74,6 @@ class EngineCore:
         prepare: Gives a sequence that arrives what the artifact adds to it.
         ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
         counters: Those of an earlier core, to go on with.
-        supports_state_copy: Whether the artifact has the programs that move states.
 
     Attributes:
         live: The sequences that have not ended, by the number of their arrival.
@@ -97,7 +92,7 @@ class EngineCore:
         counters: Counters | None = None,
         cache: PrefixCache | None = None,
         supports_state_copy: bool = False,
-        store: "PrefixStore | FollowingStore | None" = None,
+        store: "PrefixStore | None" = None,
         channel: Channel | None = None,
     ) -> None:
         self.executor = executor
@@ -129,9 +124,6 @@ class EngineCore:
             else:
                 self.submit(sequence)
         cancelled = [ended_early for number in inputs.cancelled if (ended_early := self.cancel(number)) is not None]
-        for number in inputs.saved:
-            if number in self.live:
-                self._save(self.live[number])
         output = self._scheduler.schedule(self._settle, self._masks.holds)
         self._dispatch(output)
         while len(self._flight) > (self._ahead if output.phase else 0):
@@ -155,16 +147,6 @@ class EngineCore:
             sequence.stop_reason = "cancelled"
             self._scheduler.remove(sequence)
         return sequence
-
-    def _save(self, sequence: Sequence) -> None:
-        """Ends a sequence where it is, once what was dispatched for it is read; its state is exported."""
-        sequence.saved = True
-        if sequence.awaits_mask:
-            self._sample_waiting(self._masks.finish(sequence))
-        self._settle()
-        if not sequence.finished:
-            sequence.stop_reason = "saved"
-            self._processor.end(sequence)
 
     def _dispatch(self, output: SchedulerOutput) -> None:
         """Has a call run, and what it samples."""
@@ -301,7 +283,7 @@ def encode(inputs: StepInputs) -> bytes:
         transferred = sequence.transferred
         state = None if transferred is None else transferred.state
         begun = None if transferred is None else [transferred.tokens, None if state is None else list(state.arrays)]
-        records.append([sequence.number, asdict(sequence.request), begun, sequence.saved])
+        records.append([sequence.number, asdict(sequence.request), begun])
         arrays += [] if state is None else [state.tokens, *state.arrays.values()]
     return packed({**inputs._asdict(), "arrivals": records}, arrays)
 
@@ -311,14 +293,14 @@ def decode(payload: bytes) -> StepInputs:
         return StepInputs()
     (record, arrays), arrivals = unpacked(payload), []
     left = iter(arrays)
-    for number, fields, begun, saved in record["arrivals"]:
+    for number, fields, begun in record["arrivals"]:
         transferred = None
         if begun is not None:
             tokens, names = begun
             state = None if names is None else SequenceState({}, next(left), {name: next(left) for name in names})
             transferred = TransferredState(tuple(_token(*row) for row in tokens), state)
-        arrivals.append(Sequence(request_of(fields), number, None, transferred, saved))
-    return StepInputs(tuple(arrivals), tuple(record["cancelled"]), record["compare"], tuple(record["saved"]))
+        arrivals.append(Sequence(request_of(fields), number, None, transferred))
+    return StepInputs(tuple(arrivals), tuple(record["cancelled"]), record["compare"])
 
 
 def _token(token: int, logprobs: Any) -> Token:

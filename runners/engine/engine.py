@@ -33,21 +33,14 @@ class Engine:
     """An artifact, loaded. Any thread and any event loop may use it; a thread of its own drives the devices.
 
     Args:
-        artifact: Its folder.
-        config: How it runs; by default as ``EngineConfig()`` says.
         hosts: This process's place where several run together, which is the first; the others call ``follower.follow``.
         report: Told what was chosen and why; stderr by default.
         tell: Told, in the engine's thread, which blocks prompts can hit from now on and which not any more.
         settings: Fields of ``EngineConfig`` that replace those of ``config``: ``Engine(path, max_requests=8)``.
 
     Attributes:
-        config: How it runs.
-        manifest: The manifest of the artifact.
-        target: Name of the target that runs.
-        limits: Limits of one request.
         verdicts: Whether each program fits this machine, by cell.
         timings: Seconds that each stage of the start took.
-        files: The tokenizer and the chat template.
 
     Raises:
         ArtifactError: The artifact is missing, damaged, or not for this machine under this policy.
@@ -179,9 +172,7 @@ class Engine:
         """A request of a text, token ids or messages.
 
         Args:
-            max_tokens: Those of the answer.
             sampling: How tokens are taken; by default as ``Sampling()`` says.
-            name: The prompt's name in messages.
             special: Begin a text with the special tokens that the tokenizer adds by itself.
             settings: Fields of ``Sampling``, which replace those of ``sampling``, and other fields of ``Request``.
 
@@ -198,7 +189,6 @@ class Engine:
         """Starts requests, and returns at once: a handle each, to wait for, read from, or cancel. They arrive together.
 
         Args:
-            requests: The requests.
             checked: ``check`` took each of them already.
 
         Raises:
@@ -237,56 +227,6 @@ class Engine:
         finally:
             for handle in handles:
                 handle.cancel()
-
-    def save(self, source: Request | RequestHandle, file: str | Path) -> Completion:
-        """Writes where a request is to a file, from which ``resume`` goes on: its settings, tokens and state.
-
-        Args:
-            source: A request is run to its end first, and goes on where its ``max_tokens`` ended it. One that runs
-                ends where it is, with the stop reason ``saved``.
-            file: Is there whole or not at all; one of this name is replaced.
-
-        Returns:
-            The answer so far.
-
-        Raises:
-            ArtifactError: The artifact has no programs that move states, or the file cannot be written.
-            RequestError: The request cannot be served or saved, has ended, or is cancelled meanwhile.
-            RequestFailed: For the reasons that ``RequestHandle.result`` gives.
-        """
-        self._check_alone("save")
-        from ling3export.runners.engine.saving import save  # with numpy
-
-        if isinstance(source, Request):
-            self.check(source)
-        return save(self._loop, self.manifest, self._record, source, Path(file))
-
-    def resume(self, file: str | Path, *, max_tokens: int | None = None) -> RequestHandle:
-        """Goes on from what ``save`` wrote, in any engine of the same model and weights: the tokens are the same.
-
-        The answer begins with the tokens in the file.
-
-        Args:
-            file: The file.
-            max_tokens: How many tokens the whole answer has at most; by default as the request said.
-
-        Raises:
-            StateFileError: The file is missing, cut, damaged, or something else.
-            StateMismatch: It is of another model, of other weights, or of other dtypes.
-            ArtifactError: The artifact has no programs that move states.
-            RequestError, QueueFull, EngineStopped: For the reasons that ``submit`` gives.
-        """
-        self._check_alone("resume")
-        from ling3export.runners.engine.saving import resumed
-
-        request, carried = resumed(self.manifest, self._record, Path(file), max_tokens)
-        self.check(request)
-        (handle,) = self._loop.submit([request], carried)
-        return handle
-
-    def _check_alone(self, what: str) -> None:
-        if self.config.ffn:
-            raise RequestError(f"{what}: expected an engine that computes its own experts, found an FFN worker")
 
     def digests(self) -> tuple[bytes, ...]:
         """sha256 of the tokens that each host read since the last call, by host; nothing where one host runs alone.

@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.inputs import GREEDY, Fields, decode_fields, prefill_fields, sample_fields
 from ling3export.runners.engine.logits_processor import LogitsEdits, adjust_inputs, rank_fields
@@ -23,6 +22,7 @@ from ling3export.runners.engine.outputs import (
 from ling3export.runners.engine.sequence import now
 from ling3export.runners.hosts.channel import Channel
 from ling3export.runners.load.sharded import whole_array
+from ling3export.runners.state.block_manager import BlockManager
 from ling3export.runners.state.sequence_state import SequenceState
 
 if TYPE_CHECKING:

@@ -38,10 +38,8 @@ def follow(
 
     Args:
         artifact: Its folder, with the same content on every host.
-        config: The same as on host 0; a prefix store is neither read nor written here.
         grace: Seconds, in addition to ``host_timeout``, in which host 0 may end after SIGTERM or SIGINT, which it gets
             as well. Only in the main thread. By default the signals end this process.
-        settings: Fields of ``EngineConfig`` that replace those of ``config``.
 
     Raises:
         ArtifactError, HostsError: The artifact cannot be loaded here, or not with the other hosts (``load``).

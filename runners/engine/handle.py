@@ -67,9 +67,6 @@ class RequestHandle:
     """A submitted request. The engine's thread fills it; one reader takes from it, in any thread or coroutine.
 
     Nothing waits for a slow reader: what it did not take yet is joined into one piece, which max_tokens bounds.
-
-    Attributes:
-        cancelled: Whether it was cancelled before its end.
     """
 
     def __init__(self, request: Request, number: int, cancel: Callable[[int], None]) -> None:
@@ -97,9 +94,6 @@ class RequestHandle:
 
     def result(self, timeout: float | None = None) -> Completion:
         """Waits for the end.
-
-        Args:
-            timeout: Seconds; None for any time.
 
         Returns:
             The completion; of a cancelled request, what there was of it.

@@ -13,8 +13,6 @@ class Span(NamedTuple):
     """Consecutive tokens of one sequence that a prefill or score call stores.
 
     Attributes:
-        slot: The sequence's state slot.
-        start: Position of the first token.
         next_tokens: In a score call, the token to be scored after each of ``tokens``, or -1 for none.
     """
 
@@ -40,9 +38,7 @@ def prefill_fields(
     Each span begins at a chunk of its own, after the last chunk of the span before it. The other chunks are padding.
 
     Args:
-        padding: Padded tokens of the call.
         spans: At most one a sequence, with ``padding // chunk`` chunks together at most.
-        chunk: Padded tokens a chunk.
         pages: int32 ``[slots + 1, max_pages]``: the page table of every state slot (``BlockManager.page_table``).
         score: Also give ``next_token``.
     """
@@ -72,7 +68,6 @@ def decode_fields(
     """The fields of a decode call of ``padding`` rows; rows after the given ones are padding.
 
     Args:
-        padding: Rows of the call.
         slots: The state slot of each row; 0 makes a row padding, with position and token 0.
         positions: Where each row's token is stored.
         pages: The page table of every state slot, as in ``prefill_fields``.
@@ -92,8 +87,6 @@ def sample_fields(
     """The fields of a sample call of ``count`` rows; those that are not among ``rows`` are padding.
 
     Args:
-        count: Rows of the call.
-        rows: Which of them sample a token.
         slots: The state slot of each, where its token is left for the next decode.
         positions: Each token's position: its randomness comes from this and the seed alone.
         sampling: SAMPLING ``[slots + 1]``: how the tokens of each state slot are sampled; None takes the best ones.

@@ -132,12 +132,7 @@ class LogitsEdits(NamedTuple):
 def adjust_inputs(
     count: int, vocab_size: int, wanted: Mapping[int, LogitsEdits]
 ) -> tuple[Fields, np.ndarray, np.ndarray]:
-    """Fields, edits ``[3, count, n]`` and mask ``[count, W]`` of a ``logits_processor`` call before ``sample``.
-
-    Args:
-        count: Rows of the call.
-        wanted: The changes by row.
-    """
+    """Fields, edits ``[3, count, n]`` and mask ``[count, W]`` of a ``logits_processor`` call before ``sample``."""
     fields = {name: np.zeros(count, np.int32) for name in ("edited", "masked", "top")}
     edits = np.zeros((3, count, max(of_row.edits.shape[1] for of_row in wanted.values())), np.int32)
     mask = np.zeros((count, -(-vocab_size // 32)), np.int32)

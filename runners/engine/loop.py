@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ling3export.foundation.errors import RequestError
 from ling3export.foundation.threads import GuardedThread
 from ling3export.runners.engine.core import EngineCore, StepInputs, StepOutputs
 from ling3export.runners.engine.handle import (
@@ -37,14 +36,10 @@ class Loop:
     An error in a step stops the loop: what the devices hold is in doubt then. Every handle gets it.
 
     Args:
-        core: Belongs to the thread from now on.
         timings: Gets the seconds to the first token that was ever read.
         max_requests: At most this many at once, waiting ones too; None for any number.
         renew: Makes another core, over fresh state, once the thread of the one before has ended; None if none can be.
         step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
-
-    Attributes:
-        core: None once the loop has ended.
     """
 
     def __init__(
@@ -60,7 +55,6 @@ class Loop:
     ) -> None:
         self._transfers, self._store = transfers, store
         self._awaited: dict[int, Sequence] = {}  # whose states are being loaded
-        self._saving: dict[int, Future[Sequence]] = {}  # that wait for their states
         self._timings = timings
         self._max_requests = max_requests
         self._renew = renew
@@ -78,7 +72,6 @@ class Loop:
         self.core: EngineCore | None = core
         self._arrivals: list[Sequence] = []
         self._cancelled: list[int] = []
-        self._saved: list[int] = []
         self._comparing: list[Future[tuple[bytes, ...]]] = []  # asked for in the next step
         self._compared: list[Future[tuple[bytes, ...]]] = []  # and in this one
         self._failure: BaseException | None = None
@@ -131,18 +124,8 @@ class Loop:
                 self._start(core)
             return failed
 
-    def submit(
-        self,
-        requests: Many[Request],
-        transferred: "TransferredState | None" = None,
-        saved: "Future[Sequence] | None" = None,
-    ) -> list[RequestHandle]:
-        """Hands over requests; they arrive together, in order.
-
-        Args:
-            requests: Requests that ``Engine.check`` took.
-            transferred: The state of a request that began elsewhere.
-            saved: Gets the sequence of the one request once it ended, with its state.
+    def submit(self, requests: Many[Request]) -> list[RequestHandle]:
+        """Hands over requests that ``Engine.check`` took; they arrive together, in order.
 
         Raises:
             QueueFull: They would be more than max_requests; none was taken.
@@ -155,9 +138,7 @@ class Loop:
             for request in requests:
                 handle = RequestHandle(request, self._count, self.cancel)
                 self._handles[handle.number] = handle
-                if saved is not None:
-                    self._saving[handle.number] = saved
-                self._await(Sequence(request, handle.number, at, transferred, saved is not None))
+                self._await(Sequence(request, handle.number, at))
                 self._count += 1
                 handles.append(handle)
             self._changed.notify()
@@ -169,7 +150,7 @@ class Loop:
         source: TransferQueue | PrefixStore | None = None
         if request.do_remote_prefill:
             source = self._transfers  # there is one: the engine checks requests
-        elif sequence.transferred is None and request.score_from is None:
+        elif request.score_from is None:
             source = self._store
         if source is None:
             self._arrivals.append(sequence)
@@ -205,27 +186,6 @@ class Loop:
                 self._give_up_waiting(number)
                 self._cancelled.append(number)
                 self._changed.notify()
-
-    def save(self, handle: RequestHandle) -> "Future[Sequence]":
-        """Ends a request where it is, soon; gives its sequence, with its state.
-
-        Raises:
-            RequestError: It has ended, belongs to another engine, or is being saved.
-            EngineStopped: The loop has ended.
-        """
-        saved: Future[Sequence] = Future()
-        with self._changed:
-            self._check_open()
-            if self._handles.get(handle.number) is not handle or handle.number in self._saving:
-                actual = "one that is being saved" if handle.number in self._saving else "one that ended"
-                raise RequestError(
-                    f"{handle.request.name}: expected a request that runs in this engine, found {actual}"
-                )
-            self._give_up_waiting(handle.number)
-            self._saving[handle.number] = saved
-            self._saved.append(handle.number)
-            self._changed.notify()
-        return saved
 
     def _give_up_waiting(self, number: int) -> None:
         """Has a request arrive without the state that it waits for."""
@@ -318,14 +278,12 @@ class Loop:
     def _next(self, core: EngineCore) -> StepInputs | None:
         """The inputs of the next step, once there are some or there is work; None when the loop is to end."""
         with self._changed:
-            while not (self._over or self._arrivals or self._cancelled or self._saved or self._comparing or core.busy):
+            while not (self._over or self._arrivals or self._cancelled or self._comparing or core.busy):
                 self._changed.wait()
             if self._over:
                 return None
-            inputs = StepInputs(
-                tuple(self._arrivals), tuple(self._cancelled), bool(self._comparing), tuple(self._saved)
-            )
-            self._arrivals, self._cancelled, self._saved = [], [], []
+            inputs = StepInputs(tuple(self._arrivals), tuple(self._cancelled), bool(self._comparing))
+            self._arrivals, self._cancelled = [], []
             self._compared, self._comparing = self._comparing, []
         return inputs
 
@@ -344,12 +302,9 @@ class Loop:
                 continue
             with self._changed:
                 handle = self._handles.pop(sequence.number, None)
-                saved = self._saving.pop(sequence.number, None)
             if handle is not None:  # else the loop was abandoned meanwhile
                 handle.finish(outcome(sequence))
                 touched[handle.number] = handle
-            if saved is not None:
-                saved.set_result(sequence)
         wake(touched.values())
         for future in self._compared:
             future.set_result(outputs.digests)
@@ -388,9 +343,7 @@ class Loop:
             handles = list(self._handles.values())
             self._handles.clear()
             self._failed += len(handles)
-            waiting: list[Future[Any]] = [*self._compared, *self._comparing, *self._saving.values()]
-            futures = [future for future in waiting if not future.done()]
-            self._saving.clear()
+            futures = [future for future in (*self._compared, *self._comparing) if not future.done()]
         for handle in handles:
             handle.finish(self._reason())
         wake(handles)

@@ -98,13 +98,6 @@ class MaskQueue:
             self._fail(rows[place].sequence, GrammarFailed(message, "use a less ambiguous grammar, or a smaller n"))
         return self._take([rows[place] for place in filled])
 
-    def finish(self, sequence: Sequence) -> list[WaitingRow]:
-        """Fills the mask of one sequence now, and returns its row."""
-        rows = [row for row in self._rows if row.sequence is sequence]
-        for row in rows:
-            self._fill_row(row)
-        return self._take(rows)
-
     def _fill_by_time(self) -> tuple[list[int], list[int], list[int]]:
         """Places of the rows with filled masks, of rows that took more than SLOW, and of late rows."""
         begun = time.monotonic()

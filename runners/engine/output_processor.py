@@ -133,7 +133,7 @@ class OutputProcessor:
     def end(self, sequence: Sequence) -> None:
         """Takes back what a sequence holds that ended by itself, for whatever ``stop_reason``; its state may leave."""
         if sequence.error is None:
-            if sequence.saved or sequence.request.do_remote_decode:
+            if sequence.request.do_remote_decode:
                 self._coordinator.export(sequence)
             self._coordinator.publish(sequence)
         self._scheduler.remove(sequence)

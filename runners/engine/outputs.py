@@ -65,9 +65,6 @@ class ScheduledRow(NamedTuple):
     """A row of a call that a token is sampled from.
 
     Attributes:
-        row: Index into the call's logits.
-        slot: The sequence's state slot.
-        position: Position of the token.
         call: The sequence's record of the call.
         token: Input of a decode call; -1 for the token that the devices sampled last.
     """
@@ -86,9 +83,7 @@ class SchedulerOutput:
 
     Attributes:
         at: Time of the decision, on the clock of ``sequence.now``.
-        cell: Name of the program.
         phase: ``prefill``, ``score`` or ``decode``; empty where nothing is to be computed.
-        padding: Padded tokens, or sequences of a decode call.
         spans: Inputs of a prefill or score call, one after the other.
         rows: Rows that sample a token, ascending; all rows of a decode call.
         processed: The rows of them that need the logits processor.
@@ -130,7 +125,6 @@ class ModelRunnerOutput(NamedTuple):
 
     Attributes:
         at: Time at which the tokens were read.
-        tokens: By row of the call.
         logits: fp32 ``[rows, vocab]``, where a sequence asks for them.
         logprobs: ``logprob``, ``top_token`` and ``top_logprob`` by row, where a sequence asks for them.
         scores: ``logprob``, ``best`` and ``best_logprob`` of each padded token of a score call.

@@ -79,9 +79,7 @@ class Request:
     """One prompt and what to do with it.
 
     Attributes:
-        prompt_ids: Token ids, at least one.
         max_tokens: At most this many are generated; the context may end it sooner. 0 where tokens are scored.
-        sampling: How tokens are taken.
         stop: Strings of at least one character that end the text; they are not part of it.
         ignore_eos: Go on after an end-of-text token.
         stop_token_ids: Tokens that end the text, whatever ``ignore_eos`` says.
@@ -92,7 +90,6 @@ class Request:
         priority: The lowest is admitted first, and the highest gives its pages back first; among equals the order of
             arrival decides.
         logits: Also return the logits that each token was taken from.
-        name: Its name in messages.
         score_from: Generate nothing: score the prompt's tokens from this place on, each after those before it.
         cache_salt: Only requests with the same one share what the prefix cache keeps.
         logprobs: Also return the log-probability of each token, and of this many of the most likely ones; None returns
@@ -214,8 +211,6 @@ class EngineStep(NamedTuple):
 
     Attributes:
         t_ms: Milliseconds from the request's submission to the call's dispatch.
-        kind: ``prefill``, ``score`` or ``decode``.
-        padding: The program's.
         tokens: How many tokens of the request it stored. Each decode call and the last prefill call gave a token.
     """
 
@@ -242,10 +237,9 @@ class Completion:
     """The result of a request.
 
     Attributes:
-        prompt_ids: Token ids of the prompt.
         token_ids: Generated ids, with the end-of-text token where that ended them.
         text: Their text without special tokens and without the stop string; None where the artifact has no tokenizer.
-        stop_reason: ``eos``, ``stop``, ``length``, ``scored``, ``saved`` or ``cancelled``.
+        stop_reason: ``eos``, ``stop``, ``length``, ``scored`` or ``cancelled``.
         ttft_ms: Milliseconds from submission to the first token; 0 if there is none.
         e2e_ms: Milliseconds from submission to the last one.
         logits: fp32 ``[len(token_ids), vocab]`` if asked for: row i is what token i was taken from.

@@ -26,12 +26,12 @@ from collections.abc import Callable
 from operator import attrgetter
 
 from ling3export.artifacts.paddings import Shapes
-from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.coordinator import PrefixCacheCoordinator
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.inputs import Span, fitting
 from ling3export.runners.engine.outputs import ScheduledRow, ScheduledSpan, SchedulerOutput
 from ling3export.runners.engine.sequence import DispatchedCall, Sequence, Status, now
+from ling3export.runners.state.block_manager import BlockManager
 
 ORDER = attrgetter("order")  # by priority, then by arrival
 Settle = Callable[[], bool]  # reads all calls in flight, which may end sequences; False if there were none

@@ -12,9 +12,9 @@ from ling3export.runners.engine.request import Completion, EngineStep, Logprobs,
 if TYPE_CHECKING:
     import numpy as np
 
-    from ling3export.runners.engine.block_manager import BlockTable
     from ling3export.runners.engine.logits_processor import LogitsProcessorState
     from ling3export.runners.load.sharded import ShardedState
+    from ling3export.runners.state.block_manager import BlockTable
     from ling3export.runners.state.sequence_state import SequenceState, TransferredState
     from ling3export.runners.text.vocabulary import TextStream
 
@@ -43,7 +43,6 @@ class SequenceOutput:
     tokens.
 
     Attributes:
-        token_ids: Tokens known on the host.
         text: The certain part of their text; None without a tokenizer.
         logprobs: How likely each token was, if the request asks for it.
     """
@@ -57,48 +56,33 @@ class Sequence:
     """One request: its tokens, how many of them lie in the pools, and how it ended.
 
     Args:
-        request: Already checked.
-        number: Its place in the order of arrival.
         arrived: When it was submitted, on the clock of ``now``; None for now. This is noted and decides nothing.
         transferred: Its state, if it began elsewhere.
-        saved: Whether its state is exported when it ends.
 
     Attributes:
-        status: Where it is.
         max_new_tokens: How many tokens may be generated.
         eos: Ids that end it.
         stream: Turns tokens into text and watches for stop strings; None without a tokenizer.
         logits_processor: The changes of its logits before a token is sampled; None where nothing does.
-        output: Its tokens and text.
-        generated: The token ids of ``output``.
         num_sampled: Tokens whose sampling was dispatched: those of ``generated``, and at most a few in flight.
         num_computed_tokens: Positions whose state was dispatched. The last sampled token is not among them.
         num_prefilled: How many tokens of the prompt were ever dispatched.
         num_cached_tokens: Tokens of the prompt that the prefix cache had.
         table: Its slot and pages, while it has them.
         next_token: The token to decode next where the devices do not have it, else -1.
-        stop_reason: ``eos``, ``stop``, ``length``, ``scored``, ``saved``, ``cancelled`` or ``failed`` once it ended.
-        error: Why it failed.
+        stop_reason: ``eos``, ``stop``, ``length``, ``scored``, ``cancelled`` or ``failed`` once it ended.
         started: When its first call was dispatched.
-        times: When each token was read.
-        calls: Those that it took part in, in order.
         rows: The logits that each token was taken from, if the request asks for them.
         exported_state: Waits for its state of the computed positions, where that leaves the engine.
         awaits_mask: Whether its next logits are computed, but the mask of its grammar is not filled.
     """
 
     def __init__(
-        self,
-        request: Request,
-        number: int,
-        arrived: float | None = None,
-        transferred: "TransferredState | None" = None,
-        saved: bool = False,
+        self, request: Request, number: int, arrived: float | None = None, transferred: "TransferredState | None" = None
     ) -> None:
         self.request = request
         self.number = number
         self.arrived = now() if arrived is None else arrived
-        self.saved = saved
         self.status = Status.ARRIVED
         self.max_new_tokens = request.max_tokens
         self.eos: frozenset[int] = frozenset()

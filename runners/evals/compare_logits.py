@@ -109,10 +109,7 @@ def compare_logits(
     Args:
         b: An artifact with A's vocabulary, with any form of weights and any target.
         text: A file in UTF-8; no more of it is read than is judged.
-        tokens: Most tokens that are judged.
         window: Most tokens that the model sees at once; a shorter context or text bounds it.
-        progress: Called with the numbers of finished and of all rows, those of both artifacts.
-        options: Arguments of ``load``.
 
     Raises:
         EvalError: The artifacts have other vocabularies or tokenizers, the text is too short or no text, there is no

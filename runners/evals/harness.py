@@ -30,8 +30,6 @@ class MinimalEvalHarness:
     Args:
         agent: ``async (input, env) -> (transcript, outcome)``; ``env`` has task_id, trial and seed. An exception of the
             agent is an infrastructure error, not an answer.
-        n_trials: Tries at each task.
-        seed: The seeds of all trials follow from it.
         retry: Further attempts at a trial after an infrastructure error.
         timeout: Seconds that one attempt may take; None for any time.
     """

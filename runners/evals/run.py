@@ -39,10 +39,8 @@ def run_suite(
     """Runs a suite, or continues an earlier run with the same header. On several hosts, host 0 calls it.
 
     Args:
-        path: The run's file.
         shard: Every N-th batch; batches stay whole, because the company of a trial can decide the last bits of its
             logits. The returned run has the trials of the shard.
-        force: Begin again, and replace the file.
         progress: Called with the numbers of finished and of all trials, as trials end.
 
     Raises:

@@ -39,7 +39,6 @@ def load_suite(name: str, data: Path | None = None, limit: int | None = None) ->
 
     Args:
         name: One of SUITES, or the path of a task file.
-        data: The folder or the file of a data set.
     """
     if name in SUITES:
         suite = SUITES[name](data)

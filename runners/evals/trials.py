@@ -45,7 +45,6 @@ class RunConfig:
     """Settings of a run.
 
     Attributes:
-        stop: Strings that end the text.
         seed: The seeds of all trials follow from it.
         batch: Trials that are given to the backend together.
         retry: Further attempts at a trial after an infrastructure error.

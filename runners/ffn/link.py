@@ -115,15 +115,12 @@ class AttentionLink:
     """The attention process's end.
 
     Args:
-        name: The worker's ``--context``.
-        artifact: Digest of the manifest that both sides run.
         sent: A pair's row on its way to the experts: a dtype with a shape.
         returned: A pair's row on its way back.
         wait: Seconds to wait for the worker to be there, and for each answer.
 
     Attributes:
         micro_batches: How many may be in flight.
-        tokens: Tokens of a micro batch.
 
     Raises:
         FfnGone: The worker is not there.
@@ -244,8 +241,6 @@ class FfnLink:
     """The worker's end. It has its name once this is made.
 
     Args:
-        context: The layout of its segment.
-        artifact: Digest of the manifest that both sides run.
         layers: Layers that have experts.
         sent: A pair's row on its way to the experts.
         returned: A pair's row on its way back.

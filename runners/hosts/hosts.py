@@ -26,7 +26,6 @@ class Hosts:
 
     Attributes:
         coordinator: ``HOST:PORT`` where host 0 listens for the others.
-        count: How many hosts there are.
         number: Which one this is; host 0 leads.
         start_timeout: Seconds to wait until all are there.
         host_timeout: Seconds that another host may be silent or late, before it counts as gone.

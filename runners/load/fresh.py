@@ -33,8 +33,6 @@ def state_source(read: Mapping[FileRecord, bytes], target: Target, mesh: Mesh) -
 
     Args:
         read: The bytes of the target's files that hold native code, of right digests.
-        target: The manifest's.
-        mesh: The devices.
 
     Raises:
         ArtifactError: The program does not load, or gives other arrays than the manifest says; or the target is for the

@@ -81,13 +81,9 @@ class Loaded:
     """An artifact that is ready to run.
 
     Attributes:
-        folder: The artifact.
-        manifest: Its manifest.
         target: Name of the target.
         runner: Programs, parameters and state, ready to run steps.
-        programs: The programs; some may still load.
         verdicts: Whether each program fits this machine, by cell.
-        timings: Seconds that each stage took.
         compiles: Counts the programs that jax compiles from the start on; a prebuilt start leaves it at 0.
         weight_bytes: Bytes of the weights that this process maps and checks.
         channel: The connection to the other hosts; None where this one runs alone.
@@ -133,7 +129,6 @@ def load(
     """Loads an artifact.
 
     Args:
-        artifact: Its folder.
         target: Which target; None takes the only one that fits this machine.
         programs: ``prebuilt-only``, or ``allow-compile``: portable programs are compiled here where executables do not
             fit, and kept in the user's cache.
@@ -290,13 +285,6 @@ def calls_measured(
     """The measured seconds of each cell's call, where a calibration next to the artifact is of this target and machine.
 
     Several hosts decide alike: they use it where each of them has the same one.
-
-    Args:
-        folder: The artifact.
-        manifest: Its manifest.
-        target: The target that runs.
-        report: Told that one is used, or why one is there and not used.
-        channel: The connection to the other hosts, which all call this; None where this one runs alone.
     """
     measured, note = found_beside(folder, manifest, measuring)
     if measured is not None and (made := measured.target) != target:

@@ -22,14 +22,6 @@ class ModelRunner:
 
     State goes through every call and is donated, so the pools exist once.
 
-    Args:
-        target: The manifest's.
-        programs: By cell; each is taken when it is first called.
-        params: By the name of the argument.
-        state: The state arrays, by name.
-        fresh: Gives new state arrays, zeros.
-        mesh: The devices.
-
     Attributes:
         inputs: The fields and arrays of each cell's last call, by cell; None, the initial value, keeps none.
     """
@@ -58,11 +50,6 @@ class ModelRunner:
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> jax.Array:
         """Runs ``prefill`` or ``decode``.
 
-        Args:
-            phase: Which of the two.
-            padding: Padded tokens, or sequences.
-            fields: Every field of the step contract, by name.
-
         Returns:
             Logits, fp32 ``[rows, vocab]``, still being computed.
         """
@@ -70,10 +57,6 @@ class ModelRunner:
 
     def score(self, padding: int, fields: Mapping[str, np.ndarray]) -> dict[str, jax.Array]:
         """Runs ``score``.
-
-        Args:
-            padding: Padded tokens.
-            fields: Every field of the step contract, by name.
 
         Returns:
             ``logits`` like those of ``prefill``; ``logprob`` and ``best_logprob`` fp32, ``best`` int32, ``[padding]``.
@@ -103,8 +86,6 @@ class ModelRunner:
 
         Args:
             logits: Those of ``step``; they stay as they are.
-            rows: How many there are.
-            fields: Every field of the step contract, by name.
             edits: int32 ``[3, rows, n]`` for any n that there is room for, tokens with the bits of scales and addends;
                 None where no row has any.
             mask: int32 ``[rows, W]``, the bits of allowed tokens; None where no row has one.
@@ -192,8 +173,6 @@ class ModelRunner:
         """Runs any cell.
 
         Args:
-            name: ``decode@16``.
-            fields: Every field of the step contract, by name.
             batch: Other arrays; numpy's are replicated, and must not change.
 
         Returns:

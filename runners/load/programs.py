@@ -30,9 +30,7 @@ class Programs(Mapping[str, "Program"]):
     """Programs by cell, which load in threads. Asking for one waits for it, or loads it where its turn has not come.
 
     Args:
-        load: Loads one program.
         names: All programs, in the order in which they begin to load.
-        pool: Loads the first ones.
         first: Names of the first ones; the others load one after the other, REST seconds later. None for all.
     """
 
@@ -126,10 +124,7 @@ def load_programs(
 
     Args:
         read: The bytes of the target's files that hold native code, of right digests.
-        target: The manifest's.
         verdicts: By cell; the executables of OPTIMAL ones come from the artifact.
-        compiled: The others, compiled here.
-        pool: Where to load.
         first: Cells that load before all others; None where all load side by side.
 
     Raises:

@@ -41,13 +41,6 @@ def compile_here(
 ) -> dict[str, Compiled]:
     """Executables of ``cells`` for this machine, by cell: from the cache, or compiled now and cached.
 
-    Args:
-        artifact: Its folder.
-        target: The manifest's.
-        cells: Verdicts of the cells to compile.
-        mesh: The devices.
-        say: Gets a line for each cell.
-
     Raises:
         ArtifactError: A portable program is damaged, or this jax cannot read or compile it.
     """
@@ -93,12 +86,7 @@ def _compile(cell: Cell, blob: bytes, mesh: "Mesh") -> Compiled:
 
 
 def cache_key(stablehlo: str, mesh: "Mesh") -> str:
-    """A digest of everything that an executable depends on: portable program, toolchain, processor and devices.
-
-    Args:
-        stablehlo: sha256 of the portable program.
-        mesh: The devices.
-    """
+    """A digest of everything that an executable depends on: portable program, toolchain, processor and devices."""
     devices = list(mesh.devices.flat)
     return sha256_of(
         {

@@ -105,7 +105,6 @@ def completions(
     """A call of /v1/completions.
 
     Args:
-        model: The name that the model is served under.
         most: Maximum number of answers of one call.
         default: Unused: answers outside of conversations have MAX_TOKENS tokens where the body does not say.
 
@@ -331,7 +330,6 @@ def chat(
     """A call of /v1/chat/completions.
 
     Args:
-        model: The name that the model is served under.
         most: Maximum number of answers of one call.
         default: Tokens that an answer may have where the body does not say; None for what the context leaves.
 

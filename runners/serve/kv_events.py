@@ -71,7 +71,6 @@ class Publisher:
 
     Args:
         endpoint: ``tcp://HOST:PORT``. Port 0 takes one that is free, and ``*`` all addresses of this machine.
-        topic: The first frame of each message.
 
     Raises:
         Ling3Error: The endpoint is malformed, or the port is taken.

@@ -16,11 +16,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 class Metrics:
-    """The counters of one server.
-
-    Args:
-        engine: The engine whose counters are shown, too.
-    """
+    """The counters of one server."""
 
     def __init__(self, engine: "Engine") -> None:
         self._registry = registry = CollectorRegistry()

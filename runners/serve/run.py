@@ -46,8 +46,6 @@ def opened(config: ServerConfig, model: str, max_requests: int | None) -> tuple[
     """A socket that is bound where clients will connect, and what they may ask for.
 
     Args:
-        config: How to serve.
-        model: Name of the model that is served.
         max_requests: Most prompts at once; None for any number.
 
     Raises:

@@ -4,8 +4,7 @@ A call that is forced follows the dialect of the chat template, with arguments a
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,6 @@ from ling3export.runners.text.answer import (
     CALLED,
     KEY,
     KEYED,
-    KINDS,
     NAME,
     THOUGHT,
     VALUE,
@@ -38,7 +36,6 @@ if TYPE_CHECKING:
 OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")  # of vLLM's `structured_outputs`
 DEPTH = 64  # objects and lists within each other that a schema may have
 ANY = "/(?s:.*)/"
-OF_TEXTS = {"pattern", "minLength", "maxLength"}
 
 
 def grammar_field(body: GenerationBody) -> tuple[str, Grammar] | None:
@@ -195,7 +192,6 @@ def one_keyed_call(functions: Functions, called: Sequence[str], *, within: bool)
     """A call of one of the functions ``called``, as marked keys and values; and a grammar of its values alone.
 
     Args:
-        functions: The schema of each one's arguments.
         within: The call stands after a thought that is open, or ends it.
 
     Raises:
@@ -251,18 +247,24 @@ class _Rules:
         return self._rule(" ".join((_quoted(name), "NL", *parts, "NL", _quoted(CALLED))))
 
     def _value(self, schema: Any, root: Any) -> str:
-        rules = []
-        for kind, form in _forms(schema, root, KINDS, set()):
-            if form == ANY:  # whatever else it may be
-                rules = [self._rule(form, f'suffix="{VALUED}"')]
-                break
-            if kind == "text":
-                rules.append(self._rule(form, f'suffix="{VALUED}"'))
-            elif kind == "literal":
-                rules.append(_quoted(form + VALUED))
-            else:
-                rules.append(f"{self._rule(f'%json {form}')} {_quoted(VALUED)}")
-        self.values.append(self._rule(" | ".join(rules)))
+        """The rule of a value: one of the values of an ``enum``, any text where it may be one, else its schema's JSON.
+
+        A bare text has no end but its mark, so its pattern and its lengths are not followed.
+        """
+        kinds = kinds_of(schema, root)
+        if isinstance(schema, dict) and schema.keys() == {"$ref"}:
+            schema = resolved(schema, root)
+        values = ([schema["const"]] if "const" in schema else schema.get("enum")) if isinstance(schema, dict) else None
+        if isinstance(values, list):
+            texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values)
+            rule = " | ".join(_quoted(text + VALUED) for text in texts)
+        elif "string" in kinds:
+            rule = self._rule(ANY, f'suffix="{VALUED}"')
+        else:
+            documents = {name: root[name] for name in ("$defs", "definitions") if name in root}
+            text = schema_text({"x-guidance": AS_WRITTEN} | documents | schema, "tools")
+            rule = f"{self._rule(f'%json {text}')} {_quoted(VALUED)}"
+        self.values.append(self._rule(rule))
         return self.values[-1]
 
     def _rule(self, text: str, attributes: str = "") -> str:
@@ -288,61 +290,6 @@ def _members(schema: Any, root: Any, seen: set[int]) -> tuple[dict[str, Any], li
     members |= own if isinstance(own, dict) else {}
     required += [name for name in listed(schema, "required") if isinstance(name, str)]
     return members, required, schema.get("additionalProperties", more)
-
-
-def _forms(schema: Any, root: Any, kinds: frozenset[str], seen: set[str]) -> Iterator[tuple[str, str]]:
-    """How a value may be written: (``text``, a regex), (``literal``, a text) or (``json``, a schema).
-
-    A text follows the schema's own pattern and lengths, or those of its reference or its only alternatives.
-
-    Args:
-        root: The document in which references are looked up.
-        kinds: JSON types that the value may have.
-        seen: References that were followed, each once: there may be circles, and many ways to each.
-    """
-    if not isinstance(schema, dict):
-        yield "text", ANY
-        return
-    kinds &= kinds_of(schema, root)
-    values = [schema["const"]] if "const" in schema else schema.get("enum")
-    if isinstance(values, list):
-        for value in values:
-            yield "literal", value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-        return
-    if "string" in kinds:
-        reference, joined = str(schema.get("$ref", "")), listed(schema, "allOf")
-        inner = listed(schema, "anyOf", "oneOf") or (joined if len(joined) == 1 else [])
-        if reference:
-            inner = [True if reference in seen else resolved(schema, root)]
-            seen.add(reference)
-        if inner and not schema.keys() & OF_TEXTS:
-            for part in inner:
-                yield from _forms(part, root, kinds, seen)
-            return
-        yield "text", _regex(schema)
-    if kinds == {"string"}:
-        return
-    others = kinds - {"string"} - ({"integer"} if "number" in kinds else set())
-    typed = schema if "string" not in kinds else schema | {"type": sorted(others)}
-    documents = {name: root[name] for name in ("$defs", "definitions") if name in root}
-    yield "json", schema_text({"x-guidance": AS_WRITTEN} | documents | typed, "tools")
-
-
-def _regex(schema: Mapping[str, Any]) -> str:
-    """The terminal of a bare text in Lark's form. A `format` is ignored."""
-    terms = []
-    if isinstance(pattern := schema.get("pattern"), str):
-        before = "" if pattern.startswith("^") else "(?s:.*)"
-        behind = "" if pattern.endswith("$") and not pattern.endswith("\\$") else "(?s:.*)"
-        inner = pattern.removeprefix("^")
-        inner = inner if behind else inner.removesuffix("$")
-        slashes = re.sub(r"\\.|/", lambda match: r"\/" if match[0] == "/" else match[0], inner, flags=re.DOTALL)
-        terms.append(f"/{before}(?:{slashes}){behind}/".replace("\n", r"\n"))
-    least, most = (value if type(value := schema.get(name)) is int else None for name in ("minLength", "maxLength"))
-    if least or most is not None:
-        terms.append(f"/(?s:.{{{least or 0},{'' if most is None else most}}})/")
-    # A reader closes the value at the first mark, so an incomplete text must not go on after it.
-    return " & ".join([*terms, rf"~/(?s:.*){VALUED[:1]}\/{VALUED[2:]}(?s:.*)/"]) if terms else ANY
 
 
 def _quoted(text: str) -> str:

@@ -13,16 +13,16 @@ import hashlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ling3export.artifacts.schema import Target
+from ling3export.runners.state.block_manager import BlockManager
 from ling3export.runners.state.layout import layout_of, nbytes
 
 EVERY = 512  # tokens between snapshots of a prompt
 REMEMBERED = 4096  # names of nodes and snapshots that were evicted, to tell why a request hit nothing
-POLICIES = ("lru", "flops")
 
 
 class Stored(NamedTuple):
@@ -58,25 +58,6 @@ class Cleared(NamedTuple):
 Event = Stored | Removed | Cleared
 
 
-class Pools(Protocol):
-    """The part of a block manager that the cache uses."""
-
-    def incref(self, pages: Sequence[int]) -> None:
-        """Adds one to the reference counts of pages."""
-
-    def decref(self, pages: Sequence[int]) -> None:
-        """Takes one from the reference counts of pages."""
-
-    def is_unshared(self, page: int) -> bool:
-        """Whether a page has one reference."""
-
-    def take_snapshot(self) -> int | None:
-        """A free snapshot's slot."""
-
-    def free_snapshot(self, slot: int) -> None:
-        """Takes a snapshot back."""
-
-
 @dataclass(eq=False)
 class Node:
     """A block of tokens after the blocks of its parents.
@@ -84,12 +65,10 @@ class Node:
     Attributes:
         name: The digest of all tokens up to the block's end.
         parent: The block before it; None for a first one.
-        page: Where its latents are.
         depth: Blocks up to its end.
         snapshot: The slot of the state after it, if one is kept.
         transient: Whether the snapshot is the latest one of a decode. It is evicted before snapshots of prompts, and
             the next one of the same decode replaces it.
-        children: How many nodes have this one as their parent.
         through: How many snapshots this node and its descendants have: while there is one, a prompt can hit the block.
     """
 
@@ -116,7 +95,6 @@ class Hit:
 
     Attributes:
         tokens: From here on the prompt must be computed.
-        pages: Those of the tokens before.
         snapshot: The slot of the state after them.
         matched: Tokens of the longest known path, in whole blocks.
         reason: Why nothing was hit: ``no_match``, ``no_snapshot``, ``shorter_than_block`` or ``evicted``; else empty.
@@ -158,34 +136,25 @@ class PrefixCache:
     """A tree of blocks.
 
     Args:
-        pools: The block manager, which gives pages and snapshots.
-        block: Tokens a block: those of a page.
         root: Prefix of the names of nodes: artifacts whose states differ have different ones.
-        every: Tokens between the snapshots of a prompt: a multiple of ``block``, else the next one.
-        evict: ``lru``: the least recently used goes first; ``flops``: what saves least work for its bytes and its age.
         cost: Cost and gain of a snapshot; None keeps all.
         tell: Told at once what prompts can hit and what not any more: the blocks that lead to a snapshot, and the
             states after blocks. Pages that lead to no snapshot are worth nothing to a prompt. None tells nobody.
 
     Attributes:
-        block: Tokens a block.
-        every: Tokens between the snapshots of a prompt.
         least: The fewest tokens after which a snapshot is kept.
-        evicted_pages: How many pages were evicted.
-        evicted_snapshots: How many snapshots were.
     """
 
     def __init__(
         self,
-        pools: Pools,
+        pools: BlockManager,
         block: int,
         root: str = "",
         every: int = EVERY,
-        evict: str = "lru",
         cost: SnapshotCost | None = None,
         tell: Callable[[Event], None] | None = None,
     ) -> None:
-        self._pools, self._root, self._evict, self._cost, self._tell = pools, root, evict, cost, tell
+        self._pools, self._root, self._cost, self._tell = pools, root, cost, tell
         self.block, self.every = block, -(-every // block) * block
         self.least = 0 if cost is None else cost.least
         self.reset()
@@ -285,7 +254,7 @@ class PrefixCache:
     def room(self, *, transient: bool) -> int | None:
         """A slot for a snapshot. If none is free, one is evicted: for a ``transient`` snapshot only a transient one."""
         slot = self._pools.take_snapshot()
-        if slot is None and (node := self._cheapest(transient)) is not None:
+        if slot is None and (node := self._stalest(transient)) is not None:
             self._give_up(node)
             slot = self._pools.take_snapshot()
         return slot
@@ -344,7 +313,7 @@ class PrefixCache:
     def evict(self) -> bool:
         """Gives up one page that no sequence holds, and whatever snapshot it has; False if there is none."""
         leaves = (node for node in self._nodes.values() if not node.children and self._pools.is_unshared(node.page))
-        node = next(leaves, None) if self._evict == "lru" else self._least(list(leaves))
+        node = next(leaves, None)
         if node is None:
             return False
         self._remove(node)
@@ -375,30 +344,8 @@ class PrefixCache:
         self.evicted_snapshots += 1
         self._remember(node.name)
 
-    def _cheapest(self, transient: bool) -> Node | None:
-        among = [node for node in self._kept.values() if node.transient] if transient else list(self._kept.values())
-        if self._evict == "flops":
-            return self._least(among)
-        return next(iter(among), None)
-
-    def _least(self, nodes: Sequence[Node]) -> Node | None:
-        """The node of the least worth: its place in the order of use plus the work that it saves, both from 0 to 1.
-
-        After Marconi (arXiv 2411.19379). A snapshot saves the prefill of the blocks since the one before it; what it
-        costs is the same for all. A page without a snapshot saves nothing.
-        """
-        saved = [self._saved(node) for node in nodes]
-        most, count = max(saved, default=0) or 1, max(len(nodes) - 1, 1)
-        worth = [place / count + work / most for place, work in enumerate(saved)]
-        return nodes[worth.index(min(worth))] if nodes else None
-
-    def _saved(self, node: Node) -> int:
-        if node.snapshot is None:
-            return 0
-        before = node.parent
-        while before is not None and before.snapshot is None:
-            before = before.parent
-        return node.depth - (0 if before is None else before.depth)
+    def _stalest(self, transient: bool) -> Node | None:
+        return next((node for node in self._kept.values() if node.transient or not transient), None)
 
     def _touch(self, names: Sequence[bytes]) -> None:
         for name in reversed(names):

@@ -1,4 +1,4 @@
-"""One sequence's state: the only thing that is saved, kept in a folder, or handed to another process.
+"""One sequence's state: the only thing that is kept in a folder or handed to another process.
 
 Its arrays are in canonical order, which knows neither devices nor TP nor pages. Its bytes are a safetensors file of
 ``kda.recurrent`` [layers, heads, key, value], ``tokens`` [tokens], ``mla.latent`` [layers, tokens, width] and
@@ -9,20 +9,15 @@ text and all tensors. A crc32 finds damage, not forgery.
 
 import io
 import json
-import os
 import struct
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from ling3export.artifacts.files import replacing
 from ling3export.foundation.dtypes import BY_NAME
-from ling3export.foundation.errors import Ling3Error
-from ling3export.foundation.reading import opened
 from ling3export.foundation.strict_json import parse_json
 from ling3export.runners.load.sharded import ShardedState
 from ling3export.runners.state.layout import (
@@ -39,17 +34,13 @@ from ling3export.runners.state.layout import (
 )
 
 LENGTH = struct.Struct("<Q")
-LARGEST_HEAD = 64 << 20  # bytes before the tensors: a saved request has prompt and answer, with 20 likely tokens each
+LARGEST_HEAD = 1 << 20  # bytes before the tensors
 RECORD, CHECK = "ling3.state", "crc32"
 ALIGNED = 64
 MOST_LIKELY = 20  # tokens next to the one that was sampled
 
 Arrays = Mapping[str, np.ndarray]
 Token = tuple[int, tuple[float, tuple[tuple[int, float], ...]] | None]  # and what request.Logprobs says of it
-
-
-class StateFileError(Ling3Error):
-    """A file is not a whole saved state."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,21 +60,6 @@ class SequenceState:
     tokens: np.ndarray
     arrays: Arrays
     first: int = 0
-
-    @classmethod
-    def of(
-        cls,
-        source: "ShardedState | SequenceState",
-        descriptor: Mapping[str, Any],
-        tokens: Iterable[int],
-        first: int = 0,
-    ) -> "SequenceState":
-        """A state that was offloaded from devices, or one that never reached them; its arrays are not copied."""
-        ids = np.asarray(list(tokens), np.int32)
-        if isinstance(source, SequenceState):
-            return replace(source, descriptor=descriptor)
-        arrays = canonical(source.arrays())
-        return cls(descriptor, ids, {**arrays, LATENT: arrays[LATENT][:, : len(ids)]}, first)
 
     @property
     def stop(self) -> int:
@@ -115,7 +91,6 @@ class TransferredState(NamedTuple):
         tokens: Those that were generated elsewhere, each with what ``request.Logprobs`` says of it, or None.
         state: The state that this engine continues from; None where it computes all of it again.
         phases: Milliseconds that the sequence spent elsewhere, by what was done; None where nobody measured them.
-        nbytes: Bytes of the state, once that is handed on, too.
     """
 
     tokens: tuple[Token, ...]
@@ -167,7 +142,6 @@ class StateBytes:
     """A state in memory as its bytes: made with empty arrays, which are filled and then sealed.
 
     Args:
-        layout: The form of states.
         allocate: Gives the memory, ``[bytes]`` uint8.
 
     Attributes:
@@ -208,9 +182,6 @@ def read_state(
     """Reads a state from its bytes.
 
     Args:
-        file: Where they begin.
-        size: How many there are.
-        layout: The form of states of this artifact.
         description: The form that must fit; by default it is taken as it is.
 
     Raises:
@@ -237,41 +208,6 @@ def read_state(
     return SequenceState(record, ids, arrays, first)
 
 
-def save_state(path: Path, state: SequenceState, layout: StateLayout) -> None:
-    """Writes a state to a file, which is there whole and durable or not at all; one of this name is replaced.
-
-    Raises:
-        ArtifactError: It cannot be written.
-    """
-    data = StateBytes(layout, state.descriptor, state.tokens, state.first)
-    fill(data.state, state)
-    memory = data.seal()
-    with replacing(path, memory.nbytes) as file:
-        file.write(memory.data)
-
-
-def load_state(path: Path, layout: StateLayout, description: Mapping[str, object]) -> SequenceState:
-    """Reads what ``save_state`` wrote.
-
-    Raises:
-        StateFileError: The file is missing, cut, damaged, or something else.
-        StateMismatch: It is of another model, of other weights, or of other dtypes.
-    """
-    try:
-        with opened(path.parent, path.name) as file:
-            return read_state(file, os.fstat(file.fileno()).st_size, layout, description)
-    except (OSError, ValueError) as error:
-        problem = str(error.strerror) if isinstance(error, OSError) else str(error)
-        raise refused(path, problem) from error
-
-
-def refused(path: Path, problem: str) -> StateFileError:
-    return StateFileError(
-        f"state `{path.name}`: expected a whole file that Engine.save wrote, found {problem}, in {path.parent}",
-        "copy it again, or save it again",
-    )
-
-
 def _record(file: BinaryIO | io.RawIOBase, size: int) -> tuple[bytes, str, str, dict[str, Any]]:
     """The bytes before the arrays of a file of ``size`` bytes, the record's text, the crc32, and the record."""
     length = file.read(LENGTH.size)
@@ -282,7 +218,7 @@ def _record(file: BinaryIO | io.RawIOBase, size: int) -> tuple[bytes, str, str, 
     metadata = tree.get("__metadata__") if isinstance(tree, dict) else None
     text, check = (metadata.get(name) for name in (RECORD, CHECK)) if isinstance(metadata, dict) else (None, None)
     if not isinstance(text, str):
-        raise ValueError("a file without a saved state")
+        raise ValueError("a file without a state")
     record = parse_json(text.encode(), LARGEST_HEAD)
     if not isinstance(record, dict) or not isinstance(record.get("state"), dict):
         raise ValueError("a state of another form")

@@ -44,10 +44,9 @@ class Read(NamedTuple):
 
 
 class JsonCall:
-    """Reads ``{"name": NAME, "arguments": OBJECT}``, as Ling-2's templates write it; a mark in a string ends nothing.
+    """Reads ``{"name": NAME, "arguments": OBJECT}``, as Ling-2's templates write it.
 
-    Args:
-        functions: Those that may be called.
+    A mark in a string ends nothing.
     """
 
     def __init__(self, functions: Functions) -> None:
@@ -102,9 +101,6 @@ class KeyedCall:
     Between the parts stands any white space. A value ends at the first closing mark before a key or the end of
     the call; any other mark in it is text. A string is written bare: what a value is follows from its schema.
     One that is JSON and no string does not end within a string of its own, where that comes to an end.
-
-    Args:
-        functions: Those that may be called.
     """
 
     def __init__(self, functions: Functions) -> None:

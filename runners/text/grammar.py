@@ -40,11 +40,7 @@ def library() -> str:
 
 
 class Matcher:
-    """Follows one text through a grammar.
-
-    Args:
-        inner: llguidance's matcher.
-    """
+    """Follows one text through a grammar."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner

@@ -44,11 +44,6 @@ class ChatTemplate:
     It sees what published templates expect: ``messages``, ``tools``, ``add_generation_prompt``, the special tokens by
     name (``bos_token`` and so on), ``raise_exception``, ``strftime_now`` and a ``tojson`` that leaves HTML alone.
 
-    Args:
-        source: The template.
-        tokens: Special tokens by name.
-        where: The file's name, for messages.
-
     Raises:
         ArtifactError: jinja2 cannot compile it.
     """
@@ -251,8 +246,6 @@ class TokenizerFiles:
     """The tokenizer files of an artifact, read when first needed, each by its digest.
 
     Args:
-        folder: The artifact.
-        records: The manifest's records of the files.
         eos_token_ids: Those of config.json.
     """
 

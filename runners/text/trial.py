@@ -31,11 +31,6 @@ class GrammarBusy(Ling3Error):
 class GrammarTrial:
     """At most PROCESSES processes that try grammars for one tokenizer. Each starts when it is needed first.
 
-    Args:
-        tokenizer: Text of tokenizer.json.
-        vocab_size: Token ids of the model are below it.
-        eos: Ids that end a text.
-
     Attributes:
         turns: One for each process; held while it tries a grammar.
     """

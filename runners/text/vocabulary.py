@@ -22,13 +22,9 @@ class TextStream:
     """Text of a growing list of tokens: never half a character, never the begin of a stop string.
 
     Args:
-        tokenizer: Decodes the tokens.
-        stop: Strings that end the text.
-        include_stop: They are part of it.
         skip_special: Special tokens have no text.
 
     Attributes:
-        stop: The strings that end the text.
         stopped: Whether a stop string was met.
     """
 
@@ -112,10 +108,6 @@ def overlap(text: str, stop: str) -> int:
 
 class Tokenizer:
     """The tokenizer of an artifact.
-
-    Args:
-        data: Bytes of tokenizer.json.
-        where: The file, for messages.
 
     Raises:
         ArtifactError: The library cannot read it.

@@ -30,11 +30,7 @@ class ConnectorMetadata(NamedTuple):
 
 
 class Connector:
-    """The calls of a scheduler and of a worker, in one process.
-
-    Args:
-        queue: Saves and loads the states.
-    """
+    """The calls of a scheduler and of a worker, in one process."""
 
     def __init__(self, queue: TransferQueue) -> None:
         self._queue = queue

@@ -38,7 +38,6 @@ class FolderStore:
     """States in a folder.
 
     Args:
-        layout: The form of states.
         description: The form that must fit (``description_of``).
         folder: Made for this user alone if it is not there; None for shared memory.
         lease: Seconds that what is written here stays for its reader; None for ever.

@@ -44,9 +44,7 @@ class HttpStore:
     """States over HTTP.
 
     Args:
-        layout: The form of states.
         description: The form that must fit (``description_of``).
-        options: Address of this process's server, peers, limit, secret and lease.
         clock: Seconds by which leases end.
 
     Raises:

@@ -7,7 +7,6 @@ two may write one file. A file whose predecessor is gone is removed, too, and wr
 """
 
 import hashlib
-import json
 import time
 import weakref
 from collections import Counter
@@ -20,7 +19,6 @@ import numpy as np
 from ling3export.artifacts.schema import Manifest, Target
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.threads import JobThread
-from ling3export.runners.hosts.channel import Channel
 from ling3export.runners.load.sharded import ShardedState
 from ling3export.runners.state.layout import LATENT, description_of, layout_of, root_of
 from ling3export.runners.state.prefix_cache import Node, PrefixCache
@@ -42,31 +40,8 @@ class _Piece(NamedTuple):
     first: int
 
 
-class FollowingStore:
-    """A prefix store on the other hosts: it fetches what host 0 writes, so that all make the same calls.
-
-    Args:
-        channel: To host 0.
-    """
-
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
-
-    def keep(self, path: Sequence[Node], tokens: Sequence[int], fetching: Fetching) -> None:
-        """Takes part in ``PrefixStore.keep``."""
-        for piece in json.loads(self._channel.shared()) if path else ():
-            _fetched(path, _Piece(*piece), fetching)
-
-
 class PrefixStore:
     """A folder of states after a prefix cache.
-
-    Args:
-        target: The artifact of the states.
-        where: The folder, and how large it may become.
-        cache: The memory cache: its blocks need not be read.
-        report: Called with each failure.
-        channel: To the other hosts; each has a ``FollowingStore``; None on one host.
 
     Raises:
         Ling3Error: The folder may not hold a single state.
@@ -74,15 +49,9 @@ class PrefixStore:
     """
 
     def __init__(
-        self,
-        manifest: Manifest,
-        target: Target,
-        where: PrefixFolder,
-        cache: PrefixCache,
-        report: Callable[[str], None],
-        channel: Channel | None = None,
+        self, manifest: Manifest, target: Target, where: PrefixFolder, cache: PrefixCache, report: Callable[[str], None]
     ) -> None:
-        self._channel, self._description = channel, description_of(manifest, target)
+        self._description = description_of(manifest, target)
         self._layout, self._root = layout_of(target, "prefix store"), root_of(manifest, target)
         self._limit, self._cache, self._report = where.limit, cache, report
         if where.limit < (needed := self._layout.nbytes(self._layout.page)):
@@ -106,13 +75,9 @@ class PrefixStore:
         """Writes the snapshots of a path that are not there, and notes that the path was used; only dispatches here.
 
         Args:
-            path: From the tree's root on.
-            tokens: Those of the path.
             fetching: ``Executor.export``.
         """
         pieces = self._pieces(path)
-        if self._channel is not None and path:
-            self._channel.shared(json.dumps(pieces).encode())
         size = self._layout.page
         for piece in pieces:
             ids = tokens[piece.first * size : (piece.last + 1) * size]

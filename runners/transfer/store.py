@@ -27,9 +27,7 @@ class StateAddress(NamedTuple):
     """The address of a state.
 
     Attributes:
-        name: Its name: 32 hexadecimal digits.
         host: Name or address of the machine that has it; counts for nothing where states are found by their names.
-        port: Its port.
         tokens: How many tokens its latents are of.
     """
 

@@ -86,17 +86,9 @@ class TransferQueue:
     """Saves states for other engines, and loads theirs.
 
     Args:
-        store: Carries the states.
-        layout: The form of states.
         description: The form that must fit (``description_of``).
         root: Prefix of the names of prompts (``root_of``).
         options: Lease and deadline.
-        vocab_size: Token ids are below it.
-        report: Gets a line about each failure.
-
-    Attributes:
-        store: The store.
-        counts: How often each outcome happened, by name.
     """
 
     def __init__(
@@ -122,9 +114,6 @@ class TransferQueue:
         """Saves the state after a prompt for another engine.
 
         Args:
-            number: The request's.
-            request: The engine's request.
-            exported: Waits for the state.
             done: Gets the client's ``kv_transfer_params``, None where that failed; in this thread. Returns whether the
                 client is still there: else the state is freed.
         """

@@ -1,5 +1,6 @@
 """Damaged states of sequences: in shared memory, in files, and on both ends of a connection."""
 
+import io
 import json
 import socket
 import threading
@@ -7,17 +8,15 @@ import time
 import zlib
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from random import Random
 
-from ling3export.runners.engine.request import request_of
-from ling3export.runners.state.sequence_state import StateBytes, fill, load_state, save_state
+from ling3export.runners.state.sequence_state import StateBytes, fill, read_state
 from ling3export.runners.transfer.http import PROOF
 from ling3export.runners.transfer.store import StateAddress
 from tests.fuzz.harness import Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
-from tests.support.transfers import DESCRIPTION, LAYOUT, file_of, name_of, put, random_state, same, store
+from tests.support.transfers import DESCRIPTION, LAYOUT, bytes_of, file_of, name_of, put, random_state, same, store
 
 NAME, HOST = name_of(7), "127.0.0.1"
 PATIENCE = 60.0  # seconds; both ends close what they are done with, so that only a machine that stands still needs them
@@ -80,10 +79,9 @@ def pulls(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def saved(folder: Path) -> Iterator[Case]:
-    """Damaged files of saved sequences, half of them with the right digest: refused, or as whole as they say."""
-    path, record = folder / "state", {"prompt_ids": [1, 2, 3], "max_tokens": 9, "sampling": {"seed": 3}}
-    save_state(path, replace(random_state(4), descriptor={"state": DESCRIPTION, "request": record}), LAYOUT)
-    data = path.read_bytes()
+    """Damaged bytes of states, half of them with the right digest: refused, or as whole as they say."""
+    record = {"prompt_ids": [1, 2, 3], "max_tokens": 9, "sampling": {"seed": 3}}
+    data = bytes_of(random_state(4), {"state": DESCRIPTION, "request": record})
     head = 8 + int.from_bytes(data[:8], "little")
     text = json.loads(data[8:head])["__metadata__"]["ling3.state"]
 
@@ -96,14 +94,15 @@ def saved(folder: Path) -> Iterator[Case]:
             tree["__metadata__"] = {"ling3.state": other, "crc32": check}
             start = json.dumps(tree, separators=(",", ":")).encode()
             start += b" " * (-(8 + len(start)) % 64)
-            path.write_bytes(len(start).to_bytes(8, "little") + start + data[head:])
+            damaged = len(start).to_bytes(8, "little") + start + data[head:]
         else:
             split = rng.choice((8, head, len(data)))
-            path.write_bytes(mutated_bytes(rng, data[:split]) + data[split:])
-        found = load_state(path, LAYOUT, DESCRIPTION)
-        with suppress(LookupError, TypeError):
-            request_of(found.descriptor["request"])
+            damaged = mutated_bytes(rng, data[:split]) + data[split:]
+        try:
+            found = read_state(io.BytesIO(damaged), len(damaged), LAYOUT, DESCRIPTION)
+        except ValueError:
+            return
         if not right and (found.descriptor["request"], found.stop) != (record, 4):
-            raise WrongResultError(f"another sequence than was saved: {found}")
+            raise WrongResultError(f"another state than was written: {found}")
 
     yield case

@@ -1,12 +1,12 @@
 """The engine's core on the fake model, whose answers an oracle knows."""
 
 from ling3export.artifacts.paddings import Shapes
-from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.core import EngineCore, SharedCore, StepInputs
 from ling3export.runners.engine.counters import Counters
 from ling3export.runners.engine.executor import ModelExecutor
 from ling3export.runners.engine.request import Limits, Request, Sampling
 from ling3export.runners.engine.sequence import Sequence
+from ling3export.runners.state.block_manager import BlockManager
 from ling3export.runners.state.prefix_cache import PrefixCache
 from tests.support.fake_backend import VOCAB, FakeBackend, answer
 
@@ -29,7 +29,6 @@ class Rig:
         snapshots=0,
         cache=True,
         every=16,
-        evict="lru",
         cost=None,
         tell=None,
         score=(),
@@ -41,7 +40,7 @@ class Rig:
         self.backend = backend(slots, pages, page_size, chunk, snapshots)
         self.blocks = BlockManager(slots, pages, page_size, -(-context // page_size), stripes, snapshots)
         shared = snapshots and cache
-        self.cache = PrefixCache(self.blocks, page_size, "root", every, evict, cost, tell) if shared else None
+        self.cache = PrefixCache(self.blocks, page_size, "root", every, cost, tell) if shared else None
         self.limits = Limits(context, VOCAB, pages, page_size)
         self.counters, self._channel = Counters(), channel
         shapes = Shapes(prefill, decode, chunk, score=score)

@@ -1,7 +1,6 @@
 """One of two hosts whose states travel: ``shared_states.py ARTIFACT FOLDER``; host 0 answers JSON lines on stdin.
 
-A line is ``{"complete": REQUEST}``, ``{"save": REQUEST, "file": FILE}`` or ``{"resume": FILE, "max_tokens": N}``; a
-REQUEST has the fields of ``engine.request.Request``.
+A line is ``{"complete": REQUEST}``, where a REQUEST has the fields of ``engine.request.Request``.
 """
 
 import json
@@ -13,12 +12,12 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.request import request_of
 from ling3export.runners.hosts.hosts import find_hosts
-from ling3export.runners.transfer.options import PrefixFolder, Transfer
+from ling3export.runners.transfer.options import Transfer
 
 
 def main() -> None:
     artifact, folder = map(Path, sys.argv[1:])
-    hosts, how = (find_hosts(), {"check": "programs", "prefix_store": PrefixFolder(folder / "known")})
+    hosts, how = (find_hosts(), {"check": "programs"})
     assert hosts is not None
     keep_stdout()
     if hosts.number:
@@ -28,12 +27,7 @@ def main() -> None:
         print("ready", flush=True)
         for line in sys.stdin:
             asked = json.loads(line)
-            if "complete" in asked:
-                (done,) = engine.complete([request_of(asked["complete"])])
-            elif "save" in asked:
-                done = engine.save(request_of(asked["save"]), asked["file"])
-            else:
-                done = engine.resume(asked["resume"], max_tokens=asked["max_tokens"]).result()
+            (done,) = engine.complete([request_of(asked["complete"])])
             said = {name: getattr(done, name) for name in ("token_ids", "cached_tokens", "kv_transfer_params")}
             print(json.dumps(said | {"free": engine.stats()["free"]}), flush=True)
 

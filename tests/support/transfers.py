@@ -22,7 +22,7 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.serve.app import state_routes
 from ling3export.runners.state.layout import CONV, FORMAT, LATENT, RECURRENT, TOKENS, StateLayout
-from ling3export.runners.state.sequence_state import SequenceState, fill
+from ling3export.runners.state.sequence_state import SequenceState, StateBytes, fill
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer.folder import FolderStore
 from ling3export.runners.transfer.http import HttpStore
@@ -82,6 +82,13 @@ def served(store: HttpStore) -> HttpStore:
 
     store.close = closed  # type: ignore[method-assign]
     return store
+
+
+def bytes_of(state: SequenceState, descriptor: dict) -> bytes:
+    """A state as its bytes."""
+    data = StateBytes(LAYOUT, descriptor, state.tokens, state.first)
+    fill(data.state, state)
+    return data.seal().tobytes()
 
 
 def put(store: StateStore, name: str, state: SequenceState) -> bool:

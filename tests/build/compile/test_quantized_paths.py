@@ -20,7 +20,7 @@ from ling3export.runners.ffn.worker import FfnWorker
 from ling3export.runners.transfer.options import Transfer
 from tests.support.artifacts_fixture import RECIPES, Artifacts
 from tests.support.hosting import hosting
-from tests.support.refusals import refusal, said
+from tests.support.refusals import said
 from tests.support.transfers import moved
 
 NAME = "micro-tp2-int4"
@@ -67,13 +67,14 @@ def test_a_prompt_of_one_server_is_answered_by_another(artifact: Artifacts, expe
 
 
 @pytest.mark.extras
-def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Artifacts, tmp_path: Path):
+def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Artifacts, expected: list[int]):
     """The weights in bf16 would continue other numbers."""
-    state = tmp_path / "half.state"
-    words = ("--prompt-ids", "1,2,3,4,5", "--max-tokens", 2, "--ignore-eos", "--save", state)
-    said(runner, "generate", artifact(NAME), *words)
-    text = refusal(runner, "generate", artifact("micro-tp2-snapshots"), "--resume", state, "--max-tokens", 4)
-    assert "state of another artifact: expected the same weights, found others" in text
+    how = Transfer("shm", deadline=60.0)
+    other = artifact("micro-tp2-snapshots")
+    with Engine(artifact(NAME), transfer=how, **QUIET) as give, Engine(other, transfer=how, **QUIET) as take:
+        _, taking = moved(give, Request(tuple(PROMPT), TOKENS, ignore_eos=True))
+        take.complete([taking])
+        assert take.stats()["transfer"]["other_state"] == 1
 
 
 @pytest.mark.usefixtures("unoptimized")

@@ -23,7 +23,6 @@ def test_every_setting_of_an_engine_and_of_a_server_has_an_option():
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"evict": "fifo"}, "evict: expected one of lru, flops, found fifo"),
         ({"check": "none"}, "check: expected one of all, programs, copy, found none"),
         ({"programs": "any"}, "programs: expected one of prebuilt-only, allow-compile, found any"),
         ({"max_requests": -1}, "max_requests: expected a whole number from 0 to 2147483647, found -1"),

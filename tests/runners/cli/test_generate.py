@@ -167,14 +167,9 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["--resume", "a"], 2, "--resume needs --max-tokens."),
-        (["--max-tokens", "1"], 2, "expected one of --prompt, --prompt-ids, --prompt-file and --resume, found none."),
-        (["--max-tokens", "1", "--prompt", "a", "--prompt-ids", "1"], 2, "--prompt-file and --resume, found 2."),
-        (["--max-tokens", "1", "--resume", "a", "--seed", "1"], 2, "--resume takes --max-tokens only, found --seed."),
-        (["--max-tokens", "1", "--resume", "a", "--save", "b"], 2, "expected one prompt with it, found --resume."),
+        (["--max-tokens", "1"], 2, "expected one of --prompt, --prompt-ids and --prompt-file, found none."),
+        (["--max-tokens", "1", "--prompt", "a", "--prompt-ids", "1"], 2, "--prompt-ids and --prompt-file, found 2."),
         (["--max-tokens", "1", "--prompt-ids", "1,x"], 2, "expected whole numbers with commas between, found '1,x'."),
-        (["--max-tokens", "1", "--resume", "a", "--stop", "1"], 2, "--resume takes --max-tokens only, found --stop."),
-        (["--max-tokens", "1", "--resume", "a", "--regex", "a"], 2, "--resume takes --max-tokens only, found --regex."),
         (["--prompt-ids", "1", "--regex", "a", "--grammar", __file__], 2, "--regex and --grammar, found 2."),
         (
             ["--prompt-ids", "1", "--json-schema", "no-such"],

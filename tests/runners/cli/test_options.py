@@ -17,13 +17,20 @@ from tests.support.refusals import refusal
 
 @pytest.mark.parametrize("host", ["0", "1"])
 @pytest.mark.parametrize("command", [["generate", "--prompt-ids", "1", "--max-tokens", "1"], ["serve"]])
-def test_each_of_several_hosts_refuses_ffn_workers_at_once(command: list[str], host: str, monkeypatch):
+@pytest.mark.parametrize(
+    ("option", "text"),
+    [
+        ("--ffn", "error: --ffn: expected none on several hosts, found some\nhint: run one process a session\n"),
+        ("--prefix-store", "error: --prefix-store: it does not work on several hosts\nhint: leave it out\n"),
+    ],
+)
+def test_each_of_several_hosts_refuses_what_works_on_one(
+    command: list[str], host: str, option: str, text: str, monkeypatch: pytest.MonkeyPatch
+):
     """A follower took no notice of them, and waited for host 0, which had refused them alone."""
     for name, value in (("DIST_INIT_ADDR", "127.0.0.1:1"), ("NNODES", "2"), ("NODE_RANK", host)):
         monkeypatch.setenv(name, value)
-    assert refusal(runner, command[0], "none", *command[1:], "--ffn", "any") == (
-        "error: --ffn: expected none on several hosts, found some\nhint: run one process a session\n"
-    )
+    assert refusal(runner, command[0], "none", *command[1:], option, "any") == text
 
 
 @pytest.mark.parametrize(

@@ -12,11 +12,11 @@ import pytest
 from ling3export.compile.build import build
 from ling3export.plan import plan
 from ling3export.plan.options import Options
-from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.load.loader import load
 from ling3export.runners.load.model_runner import ModelRunner
+from ling3export.runners.state.block_manager import BlockManager
 from tests.support.artifacts_fixture import RECIPES, Artifacts
 from tests.support.driver import Driver
 

@@ -11,10 +11,10 @@ from contextlib import aclosing
 
 import pytest
 
-from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.handle import EngineStalled, EngineStopped, QueueFull
 from ling3export.runners.engine.request import Sampling
 from ling3export.runners.evals.trials import Transcript
+from ling3export.runners.state.block_manager import BlockManager
 from tests.support.fake_backend import VOCAB, answer
 from tests.support.loop_rig import PAGE, PAGES, SLOTS, WAIT, Rig, expected, request
 from tests.support.waiting import until
@@ -235,11 +235,12 @@ def test_a_future_that_takes_no_error_leaves_no_coroutine_asleep():
     async def read(handle):
         return await asyncio.gather(asyncio.wait_for(handle.wait(), WAIT), return_exceptions=True)
 
-    saved: Future = Answered()
-    saved.set_result(None)
+    compared: Future = Answered()
+    compared.set_result(())
     with Rig() as rig:
         rig.backend.hold()
-        (handle,) = rig.loop.submit([request([1], 20)], saved=saved)
+        rig.loop._comparing.append(compared)
+        (handle,) = rig.submit(request([1], 20))
         rig.backend.failure = RuntimeError("no memory")
         threading.Timer(0.05, rig.backend.let_go).start()
         (error,) = asyncio.run(read(handle))

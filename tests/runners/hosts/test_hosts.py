@@ -22,7 +22,6 @@ from ling3export.runners.engine.follower import follow
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.sequence import Sequence
 from ling3export.runners.hosts.hosts import Hosts, find_hosts
-from ling3export.runners.transfer.options import PrefixFolder
 from tests.support.artifacts_fixture import run
 from tests.support.builds import environment
 from tests.support.hosting import hosting
@@ -108,12 +107,12 @@ def test_hosts_agree_on_overlap_prefix_cache_and_llguidance_before_anything_is_l
 
     monkeypatch.setattr(assembly, "load", load)
     monkeypatch.setattr(assembly, "library", lambda: "none")
-    first = "{'overlap': False, 'prefix_cache': None, 'evict': 'lru', 'prefix_store': True, 'llguidance': 'none'} 0"
+    first = "{'overlap': False, 'prefix_cache': None, 'llguidance': 'none'} 0"
     with pytest.raises(Ling3Error, match=f"^{re.escape(first)}$"):
-        Engine("none", hosts=Hosts("127.0.0.1:1", 2, 0), overlap=False, prefix_store=PrefixFolder(Path("none")))
-    second = "{'overlap': True, 'prefix_cache': False, 'evict': 'flops', 'prefix_store': False, 'llguidance': 'none'} 1"
+        Engine("none", hosts=Hosts("127.0.0.1:1", 2, 0), overlap=False)
+    second = "{'overlap': True, 'prefix_cache': False, 'llguidance': 'none'} 1"
     with pytest.raises(Ling3Error, match=f"^{re.escape(second)}$"):
-        follow("none", Hosts("127.0.0.1:1", 2, 1), prefix_cache=False, evict="flops")
+        follow("none", Hosts("127.0.0.1:1", 2, 1), prefix_cache=False)
 
 
 def test_inputs_travel_whole():

@@ -4,8 +4,8 @@ import pytest
 from msgspec.structs import replace
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.runners.engine.block_manager import BlockManager
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.state.block_manager import BlockManager
 from ling3export.runners.state.prefix_cache import PrefixCache, SnapshotCost, Text, snapshot_cost
 
 BLOCK = 256
@@ -14,9 +14,9 @@ BLOCK = 256
 class Tree:
     """A cache whose prompts are ranges of numbers, so that equal lengths begin alike."""
 
-    def __init__(self, snapshots=8, pages=64, evict="lru", block=BLOCK):
+    def __init__(self, snapshots=8, pages=64, block=BLOCK):
         self.blocks = BlockManager(2, pages, block, snapshots=snapshots)
-        self.cache = PrefixCache(self.blocks, block, "abi", evict=evict)
+        self.cache = PrefixCache(self.blocks, block, "abi")
 
     def names(self, tokens, salt=""):
         return list(self.cache.names(self.cache.start(salt), tokens))
@@ -102,19 +102,6 @@ def test_the_end_of_a_turn_takes_no_place_of_what_others_begin_from():
     tree = Tree(snapshots=1)
     tree.add(range(512), 512)
     assert tree.cache.room(transient=True) is None
-
-
-def test_by_flops_the_snapshot_that_saves_least_goes_first():
-    """Used longest ago, but four blocks of work against one."""
-    for policy, gone in (("lru", range(1100)), ("flops", range(9000, 9300))):
-        tree = Tree(snapshots=3, evict=policy)
-        tree.add(range(1024), 1024)
-        tree.add(range(9000, 9256), 256)
-        tree.add(range(7000, 8024), 1024)
-        tree.cache.room(transient=False)
-        assert tree.look_up(gone).reason == "evicted", policy
-        hits = [tree.look_up(each).tokens for each in (range(1100), range(9000, 9300), range(7000, 8100))]
-        assert sum(hit > 0 for hit in hits) == 2
 
 
 def test_names_follow_from_the_root_the_salt_and_all_tokens_before():

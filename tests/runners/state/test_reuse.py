@@ -124,7 +124,6 @@ def test_tokens_are_the_same_with_the_cache_and_everything_comes_back(seed):
         snapshots=rng.randint(1, 6),
         every=rng.choice([4, 8, 16, 32]),
         ahead=rng.randint(0, 1),
-        evict=rng.choice(["lru", "flops"]),
     )
     heads = [prompt(rng, rng.randint(4, 40)) for _ in range(3)]
     for _ in range(30):

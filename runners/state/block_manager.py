@@ -40,13 +40,11 @@ class BlockManager:
     Args:
         slots: How many sequences may hold state at once.
         pages: Usable pages, on all devices together.
-        page_size: Tokens a page.
         max_pages: How many pages one sequence may have; all of them by default.
         stripes: Over how many devices pages are striped; 1 where every device holds every page.
         snapshots: Slots after those of sequences that keep copies of their states.
 
     Attributes:
-        page_size: Tokens a page.
         page_table: int32 ``[slots + 1, max_pages]``: the pages that a slot's sequence holds, in order, then zeros.
 
     Raises:

@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 
 from ling3export.foundation.errors import ArtifactError
-from ling3export.runners.engine.block_manager import BlockManager, BlockTable
+from ling3export.runners.state.block_manager import BlockManager, BlockTable
 
 
 def test_admission_and_growth_take_whole_pages_or_nothing():
