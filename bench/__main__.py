@@ -107,6 +107,22 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: 
 
 
 @main.command()
+@click.argument("artifact", type=PATH)
+@click.option("--only", multiple=True, metavar="ATTACK", help="One of them; may be repeated.  [default: all]")
+@click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="Of each, by turns.")
+@click.option("--seconds", default=8.0, show_default=True, help="Of plain calls in a turn.")
+@click.option("--rate", default=5.0, show_default=True, help="Plain calls a second.")
+def attack(artifact: Path, only: tuple[str, ...], turns: int, seconds: float, rate: float) -> None:
+    """Plain calls while another client sends hostile ones."""
+    from bench.attack import ATTACKS
+    from bench.attack import main as run
+
+    if unknown := set(only) - ATTACKS.keys():
+        raise click.BadParameter(f"{', '.join(unknown)}: choose from {', '.join(ATTACKS)}")
+    run(artifact.resolve(), only or tuple(ATTACKS), turns, seconds, rate)
+
+
+@main.command()
 @click.option("--folder", type=click.Path(path_type=Path), help="[default: .cache/card]")
 @click.option("--target", default="cuda", show_default=True, help="Target of the builds; cuda is tuned on the card.")
 @click.option("--preset", default="full", show_default=True, help="Preset of the random checkpoints.")

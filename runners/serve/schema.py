@@ -28,7 +28,7 @@ from ling3export.runners.engine.validation import BIAS, BIASES, BOUNDS, PRIORITY
 
 STOPS, STOP_LENGTH = 16, 1000
 LEVELS = 128  # of objects and lists within each other
-ELEMENTS = 1 << 16  # lists and objects of a body, and elements in a row; as many as the context has tokens if more
+ELEMENTS = 1 << 16  # elements in a row of a body; as many as the context has tokens if more
 KINDS = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 MESSAGES = "/v1/messages"  # of Anthropic's API, whose errors have another form and more kinds
 ANTHROPIC_KINDS = KINDS | {413: "request_too_large", 503: "overloaded_error"}
@@ -315,7 +315,7 @@ class TemplateBody(ModelBody):
 
 
 def parse(data: bytes, most: int = ELEMENTS) -> dict[str, Any]:
-    """The JSON object of a body, with at most ``most`` lists and objects, and elements in a row.
+    """The JSON object of a body, with at most ``most`` elements in a row.
 
     Raises:
         ApiError: The body is no JSON object.
