@@ -67,9 +67,9 @@ SWAPS = {
     "docs/hosts.md": [
         ("CHECKPOINT four.ling3 --target cpu:4x4", "micro four.ling3 --target cpu:4x1 --paddings 16 --max-running 1")
     ],
-    # Built once, with these options, for other tests, too.
+    # Other tests have built an artifact with this page size and number of snapshots.
     "docs/prefix-cache.md": [
-        ("ling3export build micro shared.ling3 --snapshots 6", "ling3export inspect shared.ling3")
+        ("ling3export build micro shared.ling3 --snapshots 6 --page-size 16", "ling3export inspect shared.ling3")
     ],
     "docs/evaluation.md": [
         ("--score-paddings 512", DEMO_OPTIONS),
