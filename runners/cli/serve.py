@@ -93,15 +93,6 @@ def server_options(port: int = ServerConfig.port) -> Callable[..., Any]:
     _option("model", None, "Name that clients ask for.  [default: the artifact's, without .ling3]"),
 )
 @section(
-    "Limits",
-    _option(
-        "restarts",
-        COUNT,
-        "How often in ten minutes a failed step may restart the engine: running requests fail, later ones are served. "
-        "After one more, all calls get 503.",
-    ),
-)
-@section(
     "Events",
     _option(
         "kv_events",

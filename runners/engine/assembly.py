@@ -29,7 +29,6 @@ class EngineParts:
 
     Attributes:
         cache: None where nothing is shared.
-        renew: Makes another core over the same weights, with fresh state; None on several hosts.
         store: None without a folder.
     """
 
@@ -40,7 +39,6 @@ class EngineParts:
     counters: "Counters"
     core: "EngineCore"
     cache: "PrefixCache | None"
-    renew: "Callable[[], EngineCore] | None"
     store: "PrefixStore | None"
 
 
@@ -156,14 +154,6 @@ def _assembled(
         }
         return SharedCore(channel, *parts, **options) if channel else EngineCore(*parts, **options)
 
-    def renew() -> EngineCore:
-        blocks.reset()
-        if shared is not None:
-            shared.reset()
-        executor.reset()
-        return core()
-
     if channel and channel.leads:
         channel.parts(b"")  # the others give theirs when they begin to follow
-    again = None if channel else renew
-    return EngineParts(loaded, files, limits, blocks, counters, core(), shared, again, store)
+    return EngineParts(loaded, files, limits, blocks, counters, core(), shared, store)

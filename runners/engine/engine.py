@@ -80,7 +80,6 @@ class Engine:
             parts.core,
             self.timings,
             config.max_requests,
-            renew=parts.renew,
             step_timeout=config.step_timeout,
             transfers=self._transfers,
             store=parts.store,
@@ -295,20 +294,6 @@ class Engine:
     def stopped(self) -> EngineStopped | None:
         """Why it takes no requests; None while it does."""
         return self._loop.stopped
-
-    def restart(self) -> int:
-        """Starts the engine again, after a failed step or at any time: fresh state, and the weights that are loaded.
-
-        Nothing is read or transferred but the state's zeros. Requests that have not ended get EngineStopped.
-
-        Returns:
-            How many requests failed since the last start, by what stopped the engine and by this.
-
-        Raises:
-            EngineStopped: The engine was closed, or runs on several hosts; or it stalled, and the call of the devices
-                that did not return in time has not returned yet.
-        """
-        return self._loop.restart()
 
     def settle(self) -> None:
         """Waits until every program has loaded; requests are served from the first ones on.

@@ -61,9 +61,6 @@ class Executor(Protocol):
     def gathered(self, state: "ShardedState") -> "ShardedState":
         """An offloaded state, on host 0 with the parts of all hosts."""
 
-    def reset(self) -> None:
-        """Replaces the state by zeros; no call may be running."""
-
     def close(self) -> None:
         """Gives back what is not this process's own."""
 
@@ -167,9 +164,6 @@ class ModelExecutor:
 
     def gathered(self, state: "ShardedState") -> "ShardedState":
         return state
-
-    def reset(self) -> None:
-        self._runner.reset()
 
     def close(self) -> None:
         """Nothing is held."""

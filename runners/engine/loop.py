@@ -1,7 +1,6 @@
 """The thread that owns the device loop: everybody else hands it requests and cancellations, and takes handles."""
 
 import threading
-from collections.abc import Callable
 from collections.abc import Sequence as Many
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
@@ -48,7 +47,6 @@ class Loop:
         timings: Timings,
         max_requests: int | None = None,
         *,
-        renew: Callable[[], EngineCore] | None = None,
         step_timeout: float | None = None,
         transfers: "TransferQueue | None" = None,
         store: "PrefixStore | None" = None,
@@ -57,14 +55,11 @@ class Loop:
         self._awaited: dict[int, Sequence] = {}  # whose states are being loaded
         self._timings = timings
         self._max_requests = max_requests
-        self._renew = renew
         self._step_timeout = step_timeout
         self._changed = threading.Condition()
-        self._restarting = threading.Lock()
         self._watchdog: GuardedThread | None = None
         self._handles: dict[int, RequestHandle] = {}
         self._count = 0
-        self._failed = 0  # requests, since the last start
         self._closing = False
         self._start(core)
 
@@ -88,41 +83,6 @@ class Loop:
             self._changed.notify()
         self._ended.set()
         self._fail_all()
-
-    def restart(self) -> int:
-        """Starts anew with another core; requests that have not ended get EngineStopped. May be called at any time.
-
-        Returns:
-            How many requests failed since the last start, by what stopped the loop and by this.
-
-        Raises:
-            EngineStopped: The loop was closed, runs on several hosts, or a call has still not returned.
-        """
-        with self._restarting:
-            with self._changed:
-                if self._closing:
-                    raise self._reason()
-                renew = self._renew
-                if renew is None:
-                    raise EngineStopped(
-                        "engine: expected one host where it is to be restarted, found several",
-                        "hosts live and die together: start the command on all of them again",
-                    )
-                if self._failure is None:
-                    self._failure = EngineStopped("engine: expected it to go on, found it restarted", "ask again")
-                self._changed.notify()
-            self._thread.join(0 if isinstance(self._failure, EngineStalled) else None)
-            if self._thread.running:
-                raise self._reason()
-            if self._watchdog is not None:
-                self._watchdog.join()
-            core = renew()
-            with self._changed:
-                if self._closing:
-                    raise self._reason()
-                failed, self._failed = self._failed, 0
-                self._start(core)
-            return failed
 
     def submit(self, requests: Many[Request]) -> list[RequestHandle]:
         """Hands over requests that ``Engine.check`` took; they arrive together, in order.
@@ -229,7 +189,6 @@ class Loop:
         """
         with self._changed:
             self._closing = True
-            self._renew = None
             self._changed.notify()
         if not isinstance(self._failure, EngineStalled):
             self._thread.join()
@@ -255,7 +214,7 @@ class Loop:
             self._failure = self._failure or error
             core.fail(error)
         finally:
-            self.core = None  # programs, weights and state go with it, unless it may be restarted
+            self.core = None  # programs, weights and state go with it
             del core
             self._ended.set()
             self._fail_all()
@@ -342,7 +301,6 @@ class Loop:
             self._awaited.clear()
             handles = list(self._handles.values())
             self._handles.clear()
-            self._failed += len(handles)
             futures = [future for future in (*self._compared, *self._comparing) if not future.done()]
         for handle in handles:
             handle.finish(self._reason())
@@ -367,7 +325,7 @@ class Loop:
             return type(error)(error.message, error.hint)
         stopped = EngineStopped(
             f"engine: expected every step to run, found {type(error).__name__}: {error}",
-            "what the devices held is lost: restart() goes on with the weights that are loaded",
+            "what the devices held is lost: start the process again",
         )
         stopped.__cause__ = error
         return stopped

@@ -14,7 +14,6 @@ NUMBERS = {
     "max_body": NumberRange(1, MOST, whole=True),
     "max_connections": NumberRange(1, MOST, whole=True),
     "grace": NumberRange(0, MOST, whole=True),
-    "restarts": NumberRange(0, MOST, whole=True),
 }
 
 
@@ -59,9 +58,6 @@ class ServerConfig:
 
     grace: int = 30
     """Seconds that running requests have to end after SIGTERM."""
-
-    restarts: int = 0
-    """How often the engine is started again after failed steps, within ten minutes."""
 
     def __post_init__(self) -> None:
         for name, bounds in NUMBERS.items():

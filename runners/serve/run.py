@@ -7,12 +7,9 @@ import signal
 import socket
 import sys
 import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -21,11 +18,9 @@ from starlette.types import ASGIApp
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.extras import install, lacking
-from ling3export.foundation.threads import GuardedThread, attempt
 from ling3export.machine.service import is_loopback
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.handle import EngineStopped
 from ling3export.runners.engine.validation import generation_defaults
 from ling3export.runners.hosts.hosts import Hosts
 from ling3export.runners.hosts.rendezvous import announced
@@ -38,8 +33,6 @@ BACKLOG = 512  # connections that the system keeps until they are taken
 KEEP_ALIVE = 75  # seconds that a connection may wait for its next request
 LAST = 5.0  # seconds that threads have to end after the last answer
 SPARE = 64  # files, except connections, that a server may open, connections that were just taken or ended among them
-WINDOW = 600.0  # seconds in which restarts are counted
-PAUSE = 0.2  # seconds between two looks at whether the engine has stopped
 
 
 def opened(config: ServerConfig, model: str, max_requests: int | None) -> tuple[socket.socket, Policy]:
@@ -87,7 +80,6 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
         listener,
         closing(events) if events is not None else nullcontext(),
         Engine(artifact, engine_config, hosts=hosts, tell=tell, linger=LINGER) as engine,
-        supervised(engine, config.restarts),
     ):
         engine.settle()  # a client's first request must not wait for a program, and none may fail later
         if engine.files.exist:
@@ -115,49 +107,6 @@ def serve(artifact: Path, config: ServerConfig, engine_config: EngineConfig, hos
         last = threading.Timer(LAST, os._exit, [0])  # a thread that never returns would keep the process
         last.daemon = True
         last.start()
-
-
-@contextmanager
-def supervised(engine: Engine, restarts: int, report: Callable[[str], None] = say) -> Iterator[None]:
-    """Within the block, a stopped engine is restarted at most ``restarts`` times in WINDOW seconds.
-
-    An engine that stalled is restarted once its call has returned. A restart that fails counts, is reported and is
-    tried again. The engine stays stopped after the last restart, and a line says so.
-    """
-    left = threading.Event()
-    watching = partial(_watch, engine, restarts, report, left)
-    watch = GuardedThread("ling3-supervisor", watching, report=report) if restarts else None
-    try:
-        yield
-    finally:
-        left.set()
-        if watch is not None:
-            watch.join()
-
-
-def _watch(engine: Engine, restarts: int, report: Callable[[str], None], left: threading.Event) -> None:
-    attempts: deque[float] = deque(maxlen=restarts)
-    refused = ""
-
-    def restart(error: EngineStopped) -> None:
-        nonlocal refused
-        try:
-            failed = engine.restart()
-        except EngineStopped as still:
-            if still.message != refused:
-                refused = still.message
-                report(f"serve: {still.message}")
-            return
-        attempts.append(time.monotonic())
-        report(f"serve: {error.message}: restarted, {failed} requests failed")
-
-    while not left.wait(PAUSE):
-        if (error := engine.stopped) is None:
-            continue
-        if len(attempts) == restarts and time.monotonic() - attempts[0] < WINDOW:
-            report(f"serve: {error.message}: it stays stopped after {restarts} restarts in {WINDOW:g} s")
-            return
-        attempt("restart", partial(restart, error), lambda failure: attempts.append(time.monotonic()), report)
 
 
 def http_server(app: ASGIApp, connections: int, grace: float) -> uvicorn.Server:

@@ -27,7 +27,6 @@ from ling3export.runners.load.loader import say
 from ling3export.runners.load.programs import Programs
 from ling3export.runners.serve import run
 from ling3export.runners.serve.app import Policy, application
-from ling3export.runners.serve.run import supervised
 from ling3export.runners.state.prefix_cache import Cleared
 from ling3export.runners.transfer.options import PrefixFolder, Transfer
 from tests.support.serving import answered
@@ -47,7 +46,6 @@ THREADS = {
     ("hosts/rendezvous.py", "ling3-listener"),
     ("load/programs.py", "ling3-load-behind"),
     ("serve/kv_events.py", "ling3-kv-events"),
-    ("serve/run.py", "ling3-supervisor"),
     ("transfer/transfer_queue.py", "ling3-load"),
     ("transfer/transfer_queue.py", "ling3-save"),
     ("transfer/prefix_store.py", "ling3-prefixes"),
@@ -55,7 +53,6 @@ THREADS = {
 JOBS = {
     ("hosts/rendezvous.py", "answer a caller"),
     ("serve/kv_events.py", "publish events"),
-    ("serve/run.py", "restart"),
     ("transfer/transfer_queue.py", "load"),
     ("transfer/transfer_queue.py", "save"),
     ("transfer/prefix_store.py", "load prefix"),
@@ -182,7 +179,6 @@ def traffic(engine, right):
             assert {tuple(handle.result(WAIT).token_ids) for handle in handles} == {tuple(tokens)}
         except EngineStopped:
             stopped += 1
-            until(lambda: engine.stopped is None)
     return stopped
 
 
@@ -208,7 +204,7 @@ def test_an_engine_closes_after_its_transfers_failed_to(artifact, tmp_path, inje
 @pytest.mark.parametrize("name", ["ling3-engine", "ling3-watchdog", "ling3-save", "ling3-load", "ling3-prefixes"])
 def test_the_end_of_a_thread_of_the_engine_is_reported_and_nobody_waits(artifact, tmp_path, inject, right, name):
     raised = inject(name)
-    with opened(artifact, tmp_path / "known") as engine, supervised(engine, 3, lambda text: None):
+    with opened(artifact, tmp_path / "known") as engine:
         until(raised.is_set)
         if name not in ("ling3-engine", "ling3-watchdog"):
             until(failures)
@@ -216,47 +212,9 @@ def test_the_end_of_a_thread_of_the_engine_is_reported_and_nobody_waits(artifact
             assert (health.status_code, health.json()["error"]["code"]) == (503, "thread_ended")
             assert health.json()["error"]["message"] == f"thread {name}: ended: Injected: injected into {name}"
         else:
-            until(lambda: engine.stopped is None and not failures())  # restarted
-        assert traffic(engine, right) <= 1
-        assert traffic(engine, right) == 0
-    assert failures() == {}
-
-
-def test_a_failed_restart_counts_is_reported_and_tried_again(monkeypatch, inject):
-    """Round 4, line 4: a restart that raised MemoryError ended the supervisor's thread; 503 for good."""
-    monkeypatch.setattr(run, "PAUSE", 0.01)
-
-    class Stopped:
-        stopped, tries = EngineStopped("engine: expected every step to run, found an error"), 0
-
-        def restart(self):
-            self.tries += 1
-            if self.tries == 1:
-                raise MemoryError("no room")
-            self.stopped = None
-            return 1
-
-    for injected, tries in ((False, 2), (True, 1)):
-        engine, lines = Stopped(), list[str]()
-        if injected:
-            inject("restart")
-            engine.tries = 1
-        with supervised(engine, 2, lines.append):
-            until(lambda engine=engine: engine.stopped is None)
-            until(lambda lines=lines: len(lines) == 2)
-        assert lines[0].startswith("restart: failed: Injected" if injected else "restart: failed: MemoryError: no room")
-        assert engine.tries == tries + injected
-        engine, lines = Stopped(), list[str]()
-        with supervised(engine, 1, lines.append):
-            until(lambda lines=lines: len(lines) == 2)
-        assert engine.tries == 1 and lines[1].endswith("it stays stopped after 1 restarts in 600 s")
-
-
-def test_the_end_of_the_supervisor_is_reported(inject):
-    inject("ling3-supervisor")
-    with supervised(None, 1, lambda text: None):
-        until(failures)
-        assert [*failures()] == ["ling3-supervisor"]
+            until(lambda: engine.stopped is not None)
+        stopped = name in ("ling3-engine", "ling3-watchdog")
+        assert traffic(engine, right) == (len(PROMPTS) if stopped else 0)
     assert failures() == {}
 
 

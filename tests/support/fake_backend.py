@@ -51,11 +51,6 @@ class FakeBackend:
         self.waited = 0
         self.moved = {"copy": 0, "fetch": 0, "store": 0}
 
-    def reset(self) -> None:
-        """The state is as at the start."""
-        self.pool[:] = self.last_token[:] = -7
-        self.recurrent = [None] * len(self.recurrent)
-
     def _store(self, table: np.ndarray, position: int, token: int) -> None:
         page = int(table[position // self.page_size])
         assert page > 0, "a position without a page"

@@ -71,16 +71,10 @@ class GatedBackend(FakeBackend):
 class Rig(CoreRig):
     """A loop on a fake backend; text of a token is a letter."""
 
-    def __init__(self, ahead=1, max_requests=None, step_timeout=None, renew=True):
+    def __init__(self, ahead=1, max_requests=None, step_timeout=None):
         super().__init__(SLOTS, PAGES, PAGE, context=CONTEXT, ahead=ahead, backend=GatedBackend)
-        self.timings, again = Timings(), self._renew if renew else None
-        self.loop = Loop(self.core, self.timings, max_requests, renew=again, step_timeout=step_timeout)
-
-    def _renew(self):
-        self.blocks.reset()
-        self.backend.reset()
-        self.core = self.make_core()
-        return self.core
+        self.timings = Timings()
+        self.loop = Loop(self.core, self.timings, max_requests, step_timeout=step_timeout)
 
     def prepare(self, sequence):
         request = sequence.request

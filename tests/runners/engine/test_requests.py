@@ -15,10 +15,9 @@ from ling3export.foundation.errors import RequestError
 from ling3export.runners.cli.generate import read_prompts
 from ling3export.runners.engine.core import StepInputs, decode, encode
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.handle import EngineStopped, RequestHandle
+from ling3export.runners.engine.handle import RequestHandle
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.engine.sequence import Sequence
-from ling3export.runners.load.model_runner import ModelRunner
 from tests.support import toy_artifact
 from tests.support.manifests import changed_targets
 
@@ -200,39 +199,6 @@ def test_the_same_is_refused_wherever_it_enters(engine, tmp_path):
         read_prompts(tmp_path / "prompts")
     with pytest.raises(RequestError, match=said):
         engine.generate([[1, 1.5]], max_tokens=4)
-
-
-def test_an_engine_starts_again_over_the_weights_that_it_has(built, monkeypatch):
-    """A program that fails in the middle of a step; twice, and once more while requests run."""
-    used: list[ModelRunner] = []
-    sample = ModelRunner.sample
-    monkeypatch.setattr(ModelRunner, "sample", lambda self, *given: used.append(self) or sample(self, *given))
-    with Engine(built) as engine:
-        toy_artifact.check_tokens(engine)
-        weights = [array for cell in used[-1].cells.values() for array in cell.params]
-        seconds = dict(engine.timings.seconds)
-        for count in (1, 3):
-            with monkeypatch.context() as patch:
-                patch.setattr(
-                    ModelRunner, "sample", lambda *_: (_ for _ in ()).throw(RuntimeError("INTERNAL: no device"))
-                )
-                for handle in (handles := engine.submit(*(engine.request([n + 1], 30) for n in range(count)))):
-                    with pytest.raises(EngineStopped, match="found RuntimeError: INTERNAL: no device"):
-                        handle.result(60)
-            with pytest.raises(EngineStopped, match="no device"):
-                engine.generate([[1]], max_tokens=1)
-            assert engine.restart() == len(handles)
-            assert engine.stopped is None
-            toy_artifact.check_tokens(engine)
-        engine.submit(*(engine.request([n + 1], 60, ignore_eos=True) for n in range(3)))
-        assert engine.restart() <= 3
-        toy_artifact.check_tokens(engine)
-        stats = engine.stats()
-        assert (stats["live"], stats["free"], stats["compile_events"]) == (0, stats["pools"], 0)
-        assert engine.timings.seconds == seconds, "nothing was loaded again"
-        assert all(a is b for a, b in zip(weights, [w for c in used[-1].cells.values() for w in c.params], strict=True))
-    with pytest.raises(EngineStopped, match="found it closed"):
-        engine.restart()
 
 
 @pytest.mark.parametrize("value", [0, -1, math.nan, "3", True])

@@ -3,8 +3,7 @@
 import pytest
 
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.engine.request import Request, Sampling
-from ling3export.runners.engine.validation import BIASES, TOP_LOGPROBS
+from ling3export.runners.engine.request import Request
 from tests.support.toy_artifact import CONTEXT, PAGE, PAGES, SLOTS, VOCAB, answer
 
 CHUNK, PREFILL, DECODE = 16, 16, (2, 4)
@@ -41,23 +40,3 @@ def test_a_prompt_takes_the_whole_context_but_for_one_token_and_no_more(engine):
         assert done.token_ids == answer([1] * length, room)[0] and done.stop_reason == "length"
     with pytest.raises(RequestError, match=f"{CONTEXT}"):
         engine.complete([Request((1,) * CONTEXT, 1)])
-
-
-@pytest.mark.parametrize("count", [BIASES - 1, BIASES, BIASES + 1])
-def test_biases_up_to_their_limit(count):
-    pairs = [(token, 1.0) for token in range(count)]
-    if count <= BIASES:
-        assert len(Sampling(logit_bias=tuple(pairs)).logit_bias) == count
-    else:
-        with pytest.raises(RequestError, match=f"expected at most {BIASES} tokens, found {count}"):
-            Sampling(logit_bias=tuple(pairs))
-
-
-@pytest.mark.parametrize("top", [TOP_LOGPROBS.high - 1, TOP_LOGPROBS.high, TOP_LOGPROBS.high + 1])
-def test_log_probabilities_up_to_their_limit(engine, top):
-    if top > TOP_LOGPROBS.high:
-        with pytest.raises(RequestError):
-            engine.complete([Request((1, 2), 3, logprobs=top)])
-        return
-    (done,) = engine.complete([Request((1, 2), 3, ignore_eos=True, logprobs=top)])
-    assert [len(each.top) for each in done.logprobs or ()] == [top] * 3
