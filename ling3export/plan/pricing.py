@@ -19,6 +19,8 @@ from ling3export.foundation.errors import listed
 from ling3export.foundation.tables import readable, selected
 from ling3export.machine.environment import usable_memory
 from ling3export.model.config import Config
+from ling3export.model.state import state_bytes
+from ling3export.plan.here import SHARE
 from ling3export.plan.memory import Held, OnMachine, by_form, held, in_words, on_machine
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
@@ -27,6 +29,13 @@ from ling3export.plan.recorded import layout_difference
 BOUND_COLUMNS = ("bound ms", "bound by", "by memory", "by compute", "MB moved", "Gflop")
 COMPILED_COLUMNS = ("temporaries MB", "estimate ms")
 MEASURED = "measured ms"
+BY_LOSS = (
+    "bf16",
+    "int8",
+    "int4",
+    "int4-small",
+)  # forms that `plan` recommends, the least loss first (docs/log/evaluation.md)
+MACHINES = (8, 16, 32)  # GB of memory
 
 
 class PricedBound(RooflineBound, frozen=True):
@@ -72,6 +81,8 @@ class PricedTarget:
     measured: str | None  # on which machine, or why a calibration is not used
     machine: OnMachine | None  # what one machine holds and has; None for accelerators
     forms: dict[str, PricedForm]  # by the names of --weights
+    recommended: str | None  # the form with the least loss that fits; None if none does, or if it is unknown
+    recommended_by_memory: dict[str, str | None]  # the same for machines of 8, 16 and 32 GB; empty for accelerators
 
 
 @dataclass(frozen=True)
@@ -146,6 +157,7 @@ def _target(
         )
     device = held(config, target, geometry, compiled)
     machine = on_machine(config, target, geometry, usable_memory()) if target.platform == "cpu" else None
+    forms = _forms(config, plan, device, machine, tokens)
     return PricedTarget(
         target.text,
         target.tp,
@@ -157,7 +169,9 @@ def _target(
         cells,
         note,
         machine,
-        _forms(config, plan, device, machine, tokens),
+        forms,
+        next((name for name in BY_LOSS if name in forms and forms[name].fits), None),
+        {} if machine is None else _by_memory(config, plan, forms),
     )
 
 
@@ -180,6 +194,21 @@ def _forms(config: Config, plan: Plan, device: Held, machine: OnMachine | None, 
         seconds = None if target.chip is None else bound.seconds
         forms[name] = PricedForm(size, bound.moved, seconds, fixed + size * devices <= room if room else None)
     return forms
+
+
+def _by_memory(config: Config, plan: Plan, forms: dict[str, PricedForm]) -> dict[str, str | None]:
+    """The form with the least loss for each of MACHINES: SHARE of its memory holds the weights and one sequence of the
+    whole context."""
+    geometry, devices = plan.geometry, plan.target.tp // plan.target.processes
+    state = state_bytes(config, replace(geometry, slots=1, snapshots=0, pages=geometry.max_pages))
+    state //= plan.target.processes
+    names: dict[str, str | None] = {}
+    for size in MACHINES:
+        fitting = (
+            name for name in BY_LOSS if name in forms and forms[name].weights * devices + state <= SHARE * size * 1e9
+        )
+        names[f"{size} GB"] = next(fitting, None)
+    return names
 
 
 def described(priced: Priced, *, wide: bool = False) -> str:
@@ -249,6 +278,11 @@ def _form_lines(target: PricedTarget) -> list[str]:
             room = f"this machine ({readable(machine.available or machine.memory)}{free})"
         names = listed(fitting, len(forms)) if fitting else "none"
         lines.append(f"  of these, {names} {'fit' if len(fitting) > 1 else 'fits'} {room}, state included")
+        if target.recommended is not None:
+            lines.append(f"  recommended: --weights {target.recommended}, the least loss of those that fit")
+    if target.recommended_by_memory:
+        names = ", ".join(f"{size}: {name or 'none'}" for size, name in target.recommended_by_memory.items())
+        lines.append(f"  recommended by a machine's memory: {names}")
     return lines
 
 

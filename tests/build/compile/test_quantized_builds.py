@@ -208,18 +208,34 @@ def test_plan_says_how_much_each_form_takes(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("free", "words"),
+    ("free", "words", "best"),
     [
-        (6 << 30, "of these, int4, int4-small, int4-experts fit this machine (6.00 GiB free), state included"),
-        (5 << 30, "of these, int4, int4-small fit this machine (5.00 GiB free), state included"),
-        (4 << 30, "of these, none fits this machine (4.00 GiB free), state included"),
+        (
+            18 << 30,
+            "bf16, int8, int4, int4-small, int4-experts, int8-channel fit this machine (18.00 GiB free)",
+            "bf16",
+        ),
+        (10 << 30, "int8, int4, int4-small, int4-experts, int8-channel fit this machine (10.00 GiB free)", "int8"),
+        (6 << 30, "int4, int4-small, int4-experts fit this machine (6.00 GiB free)", "int4"),
+        (5 << 30, "int4, int4-small fit this machine (5.00 GiB free)", "int4"),
+        (9 << 29, "int4-small fits this machine (4.50 GiB free)", "int4-small"),
+        (4 << 30, "none fits this machine (4.00 GiB free)", None),
     ],
 )
-def test_plan_says_which_form_fits_this_machine(monkeypatch: pytest.MonkeyPatch, free: int, words: str):
-    monkeypatch.setattr(pricing, "usable_memory", lambda: (8 << 30, free))
+def test_plan_says_which_form_fits_and_recommends_one(
+    monkeypatch: pytest.MonkeyPatch, free: int, words: str, best: str | None
+):
+    monkeypatch.setattr(pricing, "usable_memory", lambda: (32 << 30, free))
     config = Config.from_dict(config_fields("full", {}))
-    lines = pricing.described(pricing.priced(config, Options(tp=1, max_running=1, context=4096))).splitlines()
-    assert f"  {words}" in lines
+    plan = pricing.priced(config, Options(tp=1, max_running=1, context=4096))
+    lines = pricing.described(plan).splitlines()
+    assert f"  of these, {words}, state included" in lines
+    recommended = f"  recommended: --weights {best}, the least loss of those that fit"
+    assert [line for line in lines if line.startswith("  recommended:")] == ([recommended] if best else [])
+    assert "  recommended by a machine's memory: 8 GB: int4, 16 GB: int8, 32 GB: bf16" in lines
+    (target,) = plan.targets.values()
+    assert target.recommended == best
+    assert target.recommended_by_memory == {"8 GB": "int4", "16 GB": "int8", "32 GB": "bf16"}
     (reads,) = (line for line in lines if line.startswith("  decode@1 reads at the least: bf16 2.1"))
     assert "int8 1.2" in reads
 
