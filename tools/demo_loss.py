@@ -1,7 +1,7 @@
 """The demo's training loss, from the product's own layer functions, over whole sequences from fresh state.
 
 The steps that are served loop as often as their data says, through pools that are updated in place: no gradient goes
-through either. So this strings the same layers together without pools. KDA runs its recurrence over the tokens, MLA
+through either. So this strings the same layers together without pools. KDA runs its chunks one after the other, MLA
 attends within the sequence, and every expert runs on every token, weighted by the router.
 """
 
@@ -16,7 +16,7 @@ from ling3export.model.decoder import Layer, Ling3, static_layer
 from ling3export.model.geometry import CHUNK, Geometry
 from ling3export.model.inputs import Chunks, chunks_of
 from ling3export.model.kda import layer as kda
-from ling3export.model.kda.recurrence import Inputs, recurrent_step
+from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, is_factored
 from ling3export.model.layers import rms_norm, take
 from ling3export.model.moe import route
 from ling3export.model.program import bind
@@ -55,7 +55,7 @@ def one_sequence(length: int) -> Chunks:
 
 
 def attend_kda(layers: kda.KimiDeltaAttention, x: jax.Array, layer: int) -> jax.Array:
-    """``x [B, T, D]`` to ``[B, T, D]``: token after token, all sequences at once."""
+    """``x [B, T, D]`` to ``[B, T, D]``: chunk after chunk, all sequences at once."""
     batch, length, width = x.shape
     raw, g, gate, beta = layers._project(x.reshape(-1, width), layer)
     raw, g, beta = (y.reshape(batch, length, *y.shape[1:]) for y in (raw, g, beta))
@@ -63,10 +63,11 @@ def attend_kda(layers: kda.KimiDeltaAttention, x: jax.Array, layer: int) -> jax.
     conv = kda.causal_conv(history, raw, layers._taps(layer)[:, 0])
     inputs = layers._inputs(conv, g, beta)
     heads, key = g.shape[2:]
+    terms = chunk_terms(Inputs(*(y.reshape(-1, CHUNK, *y.shape[2:]) for y in inputs)), is_factored(layers.config))
+    steps = (jnp.swapaxes(y.reshape(batch, -1, *y.shape[1:]), 0, 1) for y in terms)
     state = jnp.zeros((batch, heads, key, key), jnp.float32)
-    steps = Inputs(*(jnp.swapaxes(y, 0, 1) for y in inputs))
-    _, out = lax.scan(recurrent_step, state, steps)
-    out = jnp.swapaxes(out, 0, 1).reshape(batch * length, heads, key)
+    _, out = lax.scan(jax.vmap(chunk_step), state, ChunkTerms(*steps))  # [N, B, H, C, K]
+    out = jnp.transpose(out, (1, 0, 3, 2, 4)).reshape(batch * length, heads, key)
     return layers._output(out, gate, layer, x.dtype).reshape(batch, length, -1)
 
 
