@@ -18,6 +18,7 @@ constexpr int64_t kStream = 5;   // rows of x up to which one row of w is read a
 constexpr int64_t kLong = 256;   // most outputs of a task that adds up parts: what it reads of each follows itself
 // Bytes of a row of w that the second cache is asked for before they are read.
 template <Form kForm> constexpr int64_t kFar = kForm == kInt8 ? 2048 : 8192;
+constexpr int64_t kFarScales = 512;  // groups whose scales are asked for ahead
 
 // Where the first half of a group lies in a row of x, and how far behind it the second: as q lies in vectors.
 template <Form kForm> int64_t First(int64_t g) {
@@ -39,12 +40,14 @@ template <Form kForm> class Rows {
     q_ = Aligned<int8_t>(memory_[0], rows * padded_ * kGroup);
     scales_ = Aligned<float>(memory_[1], rows * padded_);
     offsets_ = Aligned<int32_t>(memory_[2], apart * kHalves<kForm>);
+    shifts_ = Aligned<float>(memory_[3], rows * padded_ * kHalves<kForm>);
     for (int64_t t = 0; t < rows && groups < padded_; ++t) {
       const int64_t from = groups / kBlock * kBlock, rest = padded_ - from;
       std::fill_n(q_ + t * padded_ * kGroup + from * kGroup, rest * kGroup, int8_t(0));
       std::fill_n(scales_ + t * padded_ + from, rest, 0.0f);
       for (int h = 0; h < kHalves<kForm>; ++h) {
         std::fill_n(offsets_ + h * apart + (t * padded_ + from) * kOwn<kForm>, rest * kOwn<kForm>, 0);
+        std::fill_n(shifts_ + (t * kHalves<kForm> + h) * padded_ + from, rest, 0.0f);
       }
     }
   }
@@ -69,12 +72,15 @@ template <Form kForm> class Rows {
       int32_t* const offset = offsets_ + h * apart + (t * padded_ + g) * kOwn<kForm>;
       std::fill_n(offset, kOwn<kForm>, 0);
       offset[0] = -kOffset<kForm> * std::accumulate(own + h * kEach, own + (h + 1) * kEach, 0);
+      shifts_[(t * kHalves<kForm> + h) * padded_ + g] = float(offset[0]) * scales_[t * padded_ + g];
     }
   }
 
   const int8_t* q(int64_t t) const { return q_ + t * padded_ * kGroup; }
   const float* scales(int64_t t) const { return scales_ + t * padded_; }
   const int32_t* offsets(int64_t t) const { return offsets_ + t * padded_ * kOwn<kForm>; }  // of the first of its lanes
+
+  const float* shifts(int64_t t, int h) const { return shifts_ + (t * kHalves<kForm> + h) * padded_; }  // scaled offsets
 
   const int64_t groups;
 
@@ -85,10 +91,11 @@ template <Form kForm> class Rows {
   const int64_t apart;  // numbers from the offset of a group's first half to that of the second
 
  private:
-  std::unique_ptr<char[]> memory_[3];
+  std::unique_ptr<char[]> memory_[4];
   int8_t* q_;
   float* scales_;
   int32_t* offsets_;
+  float* shifts_;
 };
 
 #ifdef LING3_VECTORS
@@ -112,33 +119,38 @@ void Stream(const uint8_t* q, const Bf16* scale, const uint8_t* ahead, const Row
   constexpr int64_t kPieces = kBlock / kOf<kForm>;
   const int8_t* own[T];
   const float* own_scales[T];
-  const int32_t* offsets[T];
+  const float* shifts[T][kHalves<kForm>];
   Floats32 sums[T][2];
 #pragma GCC unroll 4
   for (int t = 0; t < T; ++t) {
-    own[t] = x.q(rows[t]), own_scales[t] = x.scales(rows[t]), offsets[t] = x.offsets(rows[t]);
+    own[t] = x.q(rows[t]), own_scales[t] = x.scales(rows[t]);
+    for (int h = 0; h < kHalves<kForm>; ++h) shifts[t][h] = x.shifts(rows[t], h);
     sums[t][0] = sums[t][1] = Spread(0.0f);
   }
   Scales<kForm> scales[T];
   const auto scale_by = [&](int64_t g, Ints32 words) __attribute__((always_inline)) {
     const Scales<kForm> wide(words);
 #pragma GCC unroll 4
-    for (int t = 0; t < T; ++t) scales[t] = wide.By(LoadFloats(own_scales[t] + g));
+    for (int t = 0; t < T; ++t) {
+      scales[t] = wide.By(LoadFloats(own_scales[t] + g));
+      for (int h = 0; h < kHalves<kForm> && kOffset<kForm>; ++h) sums[t][h] += wide.half[h] * LoadFloats(shifts[t][h] + g);
+    }
   };
+  const Ints32 none[] = {Spread(0), Spread(0)};
   const auto piece = [&](int64_t g, int64_t i, int64_t bytes) __attribute__((always_inline)) {
     const int64_t at = g + i * kOf<kForm>;
     Ints32 both[2];
     Take<kForm>(q + at * kLow<kForm>, q + x.groups * kLow<kForm> + at * (kBytes<kForm> - kLow<kForm>), bytes, both);
 #pragma GCC unroll 4
     for (int t = 0; t < T; ++t) {
-      AddProducts<kForm>(both, own[t] + at * kGroup, offsets[t] + at * kOwn<kForm>, x.apart, scales[t], i,
-                         sums[t][kHalves<kForm> == 2 ? 0 : i % 2], sums[t][1]);
+      AddProducts<kForm>(none, both, own[t] + at * kGroup, scales[t], i, sums[t][kHalves<kForm> == 2 ? 0 : i % 2],
+                         sums[t][1]);
     }
   };
   int64_t g = 0;
   for (; g + kBlock <= x.groups; g += kBlock) {
     scale_by(g, Words(scale + g));
-    __builtin_prefetch(scale + g + 2 * kBlock, 0, 2);
+    __builtin_prefetch(scale + g + kFarScales, 0, 2);
 #pragma GCC unroll 8
     for (int64_t i = 0; i < kPieces; ++i) {
       if (i * kStep<kForm> % 64 == 0) __builtin_prefetch(ahead + g * kBytes<kForm> + i * kStep<kForm>, 0, 2);
@@ -225,7 +237,9 @@ template <Form kForm> class Parts {
       Ints32 both[2];
       Take<kForm>(q + i * kStep<kForm>, nullptr, count, both);
       const int64_t g = i * kOf<kForm>;
-      AddProducts<kForm>(both, x + g * kGroup, offsets + g * kOwn<kForm>, apart, scales, i, sum, sum);
+      const int32_t* const own = offsets + g * kOwn<kForm>;
+      const Ints32 begin[] = {Load(own), Load(kHalves<kForm> == 2 ? own + apart : own)};
+      AddProducts<kForm>(begin, both, x + g * kGroup, scales, i, sum, sum);
     };
     if (bytes == kBlock * kBytes<kForm>) {
 #pragma GCC unroll 8

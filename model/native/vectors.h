@@ -173,10 +173,10 @@ template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(kHalves<kForm
 template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) {
   return kForm == kInt4 ? _mm256_add_epi32(Pairs(sum), Spread(offset)) : sum;
 }
-template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
+template <Form kForm> Ints32 Multiply(Ints32 begin, const Ints32* q, const int8_t* x) {
   if (kForm == kInt8) return Signed(q[0], Load(x));
   const Ints32 sum = Dot<kForm>(_mm256_maddubs_epi16(q[0], Load(x)), q[1], Load(x + kPiece));
-  return _mm256_add_epi32(Load(offsets), Pairs(sum));
+  return _mm256_add_epi32(begin, Pairs(sum));
 }
 #endif
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) {
@@ -213,9 +213,8 @@ template <Form kForm> Ints32 Dot(Ints32 sum, Ints32 q, Ints32 x) {
 }
 template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(kForm == kInt8 ? 0 : offset); }
 template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
-template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
-  const Ints32 sum = kForm == kInt8 ? Spread(0) : Load(offsets);
-  return Dot<kForm>(Dot<kForm>(sum, q[0], Load(x)), q[1], Load(x + kPiece));
+template <Form kForm> Ints32 Multiply(Ints32 begin, const Ints32* q, const int8_t* x) {
+  return Dot<kForm>(Dot<kForm>(kForm == kInt8 ? Spread(0) : begin, q[0], Load(x)), q[1], Load(x + kPiece));
 }
 Ints32 Across(const uint8_t* const* rows, int i, int64_t at) { return Load(rows[i] + at); }
 int64x2_t Wide(Ints32 value) { return vreinterpretq_s64_s32(value); }
@@ -231,8 +230,8 @@ Ints32 Neon_slli_epi32(Ints32 value, int bits) { return value << bits; }
 // The beginning of a group's sum, and its end: products take offsets as they are. Other processors have their own above.
 template <Form kForm> Ints32 Begin(int32_t offset) { return Spread(offset); }
 template <Form kForm> Ints32 Whole(Ints32 sum, int32_t offset) { return sum; }
-template <Form kForm> Ints32 Multiply(const Ints32* q, const int8_t* x, const int32_t* offsets) {
-  const Ints32 sum = Dot<kForm>(Load(offsets), q[0], Load(x));
+template <Form kForm> Ints32 Multiply(Ints32 begin, const Ints32* q, const int8_t* x) {
+  const Ints32 sum = Dot<kForm>(begin, q[0], Load(x));
   return kForm == kInt8 ? sum : Dot<kForm>(sum, q[1], Load(x + kPiece));
 }
 #endif
@@ -244,11 +243,6 @@ Ints32 SomeWords(const Bf16* from, int64_t count) {
   return Words(all);
 }
 #endif
-
-// A sum, and products of one half of each group in a vector of q with one of x.
-template <Form kForm> Ints32 MultiplyHalf(Ints32 q, const int8_t* x, const int32_t* offsets) {
-  return Dot<kForm>(Load(offsets), q, Load(x));
-}
 
 // The scales of groups: one of each, or those of its halves.
 typedef int32_t Lanes32 __attribute__((vector_size(kPiece)));  // which has shifts, whatever the processor
@@ -274,16 +268,16 @@ template <Form kForm> struct Scales {
   }
 };
 
-// Adds products of a vector of groups, scaled, to two sums. `offsets` are those of the groups' first half, and `apart`
-// numbers after them those of the second.
+// Adds products of a vector of groups, scaled, to two sums. `begin` has the integers that sums of products begin with,
+// those of each half where a group has two scales.
 template <Form kForm>
-void AddProducts(const Ints32* q, const int8_t* x, const int32_t* offsets, int64_t apart, const Scales<kForm>& scales,
-                 int64_t i, Floats32& first, Floats32& second) {
+void AddProducts(const Ints32* begin, const Ints32* q, const int8_t* x, const Scales<kForm>& scales, int64_t i,
+                 Floats32& first, Floats32& second) {
   if constexpr (kHalves<kForm> == 1) {
-    first += Float(Multiply<kForm>(q, x, offsets)) * Each<kForm>(scales.half[0], i);
+    first += Float(Multiply<kForm>(begin[0], q, x)) * Each<kForm>(scales.half[0], i);
   } else {
-    first += Float(MultiplyHalf<kForm>(q[0], x, offsets)) * Each<kForm>(scales.half[0], i);
-    second += Float(MultiplyHalf<kForm>(q[1], x + kPiece, offsets + apart)) * Each<kForm>(scales.half[1], i);
+    first += Float(Dot<kForm>(begin[0], q[0], Load(x))) * Each<kForm>(scales.half[0], i);
+    second += Float(Dot<kForm>(begin[1], q[1], Load(x + kPiece))) * Each<kForm>(scales.half[1], i);
   }
 }
 #endif  // LING3_VECTORS
