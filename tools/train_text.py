@@ -66,15 +66,14 @@ def documents() -> list[str]:
     return list(pages)
 
 
-def tokenizer_of(texts: list[str], path: Path) -> Tokenizer:
-    """Byte-level BPE of the model's vocabulary; writes ``path``."""
+def tokenizer_of(texts: list[str]) -> Tokenizer:
+    """Byte-level BPE of the model's vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet, first = sorted(pre_tokenizers.ByteLevel.alphabet()), [END]
     trainer = trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=first, initial_alphabet=alphabet)
     tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.save(str(path))
     return tokenizer
 
 
@@ -112,8 +111,9 @@ class Training:
         texts = documents()
         held = texts[10::20]
         kept = [text for text in texts if text not in set(held)]
-        tokenizer = tokenizer_of(kept, work / "tokenizer.json")
+        tokenizer = tokenizer_of(kept)
         self.train, self.held = tokens_of(tokenizer, kept), tokens_of(tokenizer, held)
+        tokenizer.save(str(work / "tokenizer.json"))
         (work / "held_out.txt").write_text("\n\n".join(held), encoding="utf-8")
         write_json(work / "config.json", fields)
         muon = optax.contrib.muon(
@@ -153,9 +153,8 @@ class Training:
 
     def held_out_loss(self) -> float:
         """Nats a token of the first windows of the held-out text."""
-        windows = [self.held[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(CHECKED)]
-        losses = [self.loss(self.state[0], np.stack(windows[i : i + ROWS])) for i in range(0, CHECKED, ROWS)]
-        return float(np.mean(losses))
+        windows = np.stack([self.held[i * LENGTH : (i + 1) * LENGTH + 1] for i in range(CHECKED)])
+        return float(np.mean([self.loss(self.state[0], part) for part in np.split(windows, CHECKED // ROWS)]))
 
     def save(self) -> None:
         """Writes the checkpoint's weights, whole or not at all."""
