@@ -21,7 +21,6 @@ from ling3export.runners.cli.hosts import leading
 from ling3export.runners.cli.options import (
     PATH,
     engine_options,
-    programs_option,
     shard_option,
     stop_option,
     target_option,
@@ -180,7 +179,7 @@ def report(runs: tuple[Path, ...]) -> None:
 @click.option("--text", required=True, type=PATH, metavar="FILE", help="A text in UTF-8.")
 @click.option("--tokens", type=click.IntRange(1), default=4096, help="Most tokens that are judged.")
 @click.option("--window", type=click.IntRange(2), default=512, help="Tokens that the model sees at once.")
-@section("Artifacts", target_option, programs_option)
+@section("Artifacts", target_option)
 def logits(a: Path, b: Path, text: Path, tokens: int, window: int, **options: Any) -> None:
     """Compare the distributions of A and B over a text.
 

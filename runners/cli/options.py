@@ -250,4 +250,4 @@ def sampling_options(*names: str, **texts: str) -> Sequence[Decorator]:
     return [sampling_option(name, texts.get(name, SAMPLING[name])) for name in names or SAMPLING]
 
 
-target_option, programs_option, check_option = map(engine_option, ("target", "programs", "check"))
+target_option = engine_option("target")

@@ -14,15 +14,7 @@ import click
 from ling3export.foundation.extras import require
 from ling3export.runners.cli.command import Command, section
 from ling3export.runners.cli.hosts import leading
-from ling3export.runners.cli.options import (
-    PORT,
-    POSITIVE,
-    SECONDS,
-    engine_options,
-    field_option,
-    programs_option,
-    target_option,
-)
+from ling3export.runners.cli.options import PORT, POSITIVE, SECONDS, engine_options, field_option, target_option
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.engine.config import EngineConfig
 from ling3export.runners.hosts.rendezvous import announced
@@ -182,7 +174,7 @@ def route(
 @click.command("ffn-worker", cls=Command)
 @click.argument("artifact", type=ARTIFACT)
 @click.option("--context", required=True, metavar="NAME", help="The worker's name, for --ffn.")
-@section("Artifact", target_option, programs_option)
+@section("Artifact", target_option)
 def ffn_worker(artifact: Path, context: str, **options: Any) -> None:
     """Compute ARTIFACT's experts for one attention process (experimental).
 

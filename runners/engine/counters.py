@@ -1,4 +1,4 @@
-"""Counters of the scheduler: calls and filling of each cell, tokens, and how long requests waited."""
+"""Counters of the scheduler: calls and filling of each cell, tokens, hits of the prefix cache."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +24,6 @@ class Counters:
         preempted: How often a sequence gave its pages back to start again.
         failed: Requests that ended by an error of their own.
         started: Requests whose first call was dispatched.
-        queue_seconds: How long they waited for that call, all together.
-        queue_longest: How many seconds one of them waited at most.
         hits: Requests that the prefix cache had a beginning of.
         misses: The others, by reason.
         cached_tokens: Tokens of prompts that were not computed.
@@ -38,8 +36,6 @@ class Counters:
     preempted: int = 0
     failed: int = 0
     started: int = 0
-    queue_seconds: float = 0.0
-    queue_longest: float = 0.0
     hits: int = 0
     misses: dict[str, int] = field(default_factory=dict)
     cached_tokens: int = 0
@@ -53,12 +49,6 @@ class Counters:
     def missed(self, reason: str) -> None:
         """Notes a request that the prefix cache had nothing of."""
         self.misses[reason] = self.misses.get(reason, 0) + 1
-
-    def queued(self, seconds: float) -> None:
-        """Notes how long a request waited for its first call."""
-        self.started += 1
-        self.queue_seconds += seconds
-        self.queue_longest = max(self.queue_longest, seconds)
 
     def count(self, name: str, padding: int, used: int) -> None:
         """Notes a call of the cell ``name`` that filled ``used`` of its ``padding`` slots."""
@@ -75,7 +65,6 @@ class Counters:
             name: {"calls": cell.calls, "padding_waste": round(1 - cell.used / cell.slots, 4)}
             for name, cell in sorted(self.cells.copy().items())
         }
-        mean = self.queue_seconds / self.started if self.started else 0.0
         return {
             "cells": cells,
             "tokens_in": self.tokens_in,
@@ -89,5 +78,4 @@ class Counters:
                 "cached_tokens": self.cached_tokens,
                 "snapshots_taken": self.snapshots,
             },
-            "queue_ms": {"mean": round(1e3 * mean, 3), "max": round(1e3 * self.queue_longest, 3)},
         }

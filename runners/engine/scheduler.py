@@ -147,7 +147,7 @@ class Scheduler:
             row += -(-(stop - start) // chunk)
             if sequence.started is None:
                 sequence.started = output.at
-                self._counters.queued(output.at - sequence.arrived)
+                self._counters.started += 1
             sequence.num_computed_tokens = stop
             new = max(0, min(stop, sequence.num_prompt_tokens) - sequence.num_prefilled)  # 0 where it starts again
             sequence.num_prefilled += new

@@ -76,7 +76,6 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
     assert stats["compile_events"] == 0
     assert (stats["tokens_in"], stats["tokens_out"], stats["requests"], stats["preempted"]) == (37, 30, 5, 0)
     assert set(stats["cells"]["prefill@16"]) == {"calls", "padding_waste"}
-    assert 0 <= stats["queue_ms"]["mean"] <= stats["queue_ms"]["max"]
     assert (stats["live"], stats["free"]) == (0, stats["pools"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logits.npz", "p.jsonl"]
 
