@@ -103,7 +103,11 @@ class ResponsesBody(TranslatedBody):
         "reasoning_effort": "reasoning",
     }
     labels = LABELS
-    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {**NEUTRAL, "stream_options": ({}, {"include_obfuscation": False})}
+    neutral: ClassVar[Mapping[str, Sequence[Any]]] = {
+        **NEUTRAL,
+        "store": (False,),
+        "stream_options": ({}, {"include_obfuscation": False}),
+    }
 
     input: Annotated[
         Annotated[str, Tag("TEXT")] | Annotated[list[_Item], Field(fail_fast=True, min_length=1), Tag("ITEMS")],
