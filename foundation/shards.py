@@ -2,12 +2,11 @@
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
-from ling3export.foundation.errors import Ling3Error, RequestError
+from ling3export.foundation.errors import RequestError
 
 FORM = re.compile(r"(\d{1,9})/(\d{1,9})")
 HINT = "write I/N with I from 0 to N - 1, or auto in a Slurm array, or auto/N in an indexed job of Kubernetes"
@@ -49,32 +48,6 @@ class Shard:
 
 
 WHOLE = Shard()
-
-
-def in_order(shards: Sequence[tuple[Shard, Path]], what: str, error: type[Ling3Error]) -> list[Path]:
-    """The paths of the shards of one work, from the first to the last.
-
-    Args:
-        shards: Each shard and its path.
-        what: The beginning of messages.
-        error: The class of errors.
-
-    Raises:
-        Ling3Error: There is none, one is missing or exists twice, or their counts differ.
-    """
-    places: dict[int, Path] = {}
-    for shard, path in shards:
-        if shard.count != shards[0][0].count:
-            raise error(f"{what}: expected shards of {shards[0][0]}, found {shard}, in {path}")
-        if shard.index in places:
-            raise error(f"{what}: expected shard {shard} once, found it in {places[shard.index]} and {path}")
-        places[shard.index] = path
-    count = shards[0][0].count if shards else 0
-    if missing := sorted(set(range(count)) - places.keys()):
-        raise error(f"{what}: the shard with index {missing[0]} of {count} is missing")
-    if not shards:
-        raise error(f"{what}: no outputs of shards are given")
-    return [places[index] for index in range(count)]
 
 
 def _from_environment(environment: Mapping[str, str]) -> tuple[str, str]:

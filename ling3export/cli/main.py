@@ -19,11 +19,10 @@ from ling3export.cli.graph import graph
 from ling3export.cli.options import IGNORE, JSON, ROUNDING, WIDE, build_options
 from ling3export.cli.view import show, view
 from ling3export.foundation.extras import require
-from ling3export.foundation.shards import WHOLE, Shard
 from ling3export.plan.options import Options
 from ling3export.runners.cli.command import Group, given, section
 from ling3export.runners.cli.hosts import keep_stdout
-from ling3export.runners.cli.options import FOLDER, PATH, shard_option
+from ling3export.runners.cli.options import FOLDER, PATH
 from ling3export.runners.cli.references import ARTIFACT
 from ling3export.runners.hosts.hosts import find_hosts
 
@@ -32,10 +31,9 @@ if TYPE_CHECKING:
 
 # Options of `build` that make something else than a whole artifact, and the options that each of them excludes.
 APART = {
-    "into": ("artifact", "checkpoint", "ignore", "replay", "allow_rounding"),
-    "shard": ("into", "replay", "kind"),
-    "no_weights": ("into", "replay", "shard", "kind", "allow_rounding"),
-    "kind": ("into", "replay", "cache", "cache_dir", "jobs"),
+    "into": ("artifact", "checkpoint", "ignore", "allow_rounding"),
+    "no_weights": ("into", "kind", "allow_rounding"),
+    "kind": ("into", "cache", "cache_dir", "jobs"),
 }
 
 
@@ -128,18 +126,11 @@ def main() -> None:
         help="Use programs of earlier builds; redo makes all anew, readonly adds none.",
     ),
     cache_dir,
-    shard_option("Only compile every N-th cell, from cell I on, into the cache"),
-    click.option(
-        "--replay",
-        metavar="[TARGET/]CELL",
-        help="Build one cell of ARTIFACT, or of its failed build, again, and show all that its compiler says.",
-    ),
 )
 def build(
-    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None, replay: str | None,
-    force: bool, kind: str, cache: str, cache_dir: Path | None, shard: Shard, no_weights: bool,
-    dummy_weights: int | None, prove: bool | None, allow_rounding: bool,
-    **options: Any,
+    checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None,
+    force: bool, kind: str, cache: str, cache_dir: Path | None, no_weights: bool, dummy_weights: int | None,
+    prove: bool | None, allow_rounding: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
@@ -149,7 +140,6 @@ def build(
     Programs of --no-weights get weights from ling3export attach.
     """
     require("build", "build", "flax", "rich")
-    from ling3export.artifacts.manifest import MANIFEST
     from ling3export.cli.progress import Console
     from ling3export.compile import build as building
     from ling3export.model.config import Config
@@ -158,13 +148,9 @@ def build(
     chosen, what, use = given(click.get_current_context()), Options(**options), CacheUse(cache, cache_dir)
     _check_alone(chosen if kind != "artifact" else chosen - {"kind"})
     source = checkpoint or building.DEMO
-    fits = (
-        checkpoint is not None and "tp" not in chosen and kind == "artifact" and not (checkpoint / MANIFEST).is_file()
-    )
+    fits = checkpoint is not None and "tp" not in chosen and kind == "artifact"
     ending = "ling3" if kind == "artifact" else kind
     destination = artifact or Path(f"{source.resolve().name.removesuffix('.json')}.{ending}")
-    common: dict[str, Any] = {"ignore": ignore, "cache": use}
-    whole: dict[str, Any] = common | {"force": force, "prove": prove, "allow_rounding": allow_rounding}
     with _unwinding(), Console() as console:
         if fits:
             what, sizes = _fitted(Config.from_path(source, ignore), as_stored(what, source), chosen)
@@ -177,25 +163,15 @@ def build(
                 source, destination, what, console, force=force, ignore=ignore, allow_rounding=allow_rounding
             )
             console.note(f"wrote {destination}")
-        elif replay is not None:
-            from ling3export.compile import replay as replaying
-
-            if checkpoint is not None and artifact is None and (checkpoint / MANIFEST).is_file():
-                destination = checkpoint  # the one path is the artifact: no checkpoint is needed
-            lines, passed = replaying.replay(destination, replay, use, source, what, console.note, ignore)
-            click.echo("\n".join(lines))
-            if not passed:
-                sys.exit(1)
-        elif shard != WHOLE:
-            building.build_share(source, what, console, shard, **common)
         elif into is not None:
             from ling3export.compile.into import add_targets
 
             console.summary(into, *add_targets(into, what, chosen, console, force=force, cache=use, prove=prove))
         else:
             manifest = building.build(
-                source, destination, what, console, no_weights=no_weights, dummy=dummy_weights, **whole
-            )
+                source, destination, what, console, no_weights=no_weights, dummy=dummy_weights, force=force,
+                ignore=ignore, cache=use, prove=prove, allow_rounding=allow_rounding,
+            )  # fmt: skip
             console.summary(destination, manifest)
 
 
@@ -223,22 +199,13 @@ def _check_alone(chosen: set[str]) -> None:
 @click.argument("checkpoint", required=False, type=PATH)
 @build_options
 @click.option(
-    "--from", "artifact", type=ARTIFACT, metavar="ARTIFACT", help="Take temporaries and estimates from this one."
-)
-@click.option(
     "--tokens", type=click.IntRange(1), metavar="N", help="Tokens cached by each decoding sequence.  [default: 1024]"
 )
 @IGNORE
 @WIDE
 @JSON
 def plan(
-    checkpoint: Path | None,
-    artifact: Path | None,
-    tokens: int | None,
-    ignore: tuple[str, ...],
-    wide: bool,
-    as_json: bool,
-    **options: Any,
+    checkpoint: Path | None, tokens: int | None, ignore: tuple[str, ...], wide: bool, as_json: bool, **options: Any
 ) -> None:
     """Show what a build would make, without compiling.
 
@@ -261,7 +228,7 @@ def plan(
         what, sizes = _fitted(config, what, chosen)
         if sizes is not None and not as_json:
             click.echo(sizes[0])  # the sum is shown with the target
-    prices = priced(config, what, artifact, tokens or TOKENS)
+    prices = priced(config, what, tokens or TOKENS)
     click.echo(json.dumps(to_json(prices)) if as_json else described(prices, wide=wide))
 
 
@@ -391,7 +358,7 @@ def verify(
     outside its tolerance. A few prompts also run through the whole engine: in parts, in batches, again with the prefix
     cache, and with their states moved from prefill to decode.
 
-    --time writes NAME.calibration.json, or replaces it. Later starts on this machine, inspect and plan --from read it.
+    --time writes NAME.calibration.json, or replaces it. Later starts on this machine and inspect read it.
     A target of several hosts is verified by verify --time on each of them; host 0 writes. `graph summary --profile`
     reads the traces of --trace.
     """

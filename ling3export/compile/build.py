@@ -4,9 +4,7 @@ Everything is written to a hidden folder next to the destination, which takes th
 stands; a kill at any moment leaves nothing that looks whole.
 """
 
-import itertools
 import platform
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -27,7 +25,7 @@ from ling3export.artifacts.receipts import PORTABLE
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import FileRecord, Manifest, PortableReceipts, Receipts
 from ling3export.artifacts.staging import staged
-from ling3export.cache.cells import Built, Cells, opened, summary
+from ling3export.cache.cells import Cells, opened, summary
 from ling3export.cache.keys import toolchain
 from ling3export.cache.store import DEFAULT_USE, CacheUse
 from ling3export.checkpoint.convert import Progress, WeightSource, write_weights
@@ -35,8 +33,7 @@ from ling3export.checkpoint.reader import Checkpoint
 from ling3export.checkpoint.synth_weights import DummyWeights
 from ling3export.compile.pool import BuildOutcome, Compilers, check, put_state_program
 from ling3export.compile.target_record import target_record
-from ling3export.foundation.errors import ArtifactError, CheckpointError, PlanError
-from ling3export.foundation.shards import WHOLE, Shard
+from ling3export.foundation.errors import ArtifactError, CheckpointError
 from ling3export.model.config import Config, read_config
 from ling3export.model.parameters import weight_table
 from ling3export.plan.options import Options
@@ -167,14 +164,7 @@ def announced(plans: list[Plan], report: Reporter) -> list[Plan]:
 
 @contextmanager
 def compiling(
-    config: Config,
-    options: Options,
-    plans: Sequence[Plan],
-    folder: Path,
-    cells: Cells,
-    report: Reporter,
-    taken: Mapping[str, Mapping[str, Built]] = MappingProxyType({}),
-    shard: Shard = WHOLE,
+    config: Config, options: Options, plans: Sequence[Plan], folder: Path, cells: Cells, report: Reporter
 ) -> Iterator[Callable[[], list[BuildOutcome]]]:
     """Compiles the cells of every plan while the block does other work; an exception in the block ends the compilers.
 
@@ -182,11 +172,9 @@ def compiling(
         config: The model.
         options: The number of jobs is read.
         plans: One a target.
-        folder: Gets ``programs/TARGET/`` for every target that has no such folder yet.
+        folder: Gets ``programs/TARGET/`` for every target.
         cells: The cache.
         report: Gets each cell, and the outcomes if a cell fails.
-        taken: By target the cells whose files are in the folder already.
-        shard: Compiles only this share of the cells.
 
     Yields:
         A function that waits for the outcomes. It raises a PlanError where a cell failed or does not fit a device, and
@@ -194,16 +182,13 @@ def compiling(
     """
     compilers = []
     for plan in plans:
-        programs, ready = folder / "programs" / plan.target.name, taken.get(plan.target.name, {})
-        programs.mkdir(parents=True, exist_ok=True)
-        compilers.append(Compilers(plan, config, programs, options.jobs, cells, taken=ready, tell=report.note))
-    number = itertools.count()
-    shares = [[cell for cell in plan.cells if shard.has(next(number))] for plan in plans]
-    report.start("programs", sum(map(len, shares)))
+        programs = folder / "programs" / plan.target.name
+        programs.mkdir(parents=True)
+        compilers.append(Compilers(plan, config, programs, options.jobs, cells, report.note))
+    report.start("programs", sum(len(plan.cells) for plan in plans))
 
     def run() -> list[BuildOutcome]:
-        work = zip(compilers, shares, strict=True)
-        return [group.run(share, lambda cell, built: report.advance("programs", 1)) for group, share in work]
+        return [group.run(group.plan.cells, lambda: report.advance("programs", 1)) for group in compilers]
 
     with ThreadPoolExecutor(1) as pool:
         future = pool.submit(run)
@@ -329,27 +314,3 @@ def receipts(folder: Path, manifest: Manifest, name: str, *, portable: bool = Fa
             else "the programs do not compute what the model computes: do not use them, and report this",
         )
     return measured
-
-
-def build_share(
-    checkpoint: Path, options: Options, report: Reporter, shard: Shard, *, ignore: Sequence[str] = (), cache: CacheUse
-) -> None:
-    """Compiles every N-th cell of a build, counted over its targets, and keeps them only in the cache.
-
-    Of ``checkpoint``, a folder or a config.json, only config.json is read.
-
-    Raises:
-        PlanError: A cell failed, or the cache cannot be written.
-    """
-    config = Config.from_path(checkpoint, ignore)
-    plans = announced(make_plans(config, as_stored(options, checkpoint)), report)
-    cells = opened(cache, report.note)
-    if not cells.use.writes:
-        raise PlanError(
-            f"--shard: expected a cache that is written, found {cells.use.policy}",
-            "write it with --cache on, in a folder of your own, or one that all shares share: --cache-dir",
-        )
-    with tempfile.TemporaryDirectory(prefix="ling3-share-") as folder:
-        with compiling(config, options, plans, Path(folder), cells, report, shard=shard) as compiled:
-            outcomes = compiled()
-        report.note(summary((built.program for outcome in outcomes for built in outcome.built.values()), cache))

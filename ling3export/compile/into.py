@@ -3,9 +3,6 @@
 Programs need only the configuration, which the manifest has. The files that the manifest names are checked first: no
 new manifest vouches for damaged files. New files get names that no manifest has yet, then the manifest is replaced by
 rename. So a kill at any moment leaves the old artifact or the new one; the next addition removes the rest.
-
-``--score-paddings`` replaces a target by one with the same programs and score programs. The old programs are copied,
-and the new ones compiled, so the same sources and compilers must have made both.
 """
 
 import os
@@ -24,27 +21,23 @@ from ling3export.artifacts.files import (
     sync_folder,
     sync_tree,
     try_writing,
-    write_new,
     writing,
 )
-from ling3export.artifacts.manifest import MANIFEST, read_checked, read_manifest, recorded_files
-from ling3export.artifacts.schema import KERNELS, STATE, Manifest, Target
+from ling3export.artifacts.manifest import MANIFEST, read_manifest, recorded_files
+from ling3export.artifacts.schema import Manifest
 from ling3export.artifacts.signing import read_trusted
 from ling3export.artifacts.staging import adding
-from ling3export.cache.cells import SUFFIXES, Built, Cells, opened, summary
+from ling3export.cache.cells import Cells, opened, summary
 from ling3export.cache.store import DEFAULT_USE, CacheUse
 from ling3export.compile.build import Reporter, announced, compiling, complete
 from ling3export.compile.pool import BuildOutcome
-from ling3export.compile.replay import changes_since
 from ling3export.foundation.errors import PlanError, listed
-from ling3export.model.geometry import CHUNK
-from ling3export.plan.options import AS_STORED, Options, check_paddings
-from ling3export.plan.plan import Plan, make_plans
-from ling3export.plan.recorded import config_of, options_of, plan_of, shared
+from ling3export.plan.options import AS_STORED, Options
+from ling3export.plan.plan import make_plans
+from ling3export.plan.recorded import config_of, options_of, shared
 from ling3export.verify.verify import check_digests
 
 SIZING = ("memory_fraction", "state_memory")  # what sized the pools, so that a target that is added is sized alike
-SCORE = "--score-paddings"
 TARGET_FOLDER = re.compile(r"(cpu|cuda|tpu)[\w.-]*-tp\d+(\.\d+)?")  # a target's name, or what `_free_name` makes of it
 PROGRAM_FILE = re.compile(r"[a-z_]+@\d+\.(stablehlo|exec|hlo\.xz)|kernels\.so|state\.exec")
 
@@ -89,37 +82,23 @@ def add_targets(
         _check_shared(options, chosen, manifest, artifact)
         recorded = {name: getattr(manifest.plan, name) for name in SIZING if name not in chosen}
         options = replace(options_of(manifest, options), **recorded)
-        plans = announced(_plans(artifact, manifest, options, chosen, force), report)
+        plans = make_plans(config_of(manifest), options)
+        doubled = [plan.target.name for plan in plans if plan.target.name in manifest.targets]
+        if doubled and not force:
+            raise PlanError(
+                f"--target: expected targets that `{artifact.name}` does not have, found {listed(doubled)} in it",
+                "replace them with --force",
+            )
+        announced(plans, report)
         report.note(signed[0])
         check_digests(artifact, manifest)
         _remove_unnamed(artifact, manifest)
-        kept = {} if force else manifest.targets
-        taken = {name: _copied(artifact, staging, name, kept.get(name)) for name in (p.target.name for p in plans)}
-        with compiling(config_of(manifest), options, plans, staging, cells, report, taken) as compiled:
+        with compiling(config_of(manifest), options, plans, staging, cells, report) as compiled:
             outcomes = compiled()
         written = _take_in(staging, artifact, manifest, outcomes, report, cells, prove)
-        cells_of = [(name, cell) for name in taken for cell in written.targets[name].cells.values()]
-        report.note(summary((cell for name, cell in cells_of if cell.name not in taken[name]), cache))
-        return written, list(taken)
-
-
-def _plans(artifact: Path, manifest: Manifest, options: Options, chosen: set[str], force: bool) -> list[Plan]:
-    """The plans of new targets, and of present ones that get score programs."""
-    scored, targets = options.score_paddings, manifest.targets
-    if scored and options.afd:
-        raise PlanError("--afd: expected no --score-paddings with it and --into, found both", "add one at a time")
-    if scored and not {"targets", "tp"} & chosen:
-        return [extended(manifest, name, scored) for name in targets]
-    plans = make_plans(config_of(manifest), options)
-    if not force and scored:
-        return [extended(manifest, p.target.name, scored) if p.target.name in targets else p for p in plans]
-    doubled = [plan.target.name for plan in plans if plan.target.name in targets]
-    if doubled and not force:
-        raise PlanError(
-            f"--target: expected targets that `{artifact.name}` does not have, found {listed(doubled)} in it",
-            "replace them with --force",
-        )
-    return plans
+        names = [plan.target.name for plan in plans]
+        report.note(summary((cell for name in names for cell in written.targets[name].cells.values()), cache))
+        return written, names
 
 
 def _check_shared(options: Options, chosen: set[str], manifest: Manifest, artifact: Path) -> None:
@@ -132,40 +111,6 @@ def _check_shared(options: Options, chosen: set[str], manifest: Manifest, artifa
                 f"found {shown[1]}",
                 "leave it out, or build another artifact",
             )
-
-
-def extended(manifest: Manifest, name: str, paddings: Sequence[int]) -> Plan:
-    """The plan of a target that is there, with score programs of more ``paddings``.
-
-    Raises:
-        PlanError: It has them already, or was built by other sources or compilers than these.
-    """
-    plan, record = plan_of(manifest, name), manifest.targets[name]
-    check_paddings(paddings, SCORE, CHUNK)
-    if doubled := [str(padding) for padding in paddings if padding in plan.score_paddings]:
-        raise PlanError(f"{SCORE}: expected paddings that `{name}` does not have, found {listed(doubled)} in it")
-    if changed := changes_since(manifest, plan):
-        raise PlanError(
-            f"{SCORE}: expected `{name}` built with what builds here, found {listed(changed)}",
-            f"build all its programs again: --target {record.text}@{record.tp} --force",
-        )
-    return replace(plan, score_paddings=tuple(sorted({*plan.score_paddings, *paddings})))
-
-
-def _copied(artifact: Path, staging: Path, name: str, target: Target | None) -> dict[str, Built]:
-    """Copies the programs that a target has; returns them as a compiler gives them."""
-    folder = staging / "programs" / name
-    folder.mkdir(parents=True)
-    if target is None:
-        return {}
-    for file, other in ((KERNELS, target.kernels), (STATE, target.state_program)):
-        if other is not None:
-            write_new(folder / file, read_checked(artifact, other))
-    for cell in target.cells.values():
-        for suffix, record in zip(SUFFIXES, (cell.stablehlo, cell.exec, cell.graph), strict=True):
-            if record is not None:
-                write_new(folder / f"{cell.name}.{suffix}", read_checked(artifact, record))
-    return {key: Built(cell, target.requires, target.mesh) for key, cell in target.cells.items()}
 
 
 def _take_in(

@@ -5,11 +5,10 @@ import os
 import threading
 import time
 from base64 import b64decode
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
-from types import MappingProxyType
 from typing import Any
 
 from ling3export.artifacts.files import write_new
@@ -17,7 +16,6 @@ from ling3export.artifacts.records import from_json, sha256_of, to_json
 from ling3export.artifacts.schema import STATE
 from ling3export.cache.cells import Built, Cells
 from ling3export.cache.keys import program_fields, sources
-from ling3export.cache.store import CacheUse
 from ling3export.compile.kernels import put_library
 from ling3export.compile.worker import MODULE, NATIVE_KERNELS, STATE_PROGRAM, CompileJob
 from ling3export.foundation.errors import ArtifactError, Ling3Error, PlanError, listed
@@ -27,7 +25,7 @@ from ling3export.model.state import state_arrays
 from ling3export.plan.memory import check_memory
 from ling3export.plan.plan import Plan, PlannedCell
 
-Done = Callable[[PlannedCell, Built], None]
+Done = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -47,9 +45,7 @@ class Compilers:
         config: The model.
         folder: Gets the programs.
         jobs: Processes; None is one a core.
-        cells: The cache; its cells are not compiled. None uses none.
-        taken: Cells whose files are in ``folder`` already.
-        shown: Show the workers' stderr; else its end is kept, for the message of one that dies.
+        cells: The cache; its cells are not compiled.
         tell: Gets a line when a cell begins to be compiled, and one with the seconds when it ends.
     """
 
@@ -59,26 +55,21 @@ class Compilers:
         config: Config,
         folder: Path,
         jobs: int | None,
-        cells: Cells | None = None,
-        *,
-        taken: Mapping[str, Built] = MappingProxyType({}),
-        shown: bool = False,
+        cells: Cells,
         tell: Callable[[str], None] = lambda text: None,
     ) -> None:
         self.plan = plan
-        self._cells = Cells(CacheUse("off"), lambda text: None) if cells is None else cells
-        self.job = CompileJob(plan.target, plan.geometry, config, folder, self._cells.use, sources())
-        self._jobs, self.taken, self._shown, self._tell = jobs, taken, shown, tell
+        self._cells = cells
+        self.job = CompileJob(plan.target, plan.geometry, config, folder, cells.use, sources())
+        self._jobs, self._tell = jobs, tell
         self._workers: list[Child] = []
         self._stopped = False
         self._lock = threading.Lock()
 
     def run(self, cells: Sequence[PlannedCell], done: Done) -> BuildOutcome:
-        """Compiles every cell that is not taken; one that fails does not stop the others.
+        """Compiles cells of the plan in their order; one that fails does not stop the others.
 
-        Args:
-            cells: In the order in which they start.
-            done: Called, from a worker's thread too, as each cell ends well.
+        ``done`` is called, from a worker's thread, as each cell ends well.
 
         Raises:
             PlanError: The native kernels do not compile.
@@ -88,11 +79,7 @@ class Compilers:
         waiting: SimpleQueue[PlannedCell] = SimpleQueue()
         outcome = BuildOutcome(self.plan, {}, {})
         for cell in cells:
-            if cell.name in self.taken:
-                outcome.built[cell.name] = self.taken[cell.name]
-                done(cell, self.taken[cell.name])
-            else:
-                waiting.put(cell)
+            waiting.put(cell)
         count = min(self._jobs or len(os.sched_getaffinity(0)), waiting.qsize())
         if self.plan.target.autotuned:
             count = min(count, 1)  # kernels are timed on the one card
@@ -143,7 +130,7 @@ class Compilers:
                     outcome.failures[cell.name] = built
                 else:
                     outcome.built[cell.name] = built
-                    done(cell, built)
+                    done()
 
     def _timed(self, worker: Child, cell: PlannedCell) -> Built | Failure:
         """:meth:`made` with a line before and after: the compiler itself may be silent for minutes."""
@@ -171,7 +158,7 @@ class Compilers:
                 return None
             if worker is None or not worker.alive:
                 try:
-                    worker = stack.enter_context(Child(MODULE, shown=self._shown))
+                    worker = stack.enter_context(Child(MODULE))
                 except OSError as error:
                     raise PlanError(f"no compiling process could be started: {error}") from error
                 worker.send({"job": to_json(self.job)})
@@ -219,9 +206,6 @@ def check(config: Config, outcomes: Sequence[BuildOutcome], kept: bool) -> None:
     if len(failures) < count:
         where = "are in the cache: the same build again takes them" if kept else "are lost without --cache on"
         hints.append(f"the {count - len(failures)} others {where}")
-    target, cell, _ = failures[0]
-    words = f"the same command with --replay {f'{target}/' * several}{cell}"
-    hints.append(f"to build one alone and see all that its compiler says: {words}")
     raise PlanError(message, "; ".join(hints))
 
 

@@ -132,32 +132,18 @@ def size_pages(config: Config, geometry: Geometry, options: Options, target: Tar
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one device."""
+    """Bytes on one device before anything is compiled."""
 
     weights: int  # its share of the parameters
     state: int  # its share of slots and pages
-    # Temporaries of the cell with the most, its outputs that reuse no donated buffer included; None while nothing is
-    # compiled.
-    temporaries: int | None
-    programs: int | None  # the code of all cells; None while nothing is compiled
-    dearest: str | None  # the cell with the most temporaries
-    total: int  # the sum of the known parts
+    total: int
     memory: int | None  # what a device has; None where no table says so
 
 
-def held(config: Config, target: TargetSpec, geometry: Geometry, cells: Mapping[str, Program]) -> Held:
-    """The memory of a device of ``target``.
-
-    Args:
-        cells: Every compiled cell; empty while nothing is compiled.
-    """
-    memory = None if target.chip is None else target.chip.memory
+def held(config: Config, target: TargetSpec, geometry: Geometry) -> Held:
+    """The memory of a device of ``target``."""
     weights, state = weight_bytes(config, geometry), state_of_device(config, geometry)
-    if not cells:
-        return Held(weights, state, None, None, None, weights + state, memory)
-    dearest = max(cells, key=lambda name: cells[name].memory.passing)
-    temporaries, programs = cells[dearest].memory.passing, sum(cell.memory.code for cell in cells.values())
-    return Held(weights, state, temporaries, programs, dearest, weights + state + temporaries + programs, memory)
+    return Held(weights, state, weights + state, None if target.chip is None else target.chip.memory)
 
 
 @dataclass(frozen=True)
@@ -194,14 +180,16 @@ def check_memory(config: Config, target: TargetSpec, geometry: Geometry, cells: 
     Raises:
         PlanError: With the sum, and the options that lower it.
     """
-    total = held(config, target, geometry, cells)
-    if total.memory is None or total.total <= total.memory:
+    device = held(config, target, geometry)
+    dearest = max(cells, key=lambda name: cells[name].memory.passing)
+    temporaries, programs = cells[dearest].memory.passing, sum(cell.memory.code for cell in cells.values())
+    total = device.total + temporaries + programs
+    if device.memory is None or total <= device.memory:
         return
     raise PlanError(
-        f"memory of `{target.text}`: expected room for weights ({readable(total.weights)}) + state "
-        f"({readable(total.state)}) + temporaries of {total.dearest} ({readable(total.temporaries or 0)}) + "
-        f"{len(cells)} programs ({readable(total.programs or 0)}) = {readable(total.total)} a device, "
-        f"found {readable(total.memory)}",
-        f"lower --memory-fraction or --pages (pools), --max-running, or the padding of {total.dearest}; or take a "
-        "larger topology",
+        f"memory of `{target.text}`: expected room for weights ({readable(device.weights)}) + state "
+        f"({readable(device.state)}) + temporaries of {dearest} ({readable(temporaries)}) + "
+        f"{len(cells)} programs ({readable(programs)}) = {readable(total)} a device, found {readable(device.memory)}",
+        f"lower --memory-fraction or --pages (pools), --max-running, or the padding of {dearest}; or take a larger "
+        "topology",
     )

@@ -1,18 +1,14 @@
 """``ling3export plan``: what a build would make, and whether the machines hold it, without compiling anything.
 
-Weights, state and roofline bounds follow from the configuration by formula. Only the compiler knows temporaries: they
-come from an artifact that was built alike, or are reported as unknown.
+Weights, state and roofline bounds follow from the configuration by formula. Only the compiler knows temporaries:
+``ling3export inspect`` shows them.
 """
 
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from msgspec import structs
 
-from ling3export.artifacts.calibration import Calibration, found_beside
-from ling3export.artifacts.manifest import read_manifest
 from ling3export.artifacts.program_records import RooflineBound
-from ling3export.artifacts.schema import Cell, Manifest
 from ling3export.cost.chips import CHIPS, Chip
 from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.foundation.errors import listed
@@ -24,11 +20,8 @@ from ling3export.plan.here import SHARE
 from ling3export.plan.memory import Held, OnMachine, by_form, held, in_words, on_machine
 from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
-from ling3export.plan.recorded import layout_difference
 
 BOUND_COLUMNS = ("bound ms", "bound by", "by memory", "by compute", "MB moved", "Gflop")
-COMPILED_COLUMNS = ("temporaries MB", "estimate ms")
-MEASURED = "measured ms"
 BY_LOSS = (
     "bf16",
     "int8",
@@ -43,17 +36,6 @@ class PricedBound(RooflineBound, frozen=True):
 
     memory_seconds: float
     compute_seconds: float
-
-
-@dataclass(frozen=True)
-class PricedCell:
-    """Cost of one cell."""
-
-    bound: PricedBound | None  # None if no table has the machine
-    temporaries: int | None  # bytes on one device; None while nothing is compiled
-    estimated_seconds: float | None  # the compiler's; None while nothing is compiled, or if it estimates nothing
-    measured_seconds: float | None  # from the calibration of the artifact
-    unseen: int  # custom calls, whose time the estimate does not have
 
 
 @dataclass(frozen=True)
@@ -75,10 +57,8 @@ class PricedTarget:
     hosts: int
     notes: tuple[str, ...]  # what was chosen, and why
     device: Held  # bytes on one device
-    unknown: str | None  # why temporaries are not known; None if they are
     tokens_a_sequence: int  # cached tokens that loops over pages are counted for
-    cells: dict[str, PricedCell]  # by name
-    measured: str | None  # on which machine, or why a calibration is not used
+    cells: dict[str, PricedBound | None]  # by name; None if no table has the machine
     machine: OnMachine | None  # what one machine holds and has; None for accelerators
     forms: dict[str, PricedForm]  # by the names of --weights
     recommended: str | None  # the form with the least loss that fits; None if none does, or if it is unknown
@@ -97,22 +77,18 @@ class Priced:
     targets: dict[str, PricedTarget]
 
 
-def priced(config: Config, options: Options, artifact: Path | None = None, tokens: int = TOKENS) -> Priced:
+def priced(config: Config, options: Options, tokens: int = TOKENS) -> Priced:
     """Plans every target and prices it.
 
     Args:
         config: The model.
         options: The options of a build.
-        artifact: Compiled for the same plan: gives temporaries and times.
         tokens: Cached by each decoding sequence; at most the context counts.
 
     Raises:
         PlanError: The plan cannot be built.
-        ArtifactError: ``artifact`` cannot be read.
     """
     plans = make_plans(config, options)
-    manifest = None if artifact is None else read_manifest(artifact)
-    measured = (None, None) if artifact is None or manifest is None else found_beside(artifact, manifest)
     first = plans[0]
     return Priced(
         options.dtype,
@@ -120,42 +96,17 @@ def priced(config: Config, options: Options, artifact: Path | None = None, token
         first.decode_paddings,
         first.score_paddings,
         first.context,
-        {plan.target.name: _target(config, plan, manifest, *measured, min(tokens, plan.context)) for plan in plans},
+        {plan.target.name: _target(config, plan, min(tokens, plan.context)) for plan in plans},
     )
 
 
-def _target(
-    config: Config,
-    plan: Plan,
-    manifest: Manifest | None,
-    calibration: Calibration | None,
-    note: str | None,
-    tokens: int,
-) -> PricedTarget:
+def _target(config: Config, plan: Plan, tokens: int) -> PricedTarget:
     target, geometry = plan.target, plan.geometry
-    compiled: dict[str, Cell] = {}
-    unknown = None
-    if manifest is None:
-        unknown = "unknown until compiled (--from ARTIFACT takes them from one that was built alike)"
-    elif difference := layout_difference(config, plan, manifest):
-        unknown = f"unknown: the artifact of --from has {difference}"
-    else:
-        compiled = {cell.name: manifest.targets[target.name].cells[cell.name] for cell in plan.cells}
-    medians: dict[str, float] = {}
-    if compiled and calibration is not None and calibration.target == target.name:
-        medians = {name: times.median for name, times in calibration.cells.items()}
-        note = f"measured on {calibration.machine}, {calibration.made}"
-    cells = {}
-    for cell in plan.cells:
-        record = compiled.get(cell.name)
-        cells[cell.name] = PricedCell(
-            None if target.chip is None else _bound(config, plan, cell.phase, cell.padding, target.chip, tokens),
-            None if record is None else record.memory.passing,
-            None if record is None else record.estimated_seconds,
-            medians.get(cell.name),
-            0 if record is None or record.estimate is None else record.estimate.unseen,
-        )
-    device = held(config, target, geometry, compiled)
+    cells = {
+        cell.name: None if target.chip is None else _bound(config, plan, cell.phase, cell.padding, target.chip, tokens)
+        for cell in plan.cells
+    }
+    device = held(config, target, geometry)
     machine = on_machine(config, target, geometry, usable_memory()) if target.platform == "cpu" else None
     forms = _forms(config, plan, device, machine, tokens)
     return PricedTarget(
@@ -164,10 +115,8 @@ def _target(
         target.processes,
         plan.notes,
         device,
-        unknown,
         tokens,
         cells,
-        note,
         machine,
         forms,
         next((name for name in BY_LOSS if name in forms and forms[name].fits), None),
@@ -224,8 +173,6 @@ def described(priced: Priced, *, wide: bool = False) -> str:
 def _target_lines(name: str, target: PricedTarget, wide: bool) -> list[str]:
     device, machine, hosts = target.device, target.machine, target.hosts
     sizes = f"{readable(device.weights)} of weights + {readable(device.state)} of state"
-    if target.unknown is None:
-        sizes += f" + {readable(device.temporaries or 0)} of temporaries + {readable(device.programs or 0)} of programs"
     total = f"{readable(device.total)} a device"
     if device.memory is not None:
         total += f", {device.total / device.memory:.1%} of {readable(device.memory)}"
@@ -238,22 +185,13 @@ def _target_lines(name: str, target: PricedTarget, wide: bool) -> list[str]:
     if machine is not None:
         lines.append(f"  one machine: {in_words(machine)}")
     lines += _form_lines(target)
-    if target.unknown is not None:
-        lines.append(f"  temporaries and programs: {target.unknown}")
-    bounded = any(cell.bound is not None for cell in target.cells.values())
-    if bounded:
-        lines.append(f"  roofline bounds at {target.tokens_a_sequence} tokens a sequence, without collectives")
-    else:
-        lines.append("  roofline bounds: none, the bandwidth and FLOP/s of this machine's processor are in no table")
-    columns = BOUND_COLUMNS[: 6 if wide else 2] if bounded else ()
-    if target.measured is not None:
-        lines.append(f"  {target.measured}")
-    if target.unknown is None or (wide and bounded):
-        columns += COMPILED_COLUMNS
-    if any(cell.measured_seconds is not None for cell in target.cells.values()):
-        columns += (MEASURED,)
-    rows = [_columns(name, cell) for name, cell in target.cells.items()]
-    return lines + (selected(rows, ("cell", *columns)) if columns else [])
+    lines.append("  temporaries and programs: unknown until compiled")
+    bounds = {name: bound for name, bound in target.cells.items() if bound is not None}
+    if not bounds:
+        return [*lines, "  roofline bounds: none, the bandwidth and FLOP/s of this machine's processor are in no table"]
+    lines.append(f"  roofline bounds at {target.tokens_a_sequence} tokens a sequence, without collectives")
+    rows = [_columns(name, bound) for name, bound in bounds.items()]
+    return lines + selected(rows, ("cell", *BOUND_COLUMNS[: 6 if wide else 2]))
 
 
 def _form_lines(target: PricedTarget) -> list[str]:
@@ -286,23 +224,14 @@ def _form_lines(target: PricedTarget) -> list[str]:
     return lines
 
 
-def _columns(name: str, cell: PricedCell) -> dict[str, str]:
-    """A text for every column."""
-    columns = {"cell": name} | dict.fromkeys((*BOUND_COLUMNS, *COMPILED_COLUMNS, MEASURED), "-")
-    if (bound := cell.bound) is not None:
-        memory, compute = bound.memory_seconds, bound.compute_seconds
-        columns |= {
-            "bound ms": f"{1e3 * bound.seconds:.3f}",
-            "bound by": "memory" if memory >= compute else "compute",
-            "by memory": f"{1e3 * memory:.3f}",
-            "by compute": f"{1e3 * compute:.3f}",
-            "MB moved": f"{bound.moved / 1e6:,.1f}",
-            "Gflop": f"{bound.flops / 1e9:,.2f}",
-        }
-    if cell.temporaries is not None:
-        columns["temporaries MB"] = f"{cell.temporaries / 1e6:,.1f}"
-    if cell.estimated_seconds is not None:
-        columns["estimate ms"] = f"{'at least ' if cell.unseen else ''}{1e3 * cell.estimated_seconds:.3f}"
-    if cell.measured_seconds is not None:
-        columns[MEASURED] = f"{1e3 * cell.measured_seconds:.3f}"
-    return columns
+def _columns(name: str, bound: PricedBound) -> dict[str, str]:
+    memory, compute = bound.memory_seconds, bound.compute_seconds
+    return {
+        "cell": name,
+        "bound ms": f"{1e3 * bound.seconds:.3f}",
+        "bound by": "memory" if memory >= compute else "compute",
+        "by memory": f"{1e3 * memory:.3f}",
+        "by compute": f"{1e3 * compute:.3f}",
+        "MB moved": f"{bound.moved / 1e6:,.1f}",
+        "Gflop": f"{bound.flops / 1e9:,.2f}",
+    }

@@ -5,7 +5,7 @@ from typing import Any
 
 from ling3export.artifacts.records import to_json
 from ling3export.artifacts.schema import Manifest
-from ling3export.foundation.errors import ArtifactError, listed
+from ling3export.foundation.errors import ArtifactError
 from ling3export.model.config import FIXED, Config
 from ling3export.model.geometry import Geometry
 from ling3export.plan.options import SHARED, Options
@@ -63,22 +63,3 @@ def plan_of(manifest: Manifest, name: str) -> Plan:
         score_paddings=record.paddings("score"),
         ffn_paddings=record.paddings("experts"),
     )
-
-
-def layout_difference(config: Config, plan: Plan, manifest: Manifest) -> str | None:
-    """The difference between an artifact's target and a plan; None if its programs are those of the plan."""
-    name = plan.target.name
-    if name not in manifest.targets:
-        return f"no target {name}, but {listed(sorted(manifest.targets))}"
-    wanted = config_of(manifest).semantic()
-    differing = [field for field, value in config.semantic().items() if wanted[field] != value]
-    if differing:
-        return f"another config ({listed(differing)})"
-    geometry, built = plan.geometry, plan_of(manifest, name).geometry
-    if other := [field for field in vars(geometry) if getattr(geometry, field) != getattr(built, field)]:
-        values = [f"{field} {getattr(built, field)}, not {getattr(geometry, field)}" for field in other]
-        return listed(values)
-    cells = manifest.targets[name].cells
-    if missing := [cell.name for cell in plan.cells if cell.name not in cells]:
-        return f"no {listed(missing)}"
-    return None

@@ -88,8 +88,8 @@ def check_cells(target: Target, name: str, artifact: object) -> None:
     if target.paddings("score"):
         return
     text = target.text if target.topology else f"{target.text}@{target.tp}"
-    padding = target.paddings("prefill")[-1]
+    snapshots = f" --snapshots {target.state.snapshots}" if target.state.snapshots else ""
+    options = f"--target {text} --score-paddings {target.paddings('prefill')[-1]}{snapshots} --force"
     raise ArtifactError(
-        f"scoring: target `{name}` has no score programs",
-        f"add them: ling3export build --into {artifact} --target {text} --score-paddings {padding}",
+        f"scoring: target `{name}` has no score programs", f"add them: ling3export build --into {artifact} {options}"
     )

@@ -21,7 +21,6 @@ from ling3export.artifacts.signing import SIGNATURES, make_key, public_path, rea
 from ling3export.cli import main as cli
 from ling3export.compile import attach as attaching
 from ling3export.compile import into as adding
-from ling3export.compile import replay as replaying
 from ling3export.compile.build import DEMO
 from ling3export.foundation.errors import ArtifactError, TrustError
 from ling3export.runners.cli import main as runner_cli
@@ -242,15 +241,11 @@ def test_an_empty_name_for_the_trusted_keys_is_an_error(toy, key, monkeypatch):
 
 def test_the_build_side_and_doctor_take_no_artifact_that_no_trusted_key_signed(toy, trusted, monkeypatch):
     """``attach`` and ``build --into`` ran its programs all the same, and ``doctor`` said that it fits."""
-    for name, place in (("receipts", attaching), ("compiling", adding), ("Compilers", replaying)):
+    for name, place in (("receipts", attaching), ("compiling", adding)):
         monkeypatch.setattr(place, name, lambda *arguments, **options: pytest.fail("something was run"))
     unsigned = "error: artifact `x.ling3`: expected a signature by "
     before = contents(toy)
-    for command in (
-        ("attach", toy, DEMO, "--force"),
-        ("build", "--into", toy, "--target", "cpu@4"),
-        ("build", toy, "--replay", "decode@2"),
-    ):
+    for command in (("attach", toy, DEMO, "--force"), ("build", "--into", toy, "--target", "cpu@4")):
         assert refusal(cli.main, *command).startswith(unsigned)
     done = CliRunner().invoke(runner_cli.main, ["doctor", str(toy)])
     assert done.exit_code == 1 and done.stdout.endswith(f"{toy}: does not run here\n")
@@ -268,7 +263,6 @@ UNASKED = {
     "ling3export/cli/main.py": "inspect shows what a manifest says",
     "ling3export/compile/into.py": "whether an addition that failed had replaced it",
     "ling3export/opened.py": "opens programs as text; nothing runs",
-    "ling3export/plan/pricing.py": "plan reads times and sizes",
     "ling3export/report/compared.py": "compares programs as text; nothing runs",
     "runners/batch/run.py": "sizes of the artifact that its engines then open with trust",
     "runners/bench_serving/measure.py": "tokenizes prompts with it; what runs it asks",
@@ -276,7 +270,7 @@ UNASKED = {
 
 
 def test_every_other_reader_of_a_manifest_goes_through_the_door_that_checks_trust():
-    """``attach``, ``build --into``, ``build --replay`` and ``doctor`` had doors of their own."""
+    """``attach``, ``build --into`` and ``doctor`` had doors of their own."""
     root = Path(__file__).parents[2]
     found = {
         str(path.relative_to(root))

@@ -14,7 +14,7 @@ from tests.support.rooms import below, modules, room
 PACKAGES = {
     "artifacts": {"cryptography", "ml_dtypes", "msgspec", "numpy", "safetensors"},
     "cache": {"msgspec"},
-    "checkpoint": {"ml_dtypes", "numpy", "tokenizers"},
+    "checkpoint": {"ml_dtypes", "numpy", "safetensors", "tokenizers"},
     "cli": {"click", "rich"},
     "compile": {"jax", "msgspec", "numpy"},
     "foundation": {"ml_dtypes", "numpy"},

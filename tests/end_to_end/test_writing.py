@@ -31,7 +31,6 @@ UNSIGNED = {
     "compile.into": "compares it with the one that it read with trust",
     "opened": "programs are read as text; loading them asks for trust",
     "report.compared": "programs are read as text, and do not run",
-    "plan.pricing": "times that were measured",
 }
 # What turns bytes of an artifact into something that runs.
 EXECUTERS = {

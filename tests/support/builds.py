@@ -136,14 +136,10 @@ def copying(programs: Path, target: Target):
     def run(self, wanted, done):
         built = {}
         for cell in wanted:
-            if cell.name in self.taken:
-                built[cell.name] = self.taken[cell.name]
-                done(cell, built[cell.name])
-                continue
             for tier in ("stablehlo", "exec", "hlo.xz"):
                 shutil.copy(programs / f"{cell.name}.{tier}", self.job.folder)
             built[cell.name] = Built(target.cells[cell.name], target.requires, target.mesh)
-            done(cell, built[cell.name])
+            done()
         return BuildOutcome(self.plan, built, {})
 
     return run

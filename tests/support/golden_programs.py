@@ -70,7 +70,7 @@ def compile_cells(model: str) -> dict[str, Golden]:
     golden = {}
     with tempfile.TemporaryDirectory() as folder:
         cells = opened(CacheUse("on"), print)
-        outcome = Compilers(plan, config, Path(folder), None, cells).run(wanted, lambda cell, built: None)
+        outcome = Compilers(plan, config, Path(folder), None, cells).run(wanted, lambda: None)
         check(config, [outcome], True)
         for cell in wanted:
             program = outcome.built[cell.name].program

@@ -51,7 +51,7 @@ def test_every_command_takes_a_reference_for_an_artifact_that_it_reads():
     assert found["read"] == {
         "bench compare", "bench serve", "batch", "catalog publish", "chat", "doctor",
         "eval run", "ffn-worker", "generate", "graph audit", "graph bisect", "graph extract", "graph memory",
-        "graph show", "graph summary", "graph view", "inspect", "plan", "serve", "verify",
+        "graph show", "graph summary", "graph view", "inspect", "serve", "verify",
     }  # fmt: skip
 
 

@@ -102,7 +102,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 class Built:
-    """What two users built from two trees, each into the cache of his home: ann at once, bob in two shares."""
+    """What two users built from two trees, each into the cache of his home: ann at once, bob from config.json first."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.one, self.two = Tree(folder / "first" / "tree", "ann"), Tree(folder / "b", "bob")
@@ -111,12 +111,10 @@ class Built:
         config.write_bytes((checkpoint / "config.json").read_bytes())
         with (
             self.one.building(checkpoint, self.artifacts[0]) as first,
-            self.two.building(config, self.artifacts[1], "--shard", "0/2") as half,
-            self.two.building(config, self.artifacts[1], "--shard", "1/2") as rest,
+            self.two.building(config, self.two.home / "programs.ling3", "--no-weights") as programs,
         ):
             self.first, self.said = finished(first, self.artifacts[0])
-            self.shares = [ended(share)[1] for share in (half, rest)]
-        assert not self.artifacts[1].exists()
+            self.programs = ended(programs)[1]
         self.cache, self.other_cache = (tree.home / ".cache" / "ling3export" for tree in (self.one, self.two))
         before = files_below(self.other_cache)
         self.second, self.collected = self.two.build(checkpoint, self.artifacts[1])
@@ -131,7 +129,7 @@ def built(tmp_path_factory, checkpoint) -> Built:
 @pytest.mark.extras
 def test_two_trees_and_users_get_the_same_programs_and_keys(built):
     assert origins(built.first) == dict.fromkeys(CELLS, "compiler")
-    assert origins(built.second) == dict.fromkeys(CELLS, "cache")  # of the shares
+    assert origins(built.second) == dict.fromkeys(CELLS, "cache")  # of the programs
     assert keys(built.first) == keys(built.second)
     assert built.first.targets[TARGET].fingerprint == built.second.targets[TARGET].fingerprint
     programs = [files(artifact, "stablehlo") for artifact in built.artifacts]
@@ -159,11 +157,9 @@ def test_the_summary_counts_what_was_compiled(built):
     assert f"\n{line}compiled 4 programs\n" in built.said
 
 
-def test_shares_compile_every_cell_once_and_the_build_only_collects(built):
-    """The shares got a config.json alone: no weights. The build traced and compiled nothing, and has the same bytes."""
-    assert [re.findall(r"cells: .*, 0 from the cache", said) for said in built.shares] == [
-        ["cells: 2 compiled, 0 from the cache"]
-    ] * 2
+def test_a_build_takes_the_programs_that_were_built_without_weights(built):
+    """It traced and compiled nothing."""
+    assert re.findall(r"cells: .*, 0 from the cache", built.programs) == ["cells: 4 compiled, 0 from the cache"]
     none = {"compiled": 0, "from_program_cache": 0, "traces": 0, "compiles": 0}
     assert counts(built.second.targets[TARGET].cells.values()) == {"cells": 4, "from_cache": 4, **none}
     said = built.collected

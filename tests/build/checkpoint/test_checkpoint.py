@@ -172,15 +172,6 @@ def test_tensor_in_two_shards(folder: Path):
     assert refusal(folder) == f"tensor `{KDA_V}`: expected once, found twice, in {first} and {second}"
 
 
-def test_tensor_twice_in_one_header(folder: Path):
-    path = home(folder, KDA_V)
-    raw = path.read_bytes()
-    start = 8 + int.from_bytes(raw[:8], "little")
-    entry = '"a": {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]}, '
-    write_raw(path, b"{" + (2 * entry).encode() + raw[9:start], raw[start:])
-    assert refusal(folder) == f"tensor `a`: expected once, found twice, in the header of {path.name}"
-
-
 def test_tensor_in_another_shard_than_the_index_says(folder: Path):
     found, said = home(folder, KDA_V).name, home(folder, "lm_head.weight").name
     edit_index(folder, lambda weight_map: weight_map.update({KDA_V: said}))
@@ -248,69 +239,45 @@ def test_broken_index(folder: Path, text: str, message: str):
     assert refusal(folder) == f"index `{INDEX}`: expected {message}, in {folder}"
 
 
-@pytest.mark.parametrize("kept", [0, 7, 8, 100, -1])
-def test_truncated_shard(folder: Path, kept: int):
-    path = home(folder, KDA_V)
-    raw = path.read_bytes()
-    path.write_bytes(raw[:kept])
-    header = int.from_bytes(raw[:8], "little")
-    messages = {
-        0: "expected a safetensors header, found 0 bytes",
-        7: "expected a safetensors header, found 7 bytes",
-        8: f"expected a header of {header} bytes, found a file of 8",
-        100: f"expected a header of {header} bytes, found a file of 100",
-        -1: f"expected a file of {len(raw)} bytes, found it truncated at {len(raw) - 1}",
-    }
-    assert refusal(folder) == f"shard `{path.name}`: {messages[kept]}, in {folder}{AGAIN}"
-
-
 ENTRY = '{"dtype": "U8", "shape": [2], "data_offsets": [0, 2]}'
-BROKEN_HEADERS = [
-    (b"{]", b"", "a header in JSON, found Expecting property name enclosed in double quotes: line 1 column 2 (char 1)"),
-    (b"3", b"", "a header that is a JSON object, found int"),
-    (b'{"a":' * 1_000_000, b"", "a header in JSON, found more than 16 levels of objects and lists"),
-    (b'{"a": 3}', b"", "dtype, shape and data_offsets of `a`, found 3"),
-    (
-        b'{"a": {"dtype": [], "shape": [1], "data_offsets": [0, 1]}}',
-        b"x",
-        "dtype, shape and data_offsets of `a`, found",
-    ),
-    (b'{"a": {"dtype": "U8", "shape": [-1], "data_offsets": [0, 1]}}', b"x", "dtype, shape and data_offsets of `a`"),
-    (b'{"a": {"dtype": "U8", "shape": [1], "data_offsets": [0]}}', b"x", "dtype, shape and data_offsets of `a`, found"),
-    (b'{"a": {"dtype": "Q8", "shape": [1], "data_offsets": [0, 1]}}', b"x", "a known dtype of `a`, found Q8"),
-    (
-        b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 2]}}',
-        b"xx",
-        "4 bytes of `a`, found offsets that span 2",
-    ),
-    (f'{{"a": {ENTRY}}}'.encode(), b"xyz", "a file of {end} bytes, found it going on to {found}"),
-    (f'{{"a": {ENTRY}, "b": {ENTRY}}}'.encode(), b"xy", "`b` at byte {end}, found it at byte {start}"),
+FLOAT = '{"dtype": "F32", "shape": %s, "data_offsets": [0, 2]}'
+BROKEN_SHARDS = [
+    (None, b"", "header too small"),
+    (None, b"\x01" + bytes(6), "header too small"),
+    (None, b"\x02" + bytes(7), "invalid header length"),
+    (None, b"\xff" * 100, "header too large"),
+    ("{]", b"", "invalid JSON in header"),
+    ("3", b"", "invalid JSON in header"),
+    ('{"a":' * 1_000_000, b"", "invalid JSON in header"),
+    ('{"a": 3}', b"", "invalid JSON in header"),
+    (f'{{"a": {ENTRY.replace("U8", "Q8")}}}', b"xy", "invalid JSON in header"),
+    (f'{{"a": {ENTRY.replace("U8", "F4").replace("[2]", "[4]")}}}', b"xy", "`a` in F4"),
+    (f'{{"a": {ENTRY}}}', b"xyz", "incomplete metadata, file not fully covered"),
+    (f'{{"a": {ENTRY}}}', b"x", "incomplete metadata, file not fully covered"),
+    (f'{{"a": {ENTRY}, "b": {ENTRY}}}', b"xy", "invalid offset for tensor"),
+    (f'{{"a": {ENTRY}, "a": {ENTRY.replace("[0, 2]", "[2, 4]")}}}', b"xyxy", "invalid offset for tensor"),
+    (f'{{"a": {FLOAT % "[1]"}}}', b"xy", "invalid shape, data type, or offset for tensor"),
+    (f'{{"a": {FLOAT % ([2**61] * 300)}}}', b"xy", "overflow computing buffer size"),
 ]
 
 
-@pytest.mark.parametrize(("header", "data", "message"), BROKEN_HEADERS)
-def test_broken_header(folder: Path, header: bytes, data: bytes, message: str):
+@pytest.mark.parametrize(("header", "data", "message"), BROKEN_SHARDS)
+def test_a_broken_shard(folder: Path, header: str | None, data: bytes, message: str):
     path = home(folder, KDA_V)
-    write_raw(path, header, data)
-    start = 8 + len(header)
-    message = message.format(start=start, end=start + 2, found=start + len(data)) if "{end}" in message else message
-    assert refusal(folder).startswith(f"shard `{path.name}`: expected {message}")
+    if header is None:
+        path.write_bytes(data)
+    else:
+        write_raw(path, header.encode(), data)
+    said = refusal(folder)
+    assert said.startswith(f"shard `{path.name}`: expected a readable safetensors file, found {message}")
+    assert said.endswith(f", in {folder}{AGAIN}")
 
 
-def test_a_header_of_absurd_length(folder: Path):
+@pytest.mark.parametrize("kept", [100, -1])
+def test_truncated_shard(folder: Path, kept: int):
     path = home(folder, KDA_V)
-    path.write_bytes(b"\xff" * 100)
-    assert refusal(folder) == (
-        f"shard `{path.name}`: expected a header of at most 33554432 bytes, found {2**64 - 1}, in {folder}{AGAIN}"
-    )
-
-
-def test_a_shape_of_astronomic_size_is_an_error_that_names_it(folder: Path):
-    """Its product has more digits than Python prints: a raw ValueError."""
-    path = home(folder, KDA_V)
-    for shape, message in (([2**61] * 300, "at most 8 axes of `a`, found 300"), ([2**61] * 8, " bytes of `a`, found")):
-        write_raw(path, json.dumps({"a": {"dtype": "F32", "shape": shape, "data_offsets": [0, 1]}}).encode(), b"x")
-        assert message in refusal(folder)
+    path.write_bytes(path.read_bytes()[:kept])
+    assert f"shard `{path.name}`: expected a readable safetensors file, found in" in refusal(folder)
 
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, None])
@@ -319,7 +286,7 @@ def test_a_pipe_or_a_device_in_a_checkpoint_is_refused_and_not_waited_for(folder
     path = folder / name if name else home(folder, KDA_V)
     path.unlink()
     os.mkfifo(path)
-    with pytest.raises((ConfigError, CheckpointError), match=r"expected a readable file.*, found a pipe"):
+    with pytest.raises((ConfigError, CheckpointError), match=r"expected a readable .*file.*, found a pipe"):
         Checkpoint.open(folder)
     path.unlink()
     path.symlink_to("/dev/zero")

@@ -116,11 +116,6 @@ def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifac
     assert read_manifest(alone).vectors.receipts["cpu-tp2"].passed
 
 
-@pytest.mark.usefixtures("unoptimized")
-def test_a_cell_is_replayed_in_its_form(artifact: Artifacts):
-    assert "stablehlo    the recorded " in said(main, "build", artifact(NAME), "--replay", "combine@2")
-
-
 def test_a_calibration_and_the_doctor_take_it(artifact: Artifacts, tmp_path: Path):
     folder = tmp_path / "micro.ling3"
     shutil.copytree(artifact(NAME), folder)

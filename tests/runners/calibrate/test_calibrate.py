@@ -1,6 +1,5 @@
 """``verify --time``: what it measures and writes, who uses it, and when it is not used."""
 
-import json
 import re
 import shutil
 import sys
@@ -20,7 +19,6 @@ from ling3export.artifacts.schema import Tolerance
 from ling3export.cli.main import main
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine.verdict import measuring
-from ling3export.plan.recorded import config_fields
 from ling3export.runners.calibrate.receipts import logits_receipt
 from ling3export.runners.calibrate.times import CALLS, full
 from ling3export.runners.engine.inputs import decode_fields, prefill_fields
@@ -106,39 +104,6 @@ def test_inspect_shows_what_was_measured(copied):
     shown = said(main, "inspect", copied.folder)
     assert f"on {found.machine}, {found.made}; decoding sequences have" in " ".join(shown.split())
     assert f"{1e3 * found.cells['decode@2'].median:.3f}" in shown
-
-
-def test_plan_shows_what_was_measured_of_an_artifact_that_was_built_alike(run, artifact, tmp_path):
-    folder = Path(shutil.copytree(artifact("micro-tp1"), tmp_path / "micro.ling3"))
-    manifest = read_manifest(folder)
-    ((name, target),) = manifest.targets.items()
-    one = calibration.read_calibration(run.file)
-    times, receipt = next(iter(one.cells.values())), next(iter(one.receipts.cells.values()))
-    found = replace(
-        one,
-        target=name,
-        programs=calibration.programs_digest(target),
-        weights=manifest.weights_digest,
-        cells=dict.fromkeys(target.cells, replace(times, median=1.234567)),
-        receipts=replace(one.receipts, cells=dict.fromkeys(target.cells, receipt)),
-    )
-    calibration.write_calibration(calibration.beside(folder), found)
-    config, plan = tmp_path / "config.json", manifest.plan
-    config.write_text(json.dumps(config_fields(manifest)))
-    options = {
-        "--paddings": "128",
-        "--decode-paddings": "8",
-        "--max-running": plan.max_running,
-        "--context": plan.context,
-        "--page-size": plan.page_size,
-        "--dtype": plan.dtype,
-        "--target": "cpu@1",
-        "--from": folder,
-    }
-    arguments = [str(part) for pair in options.items() for part in pair]
-    done = said(main, "plan", config, *arguments)
-    assert f"  measured on {found.machine}, {found.made}" in done
-    assert done.count(" 1234.567") == len(target.cells)
 
 
 def test_the_engine_chooses_prefill_paddings_by_measured_times():
