@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from ling3export.foundation.errors import Ling3Error, printable
+from ling3export.foundation.processes import call_failed, leave
 
 NOT_DETERMINISTIC = 3
 INVALID = 4  # too many infrastructure errors for the score to count
@@ -88,7 +89,12 @@ class Group(click.Group):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the command line as all that this process does."""
         atexit.register(gc.freeze)  # it ends then: looking for cycles in all of jax's objects takes as long as a step
-        return super().__call__(*args, **kwargs)
+        try:
+            return super().__call__(*args, **kwargs)
+        except SystemExit as ended:
+            if call_failed.is_set():
+                leave(ended.code)
+            raise
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the command line. Errors of parsing are printed like those of commands."""

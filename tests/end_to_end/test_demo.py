@@ -122,6 +122,8 @@ def test_the_packaged_checkpoint_is_small_and_of_the_true_structure():
         0,
     )
     assert generation_defaults(json.loads((DEMO / "generation_config.json").read_text())) == {"temperature": 0.1}
+    for name in ("config.json", "generation_config.json"):  # transformers and guidellm refuse a list
+        assert json.loads((DEMO / name).read_text())["pad_token_id"] == 0
     tokenizer = Tokenizer.from_file(str(DEMO / "tokenizer.json"))
     assert tokenizer.encode("Tom has 149 pears").tokens[-6:] == ["Ġhas", "Ġ", "1", "4", "9", "Ġpears"]
     assert tokenizer.decode(tokenizer.encode("Łódź 17+8=25 🎉").ids) == "Łódź 17+8=25 🎉"

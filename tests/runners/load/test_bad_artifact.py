@@ -6,6 +6,7 @@ import random
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,34 @@ def test_an_executable_of_another_cell_is_refused(copy, name, other):
     assert (done.returncode, done.stdout) == (1, ""), done.stderr
     assert f"program `{name}`: expected an executable that loads, found " in done.stderr
     assert " in place of " in done.stderr
+
+
+UNCOMPARED = """
+import sys
+from ling3export.machine import pjrt
+pjrt._compare = lambda *arguments: None
+from ling3export.runners.cli.main import main
+main(sys.argv[1:])
+"""
+
+
+def test_a_process_whose_step_failed_ends_with_1_each_time(copy):
+    """Round 4, line 12: an executable of another cell ended it by SIGSEGV after the error was printed.
+
+    In one of 23 runs of this toy, and in 7 of 7 of the micro model with decode@16 as decode@1.
+    """
+
+    def exchange(target: Any) -> Any:
+        cell = replace(target.cells["sample@8"], exec=target.cells["logits_processor@8"].exec)
+        return replace(target, cells={**target.cells, "sample@8": cell})
+
+    changed_targets(copy, exchange)
+    with ThreadPoolExecutor(2) as pool:
+        words = "-c", UNCOMPARED, "generate", copy, "--prompt-ids", "1,2", "--max-tokens", "4"
+        ends = [pool.submit(python, *words) for _ in range(5)]
+    for done in (end.result() for end in ends):
+        assert (done.returncode, done.stdout) == (1, ""), done.stderr
+        assert "error: engine: expected every step to run, found JaxRuntimeError: INVALID_ARGUMENT" in done.stderr
 
 
 @pytest.mark.parametrize(

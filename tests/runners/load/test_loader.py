@@ -240,3 +240,26 @@ def test_two_loads_at_once_leave_python_as_it_was(within) -> None:
         for done in [pool.submit(first), pool.submit(second)]:
             done.result()
     assert (metadata.distributions, gc.isenabled()) == before
+
+
+def test_the_collector_stays_off_until_the_last_of_two_loads_has_imported_jax() -> None:
+    """The first to end turned it on while the other one still imported."""
+    held, entered, left = threading.Event(), threading.Event(), threading.Event()
+
+    def first() -> None:
+        with collector_off():
+            held.set()
+            entered.wait(0.2)  # the second one begins, and must wait
+        left.set()
+
+    def second() -> bool:
+        held.wait()
+        with collector_off():
+            entered.set()
+            left.wait()
+            return gc.isenabled()
+
+    with ThreadPoolExecutor(2) as pool:
+        ends = pool.submit(first), pool.submit(second)
+        assert [end.result() for end in ends] == [None, False]
+    assert gc.isenabled()

@@ -11,7 +11,9 @@ from typing import Any
 
 import httpx2
 import pytest
+from msgspec import structs
 
+from ling3export.artifacts.manifest import file_record, write_manifest
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
@@ -46,6 +48,20 @@ def wordless(tmp_path_factory):
     toy_artifact.build_toy(folder, tokenizer=False)
     with Engine(folder, report=lambda text: None) as engine:
         yield engine
+
+
+def test_a_server_reports_no_tokenizer_where_only_settings_of_generation_are_there(tmp_path):
+    """It said nothing: only requests showed that it takes and gives token ids alone."""
+    folder = tmp_path / "toy.ling3"
+    manifest = toy_artifact.build_toy(folder, tokenizer=False)
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "generation_config.json").write_text('{"temperature": 0.5}')
+    record = file_record(folder, "tokenizer/generation_config.json")
+    write_manifest(folder, structs.replace(manifest, tokenizer=(record,)))
+    with Server(folder) as server:
+        said = server.said()
+    assert "serve: no tokenizer: prompts and answers are token ids\n" in said
+    assert "temperature 0.5, as generation_config.json says" in said
 
 
 def call(engine: Engine, path: str, body: Any, *, policy: Policy = POLICY, **how: str) -> httpx2.Response:
