@@ -81,7 +81,7 @@ ATTACKS = {
     "marks in a call": Attack(CHAT, called(f"(</tool_call>){{{MARKS}}}"), called(f"(a){{{MARKS}}}")),
     "objects in a body": Attack(
         PATH,
-        fixed(PLAIN | {"metadata": [{"a": 1}] * (OBJECTS - 2)}),
+        fixed(PLAIN | {"metadata": [{"a": 1}] * (OBJECTS - 4)}),
         fixed(PLAIN | {"metadata": " " * 8 * OBJECTS}),
         routed=True,
     ),
