@@ -29,8 +29,6 @@ Shape = Annotated[tuple[Positive, ...], at_most(8)]
 Spec = Annotated[tuple[str | None, ...], at_most(8)]
 Dtype = Annotated[str, one_of(*BY_NAME)]
 Phase = Annotated[str, one_of(*PHASES)]
-# Custom calls in name only: the pieces of a prefetch, which lie one after the other, seen as one array.
-VIEWS = ("ConcatBitcast",)
 
 
 def check_shape(shape: tuple[int, ...]) -> None:
@@ -120,35 +118,13 @@ class Collective(Record, frozen=True):
     bytes: int | None = None
 
 
-class LoopRecord(Record, frozen=True):
-    """A loop of an estimated program: its trips, who says so, and how often the loop itself runs."""
-
-    loop: str
-    trips: float
-    source: str
-    times: float
-
-
 class Estimate(Record, frozen=True):
-    """Seconds of one call as the compiler's cycles say, never measured; bytes that its instructions move."""
+    """Seconds of one call as the compiler's cycles say, never measured."""
 
     seconds: float
-    estimated: float
-    by_opcode: dict[str, float]
-    bounded: dict[str, float]
-    by_kind: dict[str, float]
-    overlapped: float
-    custom_calls: dict[str, Collective]
-    copies: dict[str, int]
-    loops: tuple[LoopRecord, ...]
-    instructions: dict[str, int]
+    unseen: int
     tokens_a_sequence: int
     clock_hz: float
-
-    @property
-    def unseen(self) -> int:
-        """Custom calls of one call of the program: they take time that ``seconds`` does not have."""
-        return sum(row.count for name, row in self.custom_calls.items() if name not in VIEWS)
 
     @property
     def at_least(self) -> str:
@@ -169,14 +145,6 @@ class RooflineBound(Record, frozen=True):
     def moved(self) -> int:
         """All bytes that must move to or from a device's memory."""
         return sum(self.bytes.values())
-
-
-class Experts(Record, frozen=True):
-    """Whether every local expert is computed for every row, and the seconds to compute and to read them."""
-
-    all_local: bool
-    flop_seconds: float
-    weight_seconds: float
 
 
 class Lowering(Record, frozen=True):
@@ -231,7 +199,6 @@ class Program(LoweredProgram, frozen=True, kw_only=True):
     bytes_accessed: float | None = None
     estimate: Estimate | None = None
     floor: RooflineBound | None = None
-    experts: Experts | None = None
     lowering: Lowering | None = None
     origin: Origin | None = None
 

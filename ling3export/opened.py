@@ -25,9 +25,6 @@ Arrays = Mapping[str, Any]
 class Artifact:
     """An artifact on disk. Nothing of it is loaded, and no weights are read.
 
-    Args:
-        folder: Its path.
-
     Raises:
         ArtifactError: There is no artifact, or its manifest is damaged.
     """
@@ -57,14 +54,7 @@ class Artifact:
 
 
 class Program:
-    """A program of an artifact.
-
-    Attributes:
-        folder: The artifact.
-        manifest: Its manifest.
-        target: Name of one of its targets.
-        cell: ``decode@16``.
-    """
+    """A program of an artifact: a cell, such as ``decode@16``, of one of its targets."""
 
     def __init__(self, folder: Path, manifest: Manifest, target: str, cell: str) -> None:
         self.folder, self.manifest, self.target, self.cell = folder, manifest, target, cell

@@ -19,10 +19,9 @@ from msgspec import structs
 from ling3export.artifacts.program_records import Lowering
 from ling3export.compile.lower import Compiled, compiled_by, mesh_of, prepared
 from ling3export.cost.chips import CARDS, target_config
-from ling3export.cost.estimates import context_of, estimate
-from ling3export.cost.roofline import TOKENS, expert_times, roofline_bound
+from ling3export.cost.estimates import collectives_of, context_of, estimate
+from ling3export.cost.roofline import TOKENS, roofline_bound
 from ling3export.foundation.errors import PlanError
-from ling3export.foundation.phases import GIVERS
 from ling3export.foundation.tables import readable
 from ling3export.graph.hlo import packed
 from ling3export.graph.optimized import read
@@ -134,11 +133,7 @@ def priced(
     )
     if target.platform == "cuda":  # whose compiler estimates no cycles; with one card there are no collectives
         return record
-    estimated, collectives = estimate(graph, target.chip, tokens)
-    experts = None
-    if phase in GIVERS and config.layers("moe"):
-        experts = expert_times(config, geometry, padding, target.chip)
-    return structs.replace(record, collectives=collectives, estimate=estimated, experts=experts)
+    return structs.replace(record, collectives=collectives_of(graph), estimate=estimate(graph, target.chip, tokens))
 
 
 def _too_large(error: Exception, target: TargetSpec, cell: str) -> Exception:

@@ -40,14 +40,7 @@ SEED = 0  # of the head
 
 
 class Slice:
-    """Some layers of a model as a checkpoint of their own.
-
-    Args:
-        config: That of :func:`sliced`.
-        whole: The weights of the whole model.
-        first: The number of the first layer there.
-        inputs: fp32 [V, D], the embedding.
-    """
+    """Some layers of a model, from number ``first`` on, as a checkpoint; ``inputs`` fp32 [V, D] are its embedding."""
 
     def __init__(self, config: Config, whole: StoredWeights | DummyWeights, first: int, inputs: np.ndarray) -> None:
         self.config = config
@@ -167,18 +160,9 @@ def extract(
     force: bool = False,
     cache: CacheUse = DEFAULT_USE,
 ) -> Manifest:
-    """Builds ``out`` from some layers of ``artifact``.
+    """Builds ``out`` from some layers of ``artifact``, such as ``7`` or ``4-7``.
 
-    Args:
-        artifact: The folder.
-        target: The name of one of its targets; None for the only one.
-        cell: ``decode@16``.
-        layers: ``7``, or ``4-7``.
-        out: The folder to make.
-        report: Gets progress and notes.
-        dummy: The seed of random weights, for an artifact of programs only.
-        force: Replace ``out`` if it is there.
-        cache: The cache of compiled programs, and its policy.
+    ``dummy`` is the seed of random weights, for an artifact of programs only.
 
     Raises:
         Ling3Error: There is no such target, cell or layer, or nothing could be built; ``out`` is then as before.

@@ -20,7 +20,6 @@ from ling3export.artifacts import schema
 from ling3export.artifacts.program_records import (
     Collective,
     Estimate,
-    Experts,
     FieldRecord,
     Leaf,
     LoweredProgram,
@@ -53,7 +52,6 @@ class Compiled(Record, frozen=True, kw_only=True):
     bytes_accessed: float | None = None
     estimate: Estimate | None = None
     floor: RooflineBound | None = None
-    experts: Experts | None = None
     lowering: Lowering | None = None
 
 

@@ -2,7 +2,7 @@
 
 import math
 
-from ling3export.artifacts.program_records import Experts, RooflineBound
+from ling3export.artifacts.program_records import RooflineBound
 from ling3export.cost.chips import Chip
 from ling3export.foundation.dtypes import BY_NAME
 from ling3export.foundation.phases import HEAD, MOVING, ON_LOGITS, SPLIT, TABLE
@@ -146,20 +146,6 @@ def _split_bound(
             flops += 2 * padding * share / (config.num_experts if kind == "experts" else 1)
     collectives = {"attend": 2, "experts": 1}.get(phase, 0) if geometry.tp > 1 else 0
     return _bound(moved | ({"weights": round(weights)} if weights else {}), flops, collectives, chip)
-
-
-def expert_times(config: Config, geometry: Geometry, padding: int, chip: Chip) -> Experts:
-    """Seconds of a device's expert products in one step, and seconds to read its expert weights once.
-
-    Their comparison says whether computing local experts that a row did not choose takes longer than reading them.
-    """
-    routed = [row for row in weight_table(config, geometry.weights) if row.split == "experts"]
-    weights = sum(math.prod(row.shape) for row in routed) / geometry.tp
-    form = form_of(padding, config, geometry)
-    shares = {"all": 1.0, "some": touched(padding, config)}
-    rows = padding * shares.get(form, config.num_experts_per_tok / config.num_experts)
-    read = sum(row.nbytes(geometry.dtype) for row in routed) / geometry.tp
-    return Experts(form == "all", 2 * rows * weights / chip.flops, read / chip.bandwidth)
 
 
 def _state_moved(config: Config, geometry: Geometry, sequences: int, tokens: int) -> dict[str, int]:

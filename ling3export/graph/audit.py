@@ -118,10 +118,11 @@ def budgets(text: str, where: str) -> Budgets:
 
 def audit(graph: Graph, expected: Expected, limits: Budgets) -> list[Finding]:
     """Every rule and budget that a program breaks."""
-    findings: list[Finding] = []
-    for rule, check in RULES.items():
+    findings = []
+    for rule, (breaks, remedy) in OF_OPERATIONS.items():
         if (limit := limits.limit(rule)) is not None:
-            findings += check(graph, expected, limit)
+            findings += [_finding(rule, one, remedy(one)) for one in graph.operations if breaks(one, limit)]
+    findings += _of_program(graph, expected, limits)
     return [*findings, *over_budget(graph, limits.cells.get(graph.cell, {}))]
 
 
@@ -153,88 +154,61 @@ def _runs(graph: Graph) -> float:
     return sum(one.times for one in graph.operations if one.kind == COLLECTIVES)
 
 
-def _finding(rule: str, operation: Operation, count: float, remedy: str) -> Finding:
-    name = f"{operation.name} ({operation.scope})" if operation.scope else operation.name
-    return Finding(rule, name, operation.layer_kind, f"{count / 1e6:,.2f} MB", remedy)
+def _finding(rule: str, one: Operation, remedy: str) -> Finding:
+    name = f"{one.name} ({one.scope})" if one.scope else one.name
+    return Finding(rule, name, one.layer_kind, f"{(one.copied or one.result_bytes) / 1e6:,.2f} MB", remedy)
 
 
-def _fp32_weights(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    for one in graph.operations:
-        wide = one.shapes and one.shapes[0].startswith("f32[") and one.kind in (ELEMENTWISE, LAYOUT)
-        if wide and one.weights and sum(one.written.values()) > limit:
-            yield _finding("fp32-weights", one, one.result_bytes, f"multiply {one.weights[0]} in the dtype that it has")
+def _widened(one: Operation, limit: float) -> bool:
+    wide = one.shapes and one.shapes[0].startswith("f32[") and one.kind in (ELEMENTWISE, LAYOUT)
+    return bool(wide and one.weights and sum(one.written.values()) > limit)
 
 
-def _large_copy(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    for one in graph.operations:
-        if one.copied > limit:
-            yield _finding("large-copy", one, one.copied, "donate the buffer, or write in place")
+def _laid_out(one: Operation, limit: float) -> bool:
+    return bool(one.kind == LAYOUT and one.weights and not one.copied and sum(one.written.values()) > limit)
 
 
-def _weight_layout(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    for one in graph.operations:
-        if one.kind == LAYOUT and one.weights and not one.copied and sum(one.written.values()) > limit:
-            yield _finding("weight-layout", one, one.result_bytes, f"store {one.weights[0]} in the layout that is read")
+def _calls_host(one: Operation, limit: float) -> bool:
+    return one.opcode.removesuffix("-done") in HOST or bool(one.target and CALLBACKS.fullmatch(one.target))
 
 
-def _host_callback(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    for one in graph.operations:
-        if one.opcode.removesuffix("-done") in HOST or (one.target and CALLBACKS.fullmatch(one.target)):
-            yield _finding("host-callback", one, one.result_bytes, "remove the callback from the model")
+def _unlisted(one: Operation, limit: float) -> bool:
+    return bool(one.target and not LISTED.fullmatch(one.target) and not CALLBACKS.fullmatch(one.target))
 
 
-def _custom_call(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    for one in graph.operations:
-        if one.target and not LISTED.fullmatch(one.target) and not CALLBACKS.fullmatch(one.target):
-            yield _finding("custom-call", one, one.result_bytes, f"list {one.target} if it is wanted")
+def _dynamic(one: Operation, limit: float) -> bool:
+    return any("<=" in shape or "?" in shape for shape in one.shapes)
 
 
-def _large_constant(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    for name, count in graph.constants.items():
-        if count > limit:
-            yield Finding("large-constant", name, None, f"{count / 1e6:,.2f} MB", "make it an argument")
+# By rule: whether an operation breaks it at a limit, and the remedy.
+OF_OPERATIONS: dict[str, tuple[Callable[[Operation, float], bool], Callable[[Operation], str]]] = {
+    "fp32-weights": (_widened, lambda one: f"multiply {one.weights[0]} in the dtype that it has"),
+    "large-copy": (lambda one, limit: one.copied > limit, lambda one: "donate the buffer, or write in place"),
+    "weight-layout": (_laid_out, lambda one: f"store {one.weights[0]} in the layout that is read"),
+    "host-callback": (_calls_host, lambda one: "remove the callback from the model"),
+    "custom-call": (_unlisted, lambda one: f"list {one.target} if it is wanted"),
+    "dynamic-shape": (_dynamic, lambda one: "give the operation a fixed shape"),
+}
 
 
-def _state_donation(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    if graph.form == "optimized":
+def _of_program(graph: Graph, expected: Expected, limits: Budgets) -> Iterator[Finding]:
+    """The broken rules that no single operation breaks."""
+    if (limit := limits.limit("large-constant")) is not None:
+        for name, count in graph.constants.items():
+            if count > limit:
+                yield Finding("large-constant", name, None, f"{count / 1e6:,.2f} MB", "make it an argument")
+    if limits.limit("state-donation") is not None and graph.form == "optimized":
         for name in expected.state:
             if name not in graph.aliased:
                 yield Finding("state-donation", name, "state", "not aliased", "donate the state, and write it in place")
-
-
-def _collectives(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    runs = _runs(graph)
-    if expected.collectives is not None and runs > expected.collectives + limit:
+    limit, runs = limits.limit("collectives"), _runs(graph)
+    if limit is not None and expected.collectives is not None and runs > expected.collectives + limit:
         amount = f"{runs:.0f} > {expected.collectives}"
         yield Finding("collectives", graph.cell, None, amount, "see graph summary --by part for where they are")
-
-
-def _dynamic_shape(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    for one in graph.operations:
-        if any("<=" in shape or "?" in shape for shape in one.shapes):
-            yield _finding("dynamic-shape", one, one.result_bytes, "give the operation a fixed shape")
-
-
-def _extra_flops(graph: Graph, expected: Expected, limit: float) -> Iterator[Finding]:
-    flops = graph.totals().flops
-    if expected.flops and flops > limit * expected.flops:
+    limit, flops = limits.limit("extra-flops"), graph.totals().flops
+    if limit is not None and expected.flops and flops > limit * expected.flops:
         amount = f"{flops / 1e9:.3f} GFLOP, {flops / expected.flops:.1f} times what the tokens need"
         yield Finding("extra-flops", graph.cell, None, amount, "choose a padding nearer to the tokens of a call")
-
-
-Rule = Callable[[Graph, Expected, float], Iterator[Finding]]
-RULES: dict[str, Rule] = {
-    "fp32-weights": _fp32_weights,
-    "large-copy": _large_copy,
-    "weight-layout": _weight_layout,
-    "host-callback": _host_callback,
-    "custom-call": _custom_call,
-    "large-constant": _large_constant,
-    "state-donation": _state_donation,
-    "collectives": _collectives,
-    "dynamic-shape": _dynamic_shape,
-    "extra-flops": _extra_flops,
-}
 
 
 def document(findings: Mapping[str, list[Finding]]) -> dict[str, Any]:

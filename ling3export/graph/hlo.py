@@ -11,21 +11,8 @@ from functools import cached_property
 
 LARGEST = 2**28  # bytes of a program's text: the largest of Ling3-Tiny has 10 million
 MOST = 2_000_000  # instructions with every call written out: the most of Ling3-Tiny are 100,000
-WIDTHS = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "s32": 4,
-    "u32": 4,
-    "f32": 4,
-    "s64": 8,
-    "u64": 8,
-    "f64": 8,
-}
+SIZES = {1: "pred s8 u8", 2: "bf16 f16 s16 u16", 4: "s32 u32 f32", 8: "s64 u64 f64"}
+WIDTHS = {name: size for size, names in SIZES.items() for name in names.split()}
 HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 LINE = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 ARRAY = re.compile(r"\b([a-z]+[0-9]+|pred)\[([0-9,<=]*)\]")  # a size with <= is dynamic
@@ -315,11 +302,7 @@ def access(module: Module, computation: Computation, instruction: Instruction) -
     """Bytes that an instruction reads from and writes to the large memory.
 
     A slice or a gather reads only the bytes that it takes; an update in place writes only the bytes that it changes.
-
-    Args:
-        module: The optimized HLO.
-        computation: The computation that holds the instruction and its operands.
-        instruction: Any instruction but a loop, branch, call, collective or custom call.
+    Loops, branches, calls, collectives and custom calls are not counted here.
     """
     operands = [computation.instructions[name] for name in instruction.operands]
     rest = (0,) * (len(operands) - 1)

@@ -59,11 +59,7 @@ class Timeline:
 def timeline(text: str, inputs: Sequence[str], kinds: frozenset[str], compiler_peak: int | None) -> Timeline:
     """The memory of a program from ``Compiled.as_text()``.
 
-    Args:
-        text: Scheduled HLO.
-        inputs: Names of the entry's parameters in their order.
-        kinds: Scopes that are layer kinds.
-        compiler_peak: The compiler's peak, if it is known.
+    ``inputs`` are the names of the entry's parameters in their order, ``kinds`` the scopes that are layer kinds.
 
     Raises:
         ValueError: The text has no entry computation.

@@ -55,14 +55,7 @@ Arrays = Sequence[_Array]
 
 
 def cost(target: str, operands: Sequence[str], result: str, attributes: str, workload: Workload) -> Cost:
-    """The cost of one run of a custom call.
-
-    Args:
-        target: Its target's name.
-        operands: The types of its operands.
-        result: The type of its result.
-        attributes: The text after its operands.
-        workload: The batch that native kernels are counted for.
+    """The cost of one run of a custom call, by the types of its operands and of its result and its other text.
 
     Raises:
         ValueError: A native kernel has another number of operands or axes than its formula.

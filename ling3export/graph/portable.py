@@ -30,20 +30,9 @@ OPCODES = {opcode: kind for kind, opcodes in KINDS.items() for opcode in opcodes
 FREE = {"constant", "return", "reshape", "optimization_barrier", "partition_id", "get_tuple_element", "tuple"}
 SLICING = {"dynamic_slice", "gather", "slice"}
 UPDATING = {"dynamic_update_slice": 1, "scatter": 2}
-SAME_BUFFER = {
-    "reshape",
-    "optimization_barrier",
-    "dynamic_update_slice",
-    "scatter",
-}  # the first operand's, perhaps changed
-TAKEN = {
-    "dynamic_slice",
-    "slice",
-    "gather",
-    "convert",
-    "transpose",
-    "broadcast_in_dim",
-}  # new values made of the first operand
+# The result is the first operand's buffer, perhaps changed; or a new value made of the first operand.
+SAME_BUFFER = {"reshape", "optimization_barrier", "dynamic_update_slice", "scatter"}
+TAKEN = {"dynamic_slice", "slice", "gather", "convert", "transpose", "broadcast_in_dim"}
 TYPE = re.compile(r"tensor<((?:\d+x)*)(\w+)>")
 
 
@@ -247,24 +236,10 @@ def _sizes(type_: Any) -> tuple[tuple[int, ...], str]:
     return tuple(int(size) for size in match[1].split("x") if size), match[2]
 
 
-WIDE = {
-    "i1": 1,
-    "i4": 0.5,
-    "ui4": 0.5,
-    "i8": 1,
-    "ui8": 1,
-    "i16": 2,
-    "ui16": 2,
-    "i32": 4,
-    "ui32": 4,
-    "i64": 8,
-    "ui64": 8,
-}
-
-
 def _bytes(type_: Any) -> float:
     shape, dtype = _sizes(type_)
-    return math.prod(shape) * WIDE.get(dtype, WIDTHS.get(dtype, 4))
+    bits = dtype.lstrip("ui")
+    return math.prod(shape) * (WIDTHS.get(dtype, 4) if not bits.isdecimal() else 1 if bits == "1" else int(bits) / 8)
 
 
 def _shape(type_: Any) -> str:

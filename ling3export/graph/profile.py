@@ -35,20 +35,11 @@ class Event:
     length: float
 
 
-@dataclass(frozen=True)
-class Call:
-    """The seconds of each operation in one call, on one device: its own time, and how often it ran."""
-
-    seconds: Mapping[str, float]
-    runs: Mapping[str, int]
+Call = Mapping[str, float]  # the own seconds of each operation in one call, on one device
 
 
 def events(data: bytes, where: str) -> list[Event]:
-    """The events of operations.
-
-    Args:
-        data: A trace, compressed or not.
-        where: Its name, for messages.
+    """The events of operations of a trace, compressed or not; ``where`` is its name, for messages.
 
     Raises:
         ArtifactError: It is no trace of this form, is too large, or has no operations.
@@ -106,19 +97,16 @@ def _call(group: list[Event]) -> Call:
     for event in group:
         threads.setdefault(event.thread, []).append(event)
     seconds: dict[str, float] = {}
-    runs: dict[str, int] = {}
     for thread in threads.values():
         for name, own in own_times(thread):
             seconds[name] = seconds.get(name, 0.0) + own * 1e-6
-            runs[name] = runs.get(name, 0) + 1
-    return Call(seconds, runs)
+    return seconds
 
 
 def own_times(ordered: Iterable[Event]) -> Iterator[tuple[str, float]]:
     """The name of each event of one thread, and its microseconds without those of the events inside it.
 
-    Args:
-        ordered: By beginning; of two that begin together the longer one first.
+    Events are ordered by their beginning; of two that begin together the longer one comes first.
     """
     open_: list[tuple[float, str, list[float]]] = []  # end, name, own time
     for event in ordered:
@@ -148,12 +136,9 @@ class Joined:
 
 
 def joined(graph: Graph, measured: Iterable[Call], where: str) -> Joined:
-    """The mean seconds of each operation over the calls of this program.
+    """The mean seconds of each operation over the calls of this program, matched by names.
 
-    Args:
-        graph: The graph of an optimized program: operations are matched by their names.
-        measured: Calls of any programs. A call counts if this program's operations have ``KNOWN`` of its time.
-        where: The trace's name, for messages.
+    A call counts if the operations of ``graph``, an optimized program, have ``KNOWN`` of its time.
 
     Raises:
         ArtifactError: No call is one of this program.
@@ -166,15 +151,15 @@ def joined(graph: Graph, measured: Iterable[Call], where: str) -> Joined:
     total, known, count = 0.0, 0.0, 0
     seconds: dict[str, float] = {}
     for call in measured:
-        whole = sum(call.seconds.values())
-        own = {name: value for name, value in call.seconds.items() if name in times}
-        if sum(value for name, value in call.seconds.items() if name in around or name in times) < KNOWN * whole:
+        whole = sum(call.values())
+        if sum(value for name, value in call.items() if name in around or name in times) < KNOWN * whole:
             continue
         count += 1
         total += whole
-        for name, value in own.items():
-            seconds[name] = seconds.get(name, 0.0) + value
-            known += value
+        for name, value in call.items():
+            if name in times:
+                seconds[name] = seconds.get(name, 0.0) + value
+                known += value
     if not count:
         raise ArtifactError(
             f"{where}: no call in the trace is one of {graph.target} {graph.cell}",
@@ -194,11 +179,7 @@ def instruction(operation: Operation) -> str:
 
 
 def trace_of(path: Path, cell: str) -> tuple[bytes, str]:
-    """A trace's bytes and its name.
-
-    Args:
-        path: A trace, or a folder with one of each cell, named ``CELL.trace.json.gz``.
-        cell: ``decode@16``.
+    """A trace's bytes and its name; ``path`` is a trace, or a folder with a ``CELL.trace.json.gz`` of each cell.
 
     Raises:
         ArtifactError: There is no such file, or it is too large.

@@ -15,14 +15,7 @@ from ling3export.graph.summary import SOURCES
 
 @dataclass(frozen=True)
 class Shown:
-    """One cell of the page.
-
-    Attributes:
-        graph: Its program.
-        memory: Memory over program order; None if no optimized program is kept.
-        limits: Those of the device; None if nothing tells.
-        difference: The changes since another program; None without one.
-    """
+    """One cell of the page; its memory is None if no optimized program is kept."""
 
     graph: Graph
     memory: Timeline | None = None

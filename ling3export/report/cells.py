@@ -29,12 +29,7 @@ from ling3export.plan.recorded import config_of, plan_of
 def graph_of(folder: Path, manifest: Manifest, target: str, name: str, *, from_portable: bool = False) -> Graph:
     """The graph of one cell: of its optimized program if the artifact keeps one, else of its portable program.
 
-    Args:
-        folder: The artifact.
-        manifest: Its manifest.
-        target: The name of one of its targets.
-        name: The name of one of the target's cells.
-        from_portable: Read the portable program even if the optimized one is kept.
+    ``name`` is a cell. ``from_portable`` reads the portable program even if the optimized one is kept.
 
     Raises:
         ArtifactError: A file is missing or damaged, or has a form that this version does not know.

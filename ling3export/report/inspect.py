@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from ling3export.artifacts.calibration import Calibration
-from ling3export.artifacts.program_records import Estimate, Experts, RooflineBound
+from ling3export.artifacts.program_records import Estimate, RooflineBound
 from ling3export.artifacts.receipts import ERROR_COLUMNS, error_columns, times_table, told
 from ling3export.artifacts.schema import Cell, Manifest, Receipts, State, Target
 from ling3export.foundation.tables import aligned, footnotes, selected
@@ -57,9 +57,6 @@ def _estimates(target: Target, wide: bool) -> list[str]:
                 "bound ms": f"{bound.seconds * 1e3:.3f}",
                 "moved MB": "-" if cell.bytes_accessed is None else _megabytes(cell.bytes_accessed),
                 "bound MB": _megabytes(bound.moved),
-                "without estimate ms": f"{sum(estimate.bounded.values()) * 1e3:.3f}",
-                "copies > 1 MB": str(len(estimate.copies)),
-                "experts ms: FLOPs, reading": _experts(cell.experts),
                 "collectives": str(sum(counts.values())),
                 "of them": ", ".join(f"{count} {kind}" for kind, count in counts.items()) or "none",
             }
@@ -78,14 +75,6 @@ def _estimates(target: Target, wide: bool) -> list[str]:
     if unseen := max(estimate.unseen for _, estimate, _ in cells):
         notes.append(f"at least: up to {unseen} custom calls a call, whose time the compiler does not estimate")
     return [*selected(rows, list(rows[0]) if wide else ESTIMATE_COLUMNS), *footnotes(notes)]
-
-
-def _experts(times: Experts | None) -> str:
-    """Time to compute a device's experts, and to read them; ``all`` if every expert is computed."""
-    if times is None:
-        return "-"
-    shown = f"{times.flop_seconds * 1e3:.2f}, {times.weight_seconds * 1e3:.2f}"
-    return f"all: {shown}" if times.all_local else shown
 
 
 def _state(state: State) -> list[str]:

@@ -53,10 +53,7 @@ class Bisection:
     """The errors of every layer.
 
     Attributes:
-        sides: The compared programs.
-        cell: ``decode@16``.
         measure: ``largest`` or ``median``.
-        tolerance: Tolerance of every error.
         differences: In the order of the computation: a layer's state, its attention, its MLP.
         equal: Whether the final logits of the unchanged programs are equal bit by bit.
     """
@@ -132,18 +129,7 @@ def compare(
     measure: str,
     tolerance: float,
 ) -> Bisection:
-    """Compares the values of two sides.
-
-    Args:
-        one: The values that are judged.
-        other: The other side of the comparison.
-        config: The model.
-        count: How many sequences there are.
-        sides: Names of both.
-        cell: The cell.
-        measure: ``largest`` or ``median``.
-        tolerance: Bound of every error.
-    """
+    """Compares the values of two sides over ``count`` sequences; the values of ``one`` are judged."""
     numbers = range(count)
 
     def difference(layer: int | None, what: str, errors: Sequence[float]) -> Difference:
@@ -242,11 +228,8 @@ def bisect(
     """Runs the vectors of ``artifact`` through both, layer by layer, and compares every layer.
 
     Args:
-        artifact: The artifact that is judged.
         other: The other side of the comparison; None is the numpy reference, with the weights of ``artifact``.
         cell: ``decode@16``; None is the smallest decode cell, which prefills too.
-        target: The target of ``artifact``; None for the only one.
-        other_target: The target of ``other``.
         portable: Run the portable programs of both. Targets that do not run here always run so.
         tolerance: Relative L2; None is 1e-5 of the largest if all is fp32, else 0.15 of the median.
 

@@ -139,13 +139,7 @@ def probe_apart(
 ) -> tuple[tempfile.TemporaryDirectory[str], Mapping[str, np.ndarray]]:
     """:func:`probe` in a fresh process.
 
-    Args:
-        artifact: The folder.
-        target: The name of one of its targets.
-        cell: One of its cells.
-        sequences: The cells to run.
-        layers: How many layers the model has.
-        portable: Compile the portable programs for the processor's virtual devices, instead of loading executables.
+    ``portable`` compiles the portable programs for the processor's virtual devices, instead of loading executables.
 
     Returns:
         The folder that holds the values, and the values by name, each read when it is taken.

@@ -5,16 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ling3export.checkpoint.synth import config_fields
-from ling3export.cost.chips import CHIPS
-from ling3export.cost.roofline import expert_times
 from ling3export.model import moe
-from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS
 from ling3export.model.mla.paged import attend_tables
 from ling3export.model.program import bind
-from ling3export.plan.options import Options
-from ling3export.plan.plan import make_plan
 from tests.support.direct import relative
 from tests.support.numerics import Case, Quick
 from tests.support.tolerances import FLOAT32
@@ -128,14 +122,3 @@ def test_attending_whole_tables_agrees_with_a_plain_softmax():
             (weights / weights.sum(axis=1, keepdims=True)) @ cached[:, :rank] if length[row] else np.zeros((3, 8))
         )
         np.testing.assert_allclose(found[row], expected, atol=2e-6)
-
-
-def test_a_card_counts_the_chosen_experts_of_few_rows():
-    config = Config.from_dict(config_fields("full", {}))
-    geometry = make_plan(config, Options(), "cuda:h100").geometry
-    chip = CHIPS["cuda", "h100"]
-    few, many = (expert_times(config, geometry, rows, chip) for rows in (16, 17))
-    assert (few.all_local, many.all_local) == (False, True)
-    assert many.flop_seconds / few.flop_seconds == pytest.approx(
-        17 / 16 * config.num_experts / config.num_experts_per_tok
-    )

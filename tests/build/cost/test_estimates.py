@@ -8,13 +8,14 @@ from types import MappingProxyType
 import numpy as np
 import pytest
 
-from ling3export.artifacts.program_records import Collective, Estimate, Experts, LoopRecord
+from ling3export.artifacts.program_records import Collective, Estimate
 from ling3export.checkpoint.synth import config_fields
 from ling3export.cost.chips import CHIPS
-from ling3export.cost.estimates import estimate
-from ling3export.cost.roofline import expert_times, loop_trips, roofline_bound
+from ling3export.cost.estimates import collectives_of, estimate
+from ling3export.cost.roofline import loop_trips, roofline_bound
 from ling3export.graph import optimized
 from ling3export.graph.context import Context
+from ling3export.graph.record import Graph, Loop
 from ling3export.model.config import Config
 from ling3export.model.moe import form_of
 from ling3export.plan.options import Options
@@ -94,40 +95,34 @@ def module(bound: str = "%four", scope: str = "pages") -> str:
     return re.sub(r"AT\((\S+)\)", r'metadata={op_name="\1"}', text)
 
 
-def estimated(text: str, trips: Mapping[str, float] = MappingProxyType({})) -> tuple[Estimate, dict[str, Collective]]:
+def graph(text: str, trips: Mapping[str, float] = MappingProxyType({})) -> Graph:
     context = Context(trips=trips, clock=CHIP.clock, bandwidth=CHIP.bandwidth, peak=CHIP.flops)
-    return estimate(optimized.read(text, "", "", context), CHIP, 512)
+    return optimized.read(text, "", "", context)
+
+
+def seconds(of: Graph, opcode: str, source: str = "compiler") -> float:
+    """The seconds of a call in operations of one opcode that have them from one source."""
+    return sum(one.times * one.seconds for one in of.operations if (one.opcode, one.source) == (opcode, source))
 
 
 def test_loops_count_as_often_as_they_run():
-    found, collectives = estimated(module())
+    counted = graph(module())
     # 6 × 4 × 100 cycles of the fusion, 5000 of the dearer branch, 7 of the copy, at 1 GHz; the sort moves 64 bytes.
-    assert found.by_opcode == {"fusion": 7400e-9, "copy": 7e-9}
-    assert found.bounded["sort"] == 64e-9
-    assert [loop.trips for loop in found.loops] == [6, 4]
-    assert {loop.source for loop in found.loops} == {"the program"}
-    assert collectives == {"all-reduce": Collective(6, 6 * 32)}
-    assert found.custom_calls == {"tpu_custom_call": Collective(1, 32)}
-    assert (found.unseen, found.at_least) == (1, "at least ")
-    assert (found.tokens_a_sequence, found.clock_hz) == (512, 1e9)
-    assert found.copies == {"twin": 2 * 1024 * 1024}
+    assert (seconds(counted, "fusion"), seconds(counted, "copy")) == (pytest.approx(7400e-9), 7e-9)
+    assert {one.opcode for one in counted.operations if one.source == "compiler"} == {"fusion", "copy"}
+    assert seconds(counted, "sort", "roofline") == 64e-9
+    assert [loop.trips for loop in counted.loops] == [6, 4]
+    assert {loop.source for loop in counted.loops} == {"the program"}
+    assert collectives_of(counted) == {"all-reduce": Collective(6, 6 * 32)}
+    estimated = estimate(counted, CHIP, 512)
+    assert estimated == Estimate(pytest.approx(counted.totals().seconds), 1, 512, 1e9)
+    assert estimated.at_least == "at least "
+    assert {one.name: one.copied for one in counted.operations if one.copied} == {"twin": 2 * 1024 * 1024}
 
 
 def test_pieces_of_a_prefetch_seen_as_one_array_take_no_time():
-    found, _ = estimated(module().replace("tpu_custom_call", "ConcatBitcast"))
-    assert found.custom_calls == {"ConcatBitcast": Collective(1, 32)}
-    assert (found.unseen, found.at_least) == (0, "")
-
-
-def test_the_experts_of_512_rows_are_read_as_fast_as_they_are_computed():
-    config = Config.from_dict(config_fields("full", {}))
-    geometry = make_plan(config, Options(), "tpu:v6e:4x4").geometry
-    found = expert_times(config, geometry, 512, CHIPS["tpu", "v6e"])
-    weights = 23 * 8 * 3 * 512 * 1536  # of a device, in 23 layers
-    assert found == Experts(True, 2 * 512 * weights / 918e12, 2 * weights / 1640e9)
-    assert found.flop_seconds <= found.weight_seconds
-    assert expert_times(config, geometry, 1024, CHIPS["tpu", "v6e"]).all_local
-    assert not expert_times(config, dataclasses.replace(geometry, tp=1), 1024, CHIPS["tpu", "v6e"]).all_local
+    estimated = estimate(graph(module().replace("tpu_custom_call", "ConcatBitcast")), CHIP, 512)
+    assert (estimated.unseen, estimated.at_least) == (0, "")
 
 
 def test_a_chip_reads_some_experts_of_flash_where_few_sequences_run():
@@ -140,21 +135,18 @@ def test_a_chip_reads_some_experts_of_flash_where_few_sequences_run():
     drawn = np.random.default_rng(0).binomial(32, 1 - (1 - 1 / 64) ** 16, (20_000, 16))
     trips = loop_trips(config, geometry, "decode", 16, 1024)["some"]
     assert trips == pytest.approx(drawn.max(axis=1).mean(), rel=0.01) and round(drawn.mean(), 1) == 7.1
-    some, every = (expert_times(config, geometry, rows, CHIPS["tpu", "v6e"]) for rows in (16, 64))
-    assert (some.all_local, every.all_local) == (False, True)
-    assert some.flop_seconds / every.flop_seconds == pytest.approx(16 / 64 * (1 - (1 - 1 / 64) ** 16))
 
 
 def test_a_bound_that_the_batch_decides_takes_the_stated_workload():
     dynamic = module("%a.1")
-    found, _ = estimated(dynamic, {"pages": 10, "cached": 0})
-    assert found.by_opcode["fusion"] == pytest.approx(6 * 10 * 100e-9)  # and the branch is not taken
-    assert found.loops[1] == LoopRecord("b/pages/while", 10, "the workload's `pages`", 6.0)
+    counted = graph(dynamic, {"pages": 10, "cached": 0})
+    assert seconds(counted, "fusion") == pytest.approx(6 * 10 * 100e-9)  # and the branch is not taken
+    assert counted.loops[1] == Loop("b/pages/while", 10, "the workload's `pages`", 6.0)
 
 
 def test_a_bound_that_nobody_states_is_counted_once_and_said_so():
-    found, _ = estimated(module("%a.1"))
-    assert (found.loops[1].source, found.loops[1].trips) == ("unknown: counted once", 1)
+    loop = graph(module("%a.1")).loops[1]
+    assert (loop.source, loop.trips) == ("unknown: counted once", 1)
 
 
 def test_what_runs_on_a_sparse_core_counts_where_it_starts():
@@ -173,8 +165,7 @@ def test_what_runs_on_a_sparse_core_counts_where_it_starts():
 }
 
 ENTRY"""
-    found, _ = estimated(text.replace("ENTRY", there))
-    assert found.by_opcode["scatter"] == 300e-9
+    assert seconds(graph(text.replace("ENTRY", there)), "scatter") == 300e-9
 
 
 def test_the_roofline_bounds_of_a_split_layer_add_up_to_the_decode_step_s_weights():
