@@ -38,7 +38,7 @@ from ling3export.model.mla.paged import (
     weighted_mean,
 )
 from ling3export.model.native import calls
-from ling3export.model.products import column_parallel, dot, dot_heads, per_head, replicated, row_parallel
+from ling3export.model.products import column_parallel, dot, dot_heads, einsum, per_head, replicated, row_parallel
 
 LATENT_NORM_EPS = 1e-6  # for the norms of the query's and the key-value latent, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # padded tokens whose scores against the whole call are held at once
@@ -98,8 +98,7 @@ class GatedMLA(nnx.Module):
     def _absorb(self, p: Projected, layer: Index, row: int) -> Float[Array, "T H row"]:
         """The query in latent space, as wide as a row of the pool: [q_nope w_uk | q_rope | 0]."""
         query = per_head(p.q_nope, self.w_uk, layer, 0, self.geometry).astype(p.latent.dtype)
-        filled = jnp.zeros((*query.shape[:2], row - query.shape[-1] - p.q_rope.shape[-1]), query.dtype)
-        return jnp.concatenate([query, p.q_rope, filled], axis=-1)
+        return _side_by_side(query, p.q_rope, row, self.geometry.sum_by_matmul)
 
     @jax.named_scope("release")
     def _release(self, latent: Float32[Array, "T H R"], layer: Index, dtype: jnp.dtype) -> Float32[Array, "T H V"]:
@@ -180,8 +179,8 @@ class GatedMLA(nnx.Module):
         index = jnp.where(tokens.valid, tokens.position // page, 0)
         number = jnp.where(tokens.valid, jnp.take_along_axis(table, index[:, None], axis=1)[:, 0], 0)
         _, number = local_pages(number, self.geometry)
-        filled = jnp.zeros((p.latent.shape[0], row - p.latent.shape[1] - p.k_rope.shape[1]), pool.dtype)
-        new = jnp.concatenate([p.latent.astype(pool.dtype), p.k_rope.astype(pool.dtype), filled], axis=-1)
+        latent, k_rope = p.latent.astype(pool.dtype), p.k_rope.astype(pool.dtype)
+        new = _side_by_side(latent, k_rope, row, self.geometry.sum_by_matmul)
         return pool.at[layer, number, tokens.position % page].set(new, mode=IN_BOUNDS)
 
     @jax.named_scope("attention")
@@ -281,3 +280,18 @@ class GatedMLA(nnx.Module):
         m, l, acc = jax.tree.map(lambda y: y.reshape(count * CHUNK, heads, *y.shape[2:]), part)  # noqa: E741
         # The weights of a value are not normalized yet: the sums may be large, w_uv is linear, so order is free.
         return OnlineSoftmax(m, l, self._release(acc, layer, p.latent.dtype))
+
+
+def _side_by_side(
+    latent: Float[Array, "*rows R"], roped: Float[Array, "*rows P"], width: int, by_product: bool
+) -> Float[Array, "*rows row"]:
+    """A row of the pool, or a query of one: [latent | roped | 0].
+
+    ``by_product`` puts the roped part in its place by a product with ones, which is exact: on TPU half as long.
+    """
+    rest = width - latent.shape[-1] - roped.shape[-1]
+    if not by_product:
+        return jnp.concatenate([latent, roped, jnp.zeros((*latent.shape[:-1], rest), latent.dtype)], axis=-1)
+    place = jnp.asarray(np.eye(roped.shape[-1], width, latent.shape[-1]), roped.dtype)
+    padded = jnp.pad(latent, [(0, 0)] * (latent.ndim - 1) + [(0, width - latent.shape[-1])])
+    return (einsum("...p,pr->...r", roped, place) + padded.astype(jnp.float32)).astype(latent.dtype)
