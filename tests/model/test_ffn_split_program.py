@@ -128,7 +128,9 @@ def test_a_step_through_the_split_equals_the_fused_one(case: Case):
 
 
 @pytest.mark.parametrize(
-    ("layer", "weights"), [(0, "bf16"), (1, "bf16"), (1, "int4")], ids=["limited", "not limited", "quantized"]
+    ("layer", "weights"),
+    [(0, "bf16"), (1, "bf16"), (1, "int4"), (1, "int4-small")],
+    ids=["limited", "not limited", "int4", "int4-small"],
 )
 def test_dispatch_experts_and_combine_equal_the_fused_experts(case: Case, layer: int, weights: str):
     """One layer of many rows, so that tiles hold several; rows that are padding stay as they were."""
