@@ -246,7 +246,7 @@ def test_a_flip_outside_the_shards_in_use_is_not_looked_at(tmp_path: Path) -> No
         (lambda path: path.unlink(), f"weight file `{FILE}`: expected a readable file, found No such file"),
         (lambda path: os.truncate(path, 4379), f"weight file `{FILE}`: expected 4,380 bytes, found 4,379"),
         (lambda path: os.truncate(path, 4381), f"weight file `{FILE}`: expected 4,380 bytes, found 4,381"),
-        (lambda path: path.write_bytes(b" " * 4380), f"weight file `{FILE}`: expected the header that the manifest"),
+        (lambda path: path.write_bytes(b" " * 4380), f"weight file `{FILE}`: its header is not what the manifest"),
     ],
 )
 def test_layout_is_checked_before_anything_is_mapped(

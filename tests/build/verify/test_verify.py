@@ -134,7 +134,7 @@ def test_what_the_measuring_process_says_is_passed_on(whole, monkeypatch):
     with pytest.raises(ArtifactError) as caught:
         measure_apart(whole, "cpu-tp9", read_manifest(whole))
     assert caught.value.message.startswith(
-        "vectors of `cpu-tp9`: expected to run, found: target `cpu-tp9`: expected one"
+        "vectors of `cpu-tp9`: expected to run, found: target `cpu-tp9`: the artifact has only cpu-tp2"
     )
 
     monkeypatch.setattr(processes, "command", lambda *_: ["sh", "-c", "echo last words >&2; kill -ABRT $$"])

@@ -186,7 +186,7 @@ def test_the_command_describes_the_machine_and_gives_the_verdict(artifact, on_cp
     done = run(artifact, "--json")
     assert (done.exit_code, json.loads(done.stdout)["problems"][0]["severity"]) == (3, "compile")
     done = run(artifact, "--target", "tpu")
-    assert done.exit_code == 1 and "fault: target `tpu`: expected one of cpu-tp2" in done.stdout
+    assert done.exit_code == 1 and "fault: target `tpu`: the artifact has only cpu-tp2" in done.stdout
     done = run("nowhere.ling3")
     assert done.exit_code == 1 and "fault: artifact `nowhere.ling3`" in done.stdout
 

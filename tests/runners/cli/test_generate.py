@@ -182,7 +182,11 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
         (["--max-tokens", "1", "--prompt-ids", "1", "--logits", "no/such/folder/x"], 1, "the folder does not exist"),
         (["--max-tokens", "1", "--prompt-ids", "320"], 1, "error: prompt: expected token ids from 0 to 319, found 320"),
         (["--max-tokens", "1", "--prompt", ""], 1, "error: prompt: expected a prompt of at least one token, found an"),
-        (["--max-tokens", "1", "--prompt-ids", "1", "--target", "tpu"], 1, "target `tpu`: expected one of cpu-tp2"),
+        (
+            ["--max-tokens", "1", "--prompt-ids", "1", "--target", "tpu"],
+            1,
+            "target `tpu`: the artifact has only cpu-tp2",
+        ),
         (["--max-tokens", "1", "--prompt-file", "no-such-file"], 1, "expected a readable file, found No such file"),
     ],
 )

@@ -188,7 +188,7 @@ def test_what_has_not_ended_is_told_why():
             rig.submit(request([1], 1))
 
 
-def test_a_future_that_takes_no_error_leaves_no_coroutine_asleep():
+def test_a_future_that_takes_no_error_leaves_no_coroutine_asleep(monkeypatch):
     """Round 4, line 14: InvalidStateError of one future ended what wakes the coroutines."""
 
     class Answered(Future):
@@ -198,11 +198,15 @@ def test_a_future_that_takes_no_error_leaves_no_coroutine_asleep():
     async def read(handle):
         return await asyncio.gather(asyncio.wait_for(handle.wait(), WAIT), return_exceptions=True)
 
-    compared: Future = Answered()
-    compared.set_result(())
+    def answered():
+        future: Future = Answered()
+        future.set_result(())
+        return future
+
+    monkeypatch.setattr("ling3export.runners.engine.loop.Future", answered)
     with Rig() as rig:
         rig.backend.hold()
-        rig.loop._comparing.append(compared)
+        assert rig.loop.compare() == ()
         (handle,) = rig.submit(request([1], 20))
         rig.backend.failure = RuntimeError("no memory")
         threading.Timer(0.05, rig.backend.let_go).start()
