@@ -54,7 +54,12 @@ GIVEN = {
     "docs/prefix-cache.md": ["micro", "shared.ling3"],
 }
 SWAPS = {
-    "README.md": [("build Ling-3.0-tiny-fp8 ling3.ling3 --weights int4", f"build {DEMO} ling3.ling3 {DEMO_OPTIONS}")],
+    "README.md": [
+        (
+            "build Ling-3.0-tiny-fp8 ling3.ling3 --weights int4 --max-running 1 --context 8192",
+            f"build {DEMO} ling3.ling3 {DEMO_OPTIONS}",
+        )
+    ],
     "docs/getting-started.md": [
         ("build Ling-3.0-tiny-fp8 ling3.ling3 --weights int4", f"build {DEMO} ling3.ling3 {DEMO_OPTIONS}")
     ],
