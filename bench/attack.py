@@ -13,6 +13,8 @@ from pathlib import Path
 from time import perf_counter as now
 from typing import NamedTuple
 
+import numpy as np
+
 from bench.report import machine, say, show, table
 from bench.server_process import RUNNER, ServerProcess
 from bench.servers import asked, metric, served
@@ -28,6 +30,7 @@ LEVELS = 20  # of the ambiguous grammar
 MARKS = 400  # of a call of a tool
 
 IDLE = 30.0  # seconds until the server has ended the attacker's requests
+SHARES = (50, 99)  # percentiles
 CALM = 0.3  # seconds between an attack and the calls after it
 
 
@@ -143,10 +146,6 @@ def _idle(url: str) -> None:
         asyncio.run(asyncio.sleep(0.05))
 
 
-def percentile(times: Sequence[float], share: float) -> float:
-    return sorted(times)[min(len(times) - 1, int(share * len(times)))]
-
-
 def main(artifact: Path, names: Sequence[str], turns: int, seconds: float, rate: float) -> None:
     """Prints a table: plain calls without an attack, with its harmless twin, and with it."""
     rows, result = [], {}
@@ -169,7 +168,10 @@ def main(artifact: Path, names: Sequence[str], turns: int, seconds: float, rate:
                     times[arm] += new
                     say(f"{name}, {arm}, turn {turn + 1}: {statistics.median(new):.1f} ms; attacker's answers {counts}")
                     _idle(server)
-        figures = {arm: {share: percentile(new, share / 100) for share in (50, 99)} for arm, new in times.items()}
+        figures = {
+            arm: dict(zip(SHARES, np.percentile(new, SHARES, method="higher").tolist(), strict=True))
+            for arm, new in times.items()
+        }
         worst = {arm: row[99] for arm, row in figures.items()}
         ratios = [worst["hostile"] / worst[arm] for arm in ("none", "harmless")]
         rows.append([name, *(value for row in figures.values() for value in row.values()), *ratios])
@@ -178,5 +180,5 @@ def main(artifact: Path, names: Sequence[str], turns: int, seconds: float, rate:
             "p99_over_none": ratios[0],
             "p99_over_harmless": ratios[1],
         }
-    head = ["plain calls, ms", *(f"{arm} p{share}" for arm in arms for share in (50, 99)), "p99 / none", "/ harmless"]
+    head = ["plain calls, ms", *(f"{arm} p{share}" for arm in arms for share in SHARES), "p99 / none", "/ harmless"]
     show("Plain calls while another client attacks", [table(head, rows)], {"attacks": result, "machine": machine()})

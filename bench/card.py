@@ -44,7 +44,7 @@ class Card:
         preset: Preset of the checkpoints.
         layers: Their depths.
         weights: Forms.
-        paddings: Of prefill.
+        paddings: Sizes of prefill calls.
         prompt: Tokens that the server is given.
         answer: Tokens that it answers.
         minutes: After these no step is begun, and one that runs is ended.

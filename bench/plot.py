@@ -43,6 +43,13 @@ def _pyplot() -> Any:
     return pyplot
 
 
+def _bare(panel: Any) -> None:
+    """Leaves only the bars and their names."""
+    panel.spines[:].set_visible(False)
+    panel.tick_params(length=0)
+    panel.set_xticks([])
+
+
 def _save(figure: Any, output: Path) -> None:
     figure.tight_layout()
     figure.savefig(output, transparent=True, metadata={"Date": None})
@@ -63,9 +70,7 @@ def memory(output: Path) -> None:
         panel.text(size, -0.75, f"{size} GB machine", ha="center", va="bottom")
     panel.invert_yaxis()
     panel.set_xlim(0, 36)
-    panel.spines[:].set_visible(False)
-    panel.tick_params(length=0)
-    panel.set_xticks([])
+    _bare(panel)
     _save(figure, output)
 
 
@@ -82,9 +87,7 @@ def speed(records: Path, output: Path) -> None:
         panel.axvline(1, color=TEXT, linewidth=1)
         panel.set_title(title, fontsize=9)
         panel.set_xlim(0, 3.4)
-        panel.spines[:].set_visible(False)
-        panel.tick_params(length=0)
-        panel.set_xticks([])
+        _bare(panel)
     days = " and ".join(dict.fromkeys(record["machine"]["date"] for record in lines))
     conditions = f"{lines[0]['threads']} cores, {lines[0]['checkpoint']}, {days}"
     figure.suptitle(f"times as fast as llama.cpp: {conditions}", fontsize=9)

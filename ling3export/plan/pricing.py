@@ -22,12 +22,7 @@ from ling3export.plan.options import Options
 from ling3export.plan.plan import Plan, make_plans
 
 BOUND_COLUMNS = ("bound ms", "bound by", "by memory", "by compute", "MB moved", "Gflop")
-BY_LOSS = (
-    "bf16",
-    "int8",
-    "int4",
-    "int4-small",
-)  # forms that `plan` recommends, the least loss first (docs/log/evaluation.md)
+BY_LOSS = ("bf16", "int8", "int4", "int4-small")  # the least loss first: docs/log/evaluation.md
 MACHINES = (8, 16, 32)  # GB of memory
 
 

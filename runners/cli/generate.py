@@ -151,16 +151,15 @@ def _json_line(completion: Completion) -> str:
 
 def _check_output(path: Path, force: bool) -> None:
     """Refuses a file of logits that cannot be written or is there already, before anything is loaded."""
-    option = "--logits"
     if not path.parent.is_dir():
-        raise RequestError(f"{option} `{path}`: the folder does not exist: {path.parent}")
+        raise RequestError(f"--logits `{path}`: the folder does not exist: {path.parent}")
     if path.exists() and not path.is_file():  # renaming over /dev/null would remove the device
-        raise RequestError(f"{option} `{path}`: expected a file, found a folder or a device")
+        raise RequestError(f"--logits `{path}`: expected a file, found a folder or a device")
     if path.exists() and not force:
-        raise RequestError(f"{option} `{path}`: expected no such file, found one", "replace it with --force")
+        raise RequestError(f"--logits `{path}`: expected no such file, found one", "replace it with --force")
     if path.exists() and not zipfile.is_zipfile(path):
         raise RequestError(
-            f"{option} `{path}`: the file exists and does not hold logits of an earlier run",
+            f"--logits `{path}`: the file exists and does not hold logits of an earlier run",
             "--force replaces only .npz files: choose another name",
         )
     from ling3export.artifacts.files import try_writing, writing

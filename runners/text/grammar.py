@@ -204,7 +204,7 @@ def grammar_of(value: object, name: str) -> Grammar:
     parts = tuple(value) if isinstance(value, (tuple, list)) else ()
     kind, text, behind = (*parts, "") if len(parts) == 2 else parts if len(parts) == 3 else (None, None, None)
     if kind not in KINDS or not isinstance(text, str) or not isinstance(behind, str):
-        raise RequestError(f"{name}: expected a grammar, (KIND, TEXT) KIND one of {', '.join(KINDS)}")
+        raise RequestError(f"{name}: expected a grammar, (KIND, TEXT) with KIND one of {', '.join(KINDS)}")
     if len(text) > LARGEST:
         raise RequestError(f"{name}: expected a grammar of at most {LARGEST:,} characters, found {len(text):,}")
     return Grammar(str(kind), str(text), str(behind))

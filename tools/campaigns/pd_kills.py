@@ -26,11 +26,11 @@ from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.endpoint import Endpoint
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
+from ling3export.runners.transfer.folder import SHM
 
 CLIENTS = 8
 HUNG = 120.0  # seconds after which an answer counts as missing
 ROLES = ("prefill", "prefill", "decode", "decode")
-SHM = Path("/dev/shm")
 
 
 class Replica:
