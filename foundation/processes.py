@@ -25,9 +25,6 @@ from ling3export.foundation.errors import ArtifactError, Ling3Error, MisfitError
 INHERITED = frozenset({"JAX_NUMPY_DTYPE_PROMOTION", "JAX_TRACEBACK_FILTERING"})
 SHOWN = 1000  # characters of a dead child's stderr in a message
 LOOPBACK = "127.0.0.1"
-# Set when a step failed. The process may then end with SIGSEGV after Python has ended and everything was printed, by
-# jaxlib 0.11.2 on cpu: in 7 of 7 runs where an executable had been called with buffers of another size.
-call_failed = threading.Event()
 START_TIMEOUT = 120.0  # seconds for all processes of a target of several hosts to start, on a busy machine
 
 
@@ -188,12 +185,22 @@ def environment() -> dict[str, str]:
 
 
 def leave(code: object) -> NoReturn:
-    """Ends this process with a SystemExit's code after its exit functions, without the destructors of libraries."""
+    """Ends this process with a SystemExit's code after its threads and exit functions.
+
+    Python's finalization and the destructors of libraries do not run. jaxlib 0.11.2 on cpu ended some processes by
+    SIGABRT or SIGSEGV there, after everything had been printed.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads that are no daemons, as an interpreter does
     atexit._run_exitfuncs()
+    status = code if isinstance(code, int) else int(code is not None)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader has gone
+        try:
             stream.flush()
-    os._exit(code if isinstance(code, int) else int(code is not None))
+        except ValueError:  # closed
+            pass
+        except OSError:  # its reader has gone, or the disk is full
+            status = 120  # Python's own code for it
+    os._exit(status)
 
 
 def free_port() -> int:

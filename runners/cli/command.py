@@ -3,9 +3,7 @@
 Errors are a message and a hint on stderr, and an exit code: the error's own, or one of those below.
 """
 
-import atexit
 import errno
-import gc
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
@@ -14,7 +12,7 @@ from typing import Any
 import click
 
 from ling3export.foundation.errors import Ling3Error, printable
-from ling3export.foundation.processes import call_failed, leave
+from ling3export.foundation.processes import leave
 
 NOT_DETERMINISTIC = 3
 INVALID = 4  # too many infrastructure errors for the score to count
@@ -87,14 +85,11 @@ class Group(click.Group):
                 formatter.write_dl([(name, self.commands[name].get_short_help_str(width)) for name in names])
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the command line as all that this process does."""
-        atexit.register(gc.freeze)  # it ends then: looking for cycles in all of jax's objects takes as long as a step
+        """Runs the command line as all that this process does, and ends the process."""
         try:
             return super().__call__(*args, **kwargs)
         except SystemExit as ended:
-            if call_failed.is_set():
-                leave(ended.code)
-            raise
+            leave(ended.code)
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the command line. Errors of parsing are printed like those of commands."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ling3export.foundation.processes import call_failed
 from ling3export.foundation.threads import GuardedThread
 from ling3export.runners.engine.core import EngineCore, StepInputs, StepOutputs
 from ling3export.runners.engine.handle import (
@@ -212,7 +211,6 @@ class Loop:
             else:
                 core.fail(self._failure)
         except BaseException as error:
-            call_failed.set()
             self._failure = self._failure or error
             core.fail(error)
         finally:
