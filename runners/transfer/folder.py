@@ -146,7 +146,7 @@ class FolderStore:
             if taken or end <= self._clock():
                 self.counts["pulled" if taken else "expired"] += 1
                 self._end(name)
-        if self._clock() > self._swept + YOUNG:
+        if self._clock() > self._swept + (YOUNG if self._lease is None else min(self._lease, YOUNG)):
             self.sweep()
 
     def touch(self, names: list[str]) -> set[str]:

@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -26,9 +27,11 @@ from ling3export.foundation.processes import LOOPBACK, free_port
 from ling3export.runners.endpoint import Endpoint
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
-from ling3export.runners.transfer.folder import SHM
+from ling3export.runners.transfer.folder import PARTIAL, PREFIX, SHM, YOUNG
+from ling3export.runners.transfer.options import Transfer
 
 CLIENTS = 8
+SPARE = 10.0  # seconds after the time in which states must be gone
 HUNG = 120.0  # seconds after which an answer counts as missing
 ROLES = ("prefill", "prefill", "decode", "decode")
 
@@ -124,6 +127,26 @@ async def answered(
     return answers, struck
 
 
+def states(folder: Path, before: set[str]) -> list[str]:
+    """Names of states in a folder and in shared memory, without those that were there before."""
+    names = {*os.listdir(folder), *os.listdir(SHM)} - before
+    return sorted(name for name in names if PREFIX in name)
+
+
+def emptied(names: Callable[[], list[str]]) -> float:
+    """Waits until the servers removed all states of killed ones, as long as that may take; returns the seconds.
+
+    A new server finds a lease that is not over. It looks again after a lease, and for files that were not ended later.
+    """
+    begun = time.monotonic()
+    while left := names():
+        partial = any(name.endswith(PARTIAL) for name in left)
+        if time.monotonic() > begun + 2 * Transfer.lease + (YOUNG if partial else 0) + SPARE:
+            break
+        time.sleep(1)
+    return time.monotonic() - begun
+
+
 def main() -> None:
     """Prints a line of JSON.
 
@@ -149,19 +172,27 @@ def main() -> None:
         url = stack.enter_context(ServerProcess("router", route)).address()
         answers, struck = asyncio.run(answered(url, wanted, kills, replicas, seconds))
         taken = sum(metric(replica.url, "ling3_transfer_total", what="loaded") for replica in replicas[2:])
-        for replica in replicas:  # a new server removes what a killed one left
+        waited = emptied(lambda: states(folder, before))
+        kept = len(states(folder, before))
+        for replica in replicas:
             replica.server.__exit__()
         files = sum(path.is_file() for path in folder.rglob("*"))
     failures = Counter(answer.split(":")[0] for _, answer in answers if isinstance(answer, str))
     wrong = sum(isinstance(answer, list) and answer != tokens[number] for number, answer in answers)
     left = {
+        "files while servers ran": kept,
         "files": files,
-        "shared memory": len([name for name in set(os.listdir(SHM)) - before if "ling3" in name]),
+        "shared memory": len(states(SHM, before)),
         "processes": sum(Path(f"/proc/{pid}").exists() for replica in replicas for pid in replica.pids),
     }
     result = {"answers": len(answers), "wrong": wrong, "failed": failures, "kills": struck, "carrier": carrier}
     seconds = round(time.monotonic() - begun)
-    print(json.dumps(result | {"states taken since the last kill": taken, "left": left, "seconds": seconds}))
+    print(
+        json.dumps(
+            result
+            | {"states taken since the last kill": taken, "left": left, "waited": round(waited), "seconds": seconds}
+        )
+    )
     if wrong or failures or any(left.values()):
         raise SystemExit(1)
 

@@ -125,6 +125,18 @@ def test_a_lease_ends(ends, clock):
     assert taker.get(address(holder, NAME), soon()) is None
 
 
+@pytest.mark.parametrize("kind", ["shm", "file"], indirect=True)
+def test_states_of_a_killed_server_go_after_their_lease(ends, clock):
+    """A server that starts within the lease leaves them, and looked again only ten minutes later."""
+    killed, next_server = ends
+    assert put(killed, NAME, random_state())
+    next_server.sweep()
+    assert next_server.has(NAME)
+    clock.now += LEASE + 1
+    next_server.expire()
+    assert not next_server.has(NAME) and next_server.counts["swept"] == 1
+
+
 def test_what_is_given_back_is_free_at_once(ends):
     holder, taker = ends
     assert put(holder, NAME, random_state())
