@@ -38,7 +38,6 @@ if TYPE_CHECKING:
     from ling3export.runners.fleet.cluster import Cluster
 
 DEFAULTS = RunConfig()
-QUIET = 10.0  # seconds without a line, where there is no bar
 SHOWN = 20  # divergences that are printed
 
 
@@ -270,31 +269,6 @@ def _suite_of(suite: str, data: Path | None, limit: int | None) -> "Suite":
     return loaded
 
 
-class Progress:
-    """Finished units of all, and the remaining time, on stderr: a bar, or a line at most every QUIET seconds.
-
-    The time follows from the mean over all units since the begin, because units end in bursts.
-    """
-
-    def __init__(self, title: str, clock: Callable[[], float] = time.monotonic, bar: Any = None) -> None:
-        self._title, self._clock, self._bar = title, clock, bar
-        self._begin: tuple[float, int] | None = None
-        self._last = clock()
-
-    def __call__(self, done: int, total: int) -> None:
-        now = self._clock()
-        start, before = self._begin = self._begin or (self._last, max(done - 1, 0))
-        seconds = (now - start) / (done - before) * (total - done) if done > before else None
-        left = "" if seconds is None or done == total else f", {duration(seconds)} left"
-        text = f"{done:,} of {total:,}{left}"
-        if self._bar is not None:
-            self._bar.length = total
-            self._bar.update(done - self._bar.pos, text)
-        elif now - self._last >= QUIET:
-            self._last = now
-            click.echo(f"{self._title}: {text}", err=True)
-
-
 def duration(seconds: float) -> str:
     """``1:02:03``, or ``2:03`` below an hour."""
     minutes, rest = divmod(math.ceil(seconds), 60)
@@ -303,11 +277,22 @@ def duration(seconds: float) -> str:
 
 @contextmanager
 def progress(title: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on stderr, as a function of the finished and of all units; lines where it is no terminal."""
-    if not sys.stderr.isatty():
-        yield Progress(title)
-        return
+    """A bar on stderr, as a function of the finished and of all units; none where stderr is no terminal.
+
+    The remaining time follows from the mean over all units since the begin, because units end in bursts.
+    """
     words = {"label": title, "show_eta": False, "show_percent": False, "item_show_func": lambda text: text}
-    bar: Any = click.progressbar(length=1, file=sys.stderr, **words)  # type: ignore[call-overload]
+    bar: Any = click.progressbar(length=1, file=sys.stderr, hidden=not sys.stderr.isatty(), **words)  # type: ignore[call-overload]
+    begin: tuple[float, int] | None = None
+    opened = time.monotonic()
+
+    def report(done: int, total: int) -> None:
+        nonlocal begin
+        start, before = begin = begin or (opened, max(done - 1, 0))
+        seconds = (time.monotonic() - start) / (done - before) * (total - done) if done > before else None
+        left = "" if seconds is None or done == total else f", {duration(seconds)} left"
+        bar.length = total
+        bar.update(done - bar.pos, f"{done:,} of {total:,}{left}")
+
     with bar:
-        yield Progress(title, bar=bar)
+        yield report

@@ -65,3 +65,13 @@ def wait_until_following(process: subprocess.Popen[str]) -> None:
         if "following host 0" in line:
             return
     raise AssertionError("it ended before it followed")
+
+
+class NoService:
+    """Stands in the place of jax's service, for tests of the connections between hosts."""
+
+    def __init__(self, host: str, port: int, count: int) -> None:
+        pass
+
+    def end(self) -> None:
+        pass

@@ -1,5 +1,8 @@
 """The engine's core on the fake model, whose answers an oracle knows."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 from ling3export.artifacts.paddings import Shapes
 from ling3export.runners.engine.core import EngineCore, SharedCore, StepInputs
 from ling3export.runners.engine.counters import Counters
@@ -112,3 +115,32 @@ class Rig:
 
 def prompt(rng, length):
     return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+class Wire:
+    """A channel whose other end is the test, or with ``shared`` also that of a host in this process.
+
+    Attributes:
+        sent: Messages for the other hosts.
+        failed: The reasons for which all hosts end.
+    """
+
+    def __init__(self, number, shared=None):
+        self.hosts, self.leads, self._shared = SimpleNamespace(number=number), number == 0, shared
+        self.sent: list[bytes] = []
+        self.failed: list[str] = []
+
+    def together(self):
+        return nullcontext()
+
+    def send(self, kind, payload=b""):
+        self.sent.append(payload)
+
+    def fail(self, text, kind=b""):
+        self.failed.append(text)
+
+    def shared(self, payload=b""):
+        if self.leads:
+            self._shared.append(payload)
+            return payload
+        return self._shared.pop(0)

@@ -108,7 +108,7 @@ def build_step(config: Any, geometry: Geometry, phase: str, padding: int, mesh: 
     return steps.StepProgram(steps.sharded(body, mesh, specs, out_specs), values, specs, out_specs, fields)
 
 
-def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifest:
+def build_toy(folder: Path, *, seed: int = 0) -> Manifest:
     """Writes the artifact into ``folder``, which must not exist; returns its manifest."""
     programs, mesh = folder / "programs" / TARGET, lower.device_mesh(TP)
     programs.mkdir(parents=True)
@@ -144,12 +144,9 @@ def build_toy(folder: Path, *, seed: int = 0, tokenizer: bool = True) -> Manifes
         (schema.SequenceRecord((1, 2, token), 2, (1, 2), "logits.0"),),
         file_record(folder, "vectors/expected.safetensors"),
     )
-    records: tuple[schema.FileRecord, ...] = ()
-    if tokenizer:
-        (folder / "tokenizer").mkdir()
-        write_short(folder / "tokenizer", EOS)
-        names = ("tokenizer.json", "tokenizer_config.json")
-        records = tuple(file_record(folder, f"tokenizer/{name}") for name in names)
+    (folder / "tokenizer").mkdir()
+    write_short(folder / "tokenizer", EOS)
+    records = tuple(file_record(folder, f"tokenizer/{name}") for name in ("tokenizer.json", "tokenizer_config.json"))
     assert needs is not None
     manifest = Manifest(
         producer={"ling3export": "0"},

@@ -1,6 +1,5 @@
 """Penalties, biases, grammars and log-probabilities, through a real engine over the toy: numpy says what is right."""
 
-import json
 import re
 from unittest.mock import Mock
 
@@ -65,50 +64,16 @@ def test_log_probabilities_are_the_models_whatever_was_changed(engine):
     assert [logprobs.top for logprobs in found.logprobs] == [()] * 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "text", "check"),
-    [
-        ("regex", "[0-9]{3}-[a-f]{2}", lambda text: re.fullmatch("[0-9]{3}-[a-f]{2}", text)),
-        ("lark", 'start: "yes" | "no"', lambda text: text in ("yes", "no")),
-        ("lark", 'start: "b" | start "a"', lambda text: re.fullmatch("ba*", text)),  # left recursion
-        (
-            "json",
-            '{"type": "object", "properties": {"a": {"enum": ["x", 1]}, "b": {"type": "boolean"}}, '
-            '"required": ["a", "b"], "additionalProperties": false}',
-            lambda text: json.loads(text).keys() == {"a", "b"},
-        ),
-    ],
-)
-@pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_text_is_of_its_grammar_or_says_length(engine, kind, text, check, temperature):
-    how = {"temperature": temperature, "seed": 4}
-    done = engine.complete([ask(60, how=how, grammar=(kind, text), ignore_eos=False), ask(9)])
-    assert done[0].stop_reason == "length" or check(done[0].text), done[0].text
-    assert done[0].stop_reason in ("eos", "stop", "length")
-    assert done[1].token_ids == greedy(logits, PROMPT, 9)
-
-
 def test_a_grammar_that_is_cut_says_length(engine):
     (found,) = engine.complete([ask(4, grammar=("regex", "[0-9]{30}"), ignore_eos=False)])
     assert (found.stop_reason, len(found.text)) == ("length", 4)
 
 
-@pytest.mark.parametrize(
-    ("grammar", "found"),
-    [
-        (("regex", "(a"), "unclosed group"),
-        (("regex", r"[^\x00-\x{10FFFF}]"), "that no text fits it"),
-        (("lark", 'start: start "a"'), "that no text fits it"),
-        (("lark", "start: x"), 'unknown name: "x"'),
-        (("json", '{"type": "integer", "minimum": 5, "maximum": 3}'), "Unsatisfiable schema"),
-        (("json", "false"), "schema is false"),
-        (("json", "{"), "grammar"),
-        (("json", '{"items":' * 200 + "{}" + "}" * 200), "recursion limit"),
-    ],
-)
-def test_an_impossible_grammar_is_refused_with_the_reason(engine, grammar, found):
-    with pytest.raises(RequestError, match=re.escape(found)):
-        engine.submit(ask(grammar=grammar))
+def test_an_impossible_grammar_is_refused_with_the_reason(engine):
+    """Over HTTP, whose table of reasons is in serve/test_fields.py, a schema has fewer levels."""
+    for text, found in (("{", "grammar"), ('{"items":' * 200 + "{}" + "}" * 200, "recursion limit")):
+        with pytest.raises(RequestError, match=found):
+            engine.submit(ask(grammar=("json", text)))
 
 
 def test_a_grammar_is_compiled_once_however_many_requests_have_it(engine, monkeypatch):

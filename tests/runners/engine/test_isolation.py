@@ -4,8 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,7 +21,7 @@ from ling3export.runners.text.grammar import Grammars, Matcher
 from ling3export.runners.text.vocabulary import TextStream
 from tests.support.choosing import changed, greedy
 from tests.support.fake_backend import answer
-from tests.support.scheduler_rig import Rig
+from tests.support.scheduler_rig import Rig, Wire
 from tests.support.toy_artifact import logits
 
 PROMPT = [5, 9, 7]
@@ -114,8 +112,9 @@ def break_for_mine(patch: pytest.MonkeyPatch, owner: type, name: str, after: int
     patch.setattr(owner, name, property(call) if isinstance(before, property) else call)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("error", [IndexError("out of bounds"), Panic("unwrap")], ids=["exception", "panic"])
+@pytest.mark.parametrize(
+    ("error", "stream"), [(IndexError("out of bounds"), False), (Panic("unwrap"), True)], ids=["exception", "panic"]
+)
 @pytest.mark.parametrize(("owner", "name", "after", "said", "asked"), PLACES)
 def test_an_error_in_one_request_ends_that_one(engine, monkeypatch, owner, name, after, said, asked, error, stream):
     """Any of these once ended the engine, and with it every request of every client."""
@@ -170,24 +169,6 @@ def test_tokens_that_a_request_comes_with_may_fail_it_alone(monkeypatch):
     rig.run()
     rig.check()
     assert isinstance(mine.error, RequestBroken) and mine.error.message.startswith("mine: expected its token")
-
-
-class Wire:
-    """A channel whose other end is the test."""
-
-    def __init__(self, number: int) -> None:
-        self.hosts, self.leads = SimpleNamespace(number=number), number == 0
-        self.sent: list[bytes] = []
-        self.failed: list[str] = []
-
-    def together(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def send(self, kind: bytes, payload: bytes = b"") -> None:
-        self.sent.append(payload)
-
-    def fail(self, text: str, kind: bytes = b"") -> None:
-        self.failed.append(text)
 
 
 class Host(Rig):

@@ -2,8 +2,6 @@
 
 import random
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +15,7 @@ from ling3export.runners.engine.mask_queue import STEP_SECONDS
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import Sequence
 from tests.support.fake_backend import FakeBackend, answer
-from tests.support.scheduler_rig import Rig, prompt
+from tests.support.scheduler_rig import Rig, Wire, prompt
 
 SLOW = 3 * STEP_SECONDS
 
@@ -144,26 +142,6 @@ def test_a_mask_that_waits_too_long_fails_its_request_and_no_other(monkeypatch):
         wanted = f"{sequence.request.name}: the grammar's allowed tokens took over 0.05 s"
         assert (sequence.error.message, bool(sequence.error.hint)) == (wanted, True)
     assert (rig.blocks.free_slots, rig.blocks.free_pages) == rig.size
-
-
-class Wire:
-    """A channel between two hosts of one process: the follower reads what host 0 sent."""
-
-    def __init__(self, number: int, shared: list[bytes]) -> None:
-        self.hosts, self.leads, self.messages = SimpleNamespace(number=number), number == 0, shared
-        self.sent: list[bytes] = []
-
-    def together(self) -> nullcontext[None]:
-        return nullcontext()
-
-    def send(self, kind: bytes, payload: bytes = b"") -> None:
-        self.sent.append(payload)
-
-    def shared(self, payload: bytes = b"") -> bytes:
-        if self.leads:
-            self.messages.append(payload)
-            return payload
-        return self.messages.pop(0)
 
 
 def test_all_hosts_sample_the_rows_whose_masks_fit_on_host_0():

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from ling3export.runners.evals.graders import grade
-from ling3export.runners.evals.task_files import line_of, load_tasks, read_records
+from ling3export.runners.evals.task_files import load_tasks, read_records
 from ling3export.runners.evals.tasks import Task
 from ling3export.runners.evals.trials import EvalError, Outcome, Transcript, TranscriptStep
 
@@ -148,14 +148,6 @@ def test_dates_of_yaml_are_texts(tmp_path):
     text = TEMPLATE.replace('"2026-02-15"', "2026-02-15")
     (task,) = load_tasks(write(tmp_path, "t.yaml", text), {"database": bool})
     assert task.input.context["purchase_date"] == "2026-02-15"
-
-
-@pytest.mark.parametrize("indent", [" ", "\t"])
-def test_lines_of_json(indent):
-    text = '{\n"a": [1,\n {"b": "x, }"}],\n"c": {}, "d": [],\n"e": null}'.replace(" ", indent)
-    lines = {(): 1, ("a",): 2, ("a", 0): 2, ("a", 1): 3, ("a", 1, "b"): 3, ("c",): 4, ("d",): 4, ("e",): 5}
-    assert {field: line_of(text, field) for field in lines} == lines
-    assert line_of(text, ("a", 1, "none")) == 3
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import random
 from typing import Any
 
 import httpx2
@@ -13,10 +12,9 @@ from ling3export.runners.engine.request import Completion
 from ling3export.runners.serve import structure
 from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy
-from ling3export.runners.serve.generation import ChatBody, CompletionsBody, GenerationCall, conversation, seed_of
+from ling3export.runners.serve.generation import ChatBody, CompletionsBody, GenerationCall, seed_of
 from ling3export.runners.serve.schema import ApiError, validated
-from ling3export.runners.text.answer import AnswerFormat, AnswerParser
-from ling3export.runners.text.tokenizer import ChatTemplate
+from ling3export.runners.text.answer import AnswerFormat
 from tests.support import serving
 from tests.support.choosing import greedy, log_softmax, most_likely
 from tests.support.toy_artifact import logits
@@ -50,6 +48,7 @@ TOOL = {
 }
 
 
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 OPTIONS_OF_ENGINE = {"max_requests": 8}
 
 
@@ -84,17 +83,13 @@ def test_choices_have_seeds_of_their_own_that_can_be_repeated(engine):
     assert counts == {"prompt_tokens": 3, "completion_tokens": 36, "total_tokens": 39} | details
 
 
-def test_seeds_of_64_bits_are_hashed():
-    assert [seed_of(seed) for seed in (0, 7, 2**32 - 1)] == [0, 7, 2**32 - 1]
-    assert seed_of(-1) == 0x1BAD6B8C  # the begin of sha256("-1")
-    assert len({seed_of(seed, choice) for seed in (-1, -(2**63), 2**32, 2**64 - 1, 7) for choice in range(3)}) == 15
-
-
 @pytest.mark.parametrize("seed", [-(2**63), -1, 2**32, 2**64 - 1])
 def test_any_seed_of_64_bits_is_taken(engine, seed):
     body = IDS | {"temperature": 1.0, "seed": seed, "return_token_ids": True}
     first, again = (asked(engine, COMPLETIONS, body)["choices"][0]["token_ids"] for _ in range(2))
     assert first == again
+    assert (seed_of(7), seed_of(2**32 - 1), seed_of(-1)) == (7, 2**32 - 1, 0x1BAD6B8C)  # the begin of sha256("-1")
+    assert len({seed_of(each, choice) for each in (-1, seed, 7) for choice in range(3)}) == (6 if seed == -1 else 9)
 
 
 def test_penalties_and_biases_reach_the_engine(engine):
@@ -189,6 +184,10 @@ def test_a_stream_counts_at_its_end(engine):
     [
         ({"structured_outputs": {"regex": "[a-c]{5}"}}, lambda text: set(text) <= set("abc") and len(text) == 5),
         ({"structured_outputs": {"grammar": 'start: "left" | "right"'}}, lambda text: text in ("left", "right")),
+        ({"structured_outputs": {"grammar": 'start: "b" | start "a"'}}, lambda text: set(text[1:]) <= {"a"}),
+        ({"structured_outputs": {"choice": ['ja "so"', "nein"]}}, lambda text: text in ('ja "so"', "nein")),
+        ({"structured_outputs": {"json": SCHEMA}}, lambda text: json.loads(text)["a"] in (1, 2)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, lambda text: json.loads(text)["a"] in (1, 2)),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": {
             "enum": ["red", 5, None]}}}}, lambda text: json.loads(text) in ("red", 5, None)),
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "object", "properties": {
@@ -204,70 +203,57 @@ def test_an_answer_has_the_form_that_was_asked_for(engine, path, field, check):
         assert choice["finish_reason"] == "length" or check(text), text
 
 
-@pytest.mark.parametrize("kind", ["regex", "grammar"])
-def test_a_grammar_that_cannot_be_taken_is_refused_by_its_field(engine, kind):
-    """`param` was `prompt`."""
-    for wrong, found in (("(" if kind == "regex" else "start: (", "expected a"), ("a" * 70_000, "at most 65,536")):
-        error = call(engine, COMPLETIONS, IDS | {"structured_outputs": {kind: wrong}}).json()["error"]
-        assert error["param"] == "structured_outputs" and found in error["message"]
-
-
 def test_any_json_object_or_length(engine):
     (choice,) = asked(engine, CHAT, SAID | {"response_format": {"type": "json_object"}, "max_tokens": 30})["choices"]
     assert choice["message"]["content"].startswith("{")
     assert choice["finish_reason"] == "length" or isinstance(json.loads(choice["message"]["content"]), dict)
+    for schema in ({"items": {}}, {"multipleOf": 0.05}):
+        assert call(engine, COMPLETIONS, IDS | form_of(schema)).status_code == 200
 
 
-@pytest.mark.parametrize(
-    ("schema", "found"),
-    [
-        ({"items": {}}, None),
-        (None, "expected a json_schema with a schema"),
-        ("x" * 70_000, "expected a json_schema with a schema"),
-        ({"a": "x" * 70_000}, "at most 65,536 characters"),
-        ({"type": "nope"}, "Invalid type: nope"),
-        ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
-        ({"multipleOf": True}, "Expected f64 for 'multipleOf'"),
-        ({"multipleOf": 10**400}, "number out of range"),
-        ({"multipleOf": 0.05}, None),
-        ({"multipleOf": 999_983}, "found one that takes more "),
-        (False, "schema is false"),
-        ({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}, "no text fits it"),
-    ],
-)
-def test_schemas_past_limits_are_refused(engine, schema, found):
-    body = IDS | {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
-    answer = call(engine, COMPLETIONS, body)
-    assert answer.status_code == (200 if found is None else 400)
-    if found is not None:
-        error = answer.json()["error"]
-        assert found in error["message"] and error["param"] == "response_format"
-    deep: dict[str, Any] = {}
-    for _ in range(80):
-        deep = {"items": deep}
-    body["response_format"]["json_schema"]["schema"] = deep
-    assert "at most 64 levels" in call(engine, COMPLETIONS, body).json()["error"]["message"]
+def form_of(schema: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
 
 
-def test_histories_of_all_kinds_are_taken(engine):
-    messages = [
-        {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
-        {"role": "user", "content": "A"},
-        {
-            "role": "assistant",
-            "content": None,
-            "reasoning_content": "hm",
-            "tool_calls": [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}],
-        },
-        {"role": "tool", "tool_call_id": "1", "content": "2"},
-    ]
-    told = conversation(validated(ChatBody, SAID | {"messages": messages}, "toy").messages)
-    assert told[0] == {"role": "system", "content": "be brief"}
-    assert told[2]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    assert asked(engine, CHAT, SAID | {"messages": messages[:2], "max_tokens": 2})["choices"]
-    text = ChatTemplate(PUBLISHED, {}, "test").render(told, tools=[TOOL])
-    assert '<think>hm</think><tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|role_end|>' in text
-    assert json.dumps(TOOL) in text
+DEEP: dict[str, Any] = {}
+for _ in range(80):
+    DEEP = {"items": DEEP}
+FORMS = [
+    (form_of(None), "expected a json_schema with a schema"),
+    (form_of("x" * 70_000), "expected a json_schema with a schema"),
+    (form_of({"a": "x" * 70_000}), "at most 65,536 characters"),
+    (form_of(DEEP), "at most 64 levels"),
+    (form_of({"type": "nope"}), "Invalid type: nope"),
+    (form_of({"type": "integer", "minimum": 5, "maximum": 3}), "Unsatisfiable schema"),
+    (form_of({"multipleOf": True}), "Expected f64 for 'multipleOf'"),
+    (form_of({"multipleOf": 10**400}), "number out of range"),
+    (form_of({"multipleOf": 999_983}), "found one that takes more "),
+    (form_of(False), "schema is false"),
+    (form_of({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}), "no text fits it"),
+    ({"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
+     "expected it or structured_outputs, found both"),
+    ({"structured_outputs": {"regex": "(a"}}, "unclosed group"),
+    ({"structured_outputs": {"regex": "a" * 70_000}}, "at most 65,536"),
+    ({"structured_outputs": {"regex": r"[^\x00-\x{10FFFF}]"}}, "that no text fits it"),
+    ({"structured_outputs": {"regex": 3}}, "expected a text"),
+    ({"structured_outputs": {"grammar": "start: ("}}, "expected a"),
+    ({"structured_outputs": {"grammar": "a" * 70_000}}, "at most 65,536"),
+    ({"structured_outputs": {"grammar": 'start: start "a"'}}, "that no text fits it"),
+    ({"structured_outputs": {"grammar": "start: x"}}, 'unknown name: "x"'),
+    ({"structured_outputs": {"json": "{"}}, "expected a JSON schema, an object or its text"),
+    ({"structured_outputs": {"choice": []}}, "expected"),
+    ({"structured_outputs": {"choice": ["a", 3]}}, "expected a list of texts"),
+    ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "expected an object with one of"),
+    ({"structured_outputs": {"xml": "a"}}, "expected an object with one of"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fields", "found"), FORMS)
+def test_a_form_that_cannot_be_taken_is_refused_by_its_field(engine, fields, found):
+    """`param` was `prompt`."""
+    answer = call(engine, COMPLETIONS, IDS | fields)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, next(iter(fields))) and found in error["message"], error
 
 
 def message_of(text: str, form: AnswerFormat | None, **fields: Any) -> dict[str, Any]:
@@ -319,57 +305,6 @@ def test_of_calls_that_may_not_be_parallel_the_first_is_given(parallel):
     said = message_of(f"so {ONE}\n{ONE}{ONE}", form, parallel_tool_calls=parallel)
     assert (said["message"]["content"], said["finish_reason"]) == ("so ", "tool_calls")
     assert len(said["message"]["tool_calls"]) == (3 if parallel else 1)
-
-
-PIECES = [
-    ("plain < text <thin", False, {"content": "plain < text <thin"}),
-    ("<think>a b</think>\n\nanswer", False, {"content": "answer", "reasoning_content": "a b"}),
-    ("a b</think>\nanswer", True, {"content": "answer", "reasoning_content": "a b"}),
-    ("never ends", True, {"content": "", "reasoning_content": "never ends"}),
-    (
-        'so <tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>',
-        False,
-        {"content": "so ", "tool_calls": [("add", '{"a": 1}')]},
-    ),
-    (
-        '<tool_call>{"name": "add", "arguments": {}}</tool_call>\n<tool_call>{"name": "add", "arguments": {"a": "é"}}'
-        "</tool_call>",
-        False,
-        {"content": None, "tool_calls": [("add", "{}"), ("add", '{"a": "é"}')]},
-    ),
-    ('<tool_call>{"name": "rm"}</tool_call>', False, {"content": None, "tool_calls": [("rm", "{}")]}),
-    ('<tool_call>{"name": "add"', False, {"content": '<tool_call>{"name": "add"'}),  # cut: never a call of {}
-    (
-        'so <tool_call>{"name": "add", "arguments": {}}</tool_call> and on',
-        False,
-        {"content": "so  and on", "tool_calls": [("add", "{}")]},
-    ),
-]
-
-
-@pytest.mark.parametrize(("text", "within", "expected"), PIECES)
-def test_thoughts_and_calls_are_taken_apart_whole_and_in_any_pieces(text, within, expected):
-    form = AnswerFormat(True, within, {"add": None})
-    said = message_of(text, form)["message"]
-    assert said.pop("role") == "assistant"
-    calls = [(each["function"]["name"], each["function"]["arguments"]) for each in said.pop("tool_calls", ())]
-    assert said | ({"tool_calls": calls} if calls else {}) == expected
-    for seed in range(20):
-        draw, parts, found, at = random.Random(seed), AnswerParser(form), [], 0
-        while at < len(text):
-            size = draw.randint(1, 5)
-            found += parts.push(text[at : at + size], last=at + size >= len(text))
-            at += size
-        for kind in ("content", "reasoning_content"):
-            joined = "".join(each for of, each in found if of == kind)
-            assert joined.strip() == (expected.get(kind) or "").strip()
-        made = [each["function"] for of, each in found if of == "tool_calls"]
-        assert [(each["name"], each["arguments"]) for each in made] == calls
-
-
-def test_a_call_ends_with_its_own_reason():
-    text = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
-    assert message_of(text, AnswerFormat(False, False, {"add": None}))["finish_reason"] == "tool_calls"
 
 
 def test_a_client_can_tokenize_as_the_server_does(engine):

@@ -4,24 +4,26 @@ import asyncio
 import collections
 import json
 import random
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx2
 import pytest
 from msgspec import structs
 
-from ling3export.artifacts.manifest import file_record, write_manifest
+from ling3export.artifacts.manifest import file_record, read_manifest, write_manifest
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.cli.main import main
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.handle import EngineStopped, RequestHandle, wake
+from ling3export.runners.engine.handle import EngineStalled, EngineStopped, RequestHandle, wake
 from ling3export.runners.engine.request import BYTES_A_TOKEN, Request
 from ling3export.runners.engine.sequence import SequenceOutput
 from ling3export.runners.serve.answers import ChoicesAnswer, events
-from ling3export.runners.serve.app import Policy
+from ling3export.runners.serve.app import Policy, application
 from ling3export.runners.serve.generation import ChatBody, CompletionsBody, GenerationCall, chat, completions
 from ling3export.runners.serve.metrics import Metrics
 from ling3export.runners.serve.run import api_key
@@ -29,7 +31,7 @@ from ling3export.runners.serve.schema import LABELS, NEUTRAL, ApiError, parse, v
 from ling3export.runners.text.vocabulary import Tokenizer
 from tests.support import toy_artifact
 from tests.support.refusals import refusal
-from tests.support.serving import Server, asked, error_of
+from tests.support.serving import Server, answered, asked, error_of
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 POLICY = Policy("toy", None, max_requests=4, max_body=5000)
@@ -44,20 +46,18 @@ OPTIONS_OF_ENGINE = {"max_requests": 4}
 @pytest.fixture(scope="module")
 def wordless(tmp_path_factory):
     """An engine without a tokenizer."""
-    folder = tmp_path_factory.mktemp("wordless") / "toy.ling3"
-    toy_artifact.build_toy(folder, tokenizer=False)
+    folder = shutil.copytree(toy_artifact.shared(), tmp_path_factory.mktemp("wordless") / "toy.ling3")
+    write_manifest(folder, structs.replace(read_manifest(folder), tokenizer=()))
     with Engine(folder, report=lambda text: None) as engine:
         yield engine
 
 
 def test_a_server_reports_no_tokenizer_where_only_settings_of_generation_are_there(tmp_path):
     """It said nothing: only requests showed that it takes and gives token ids alone."""
-    folder = tmp_path / "toy.ling3"
-    manifest = toy_artifact.build_toy(folder, tokenizer=False)
-    (folder / "tokenizer").mkdir()
+    folder = shutil.copytree(toy_artifact.shared(), tmp_path / "toy.ling3")
     (folder / "tokenizer" / "generation_config.json").write_text('{"temperature": 0.5}')
     record = file_record(folder, "tokenizer/generation_config.json")
-    write_manifest(folder, structs.replace(manifest, tokenizer=(record,)))
+    write_manifest(folder, structs.replace(read_manifest(folder), tokenizer=(record,)))
     with Server(folder) as server:
         said = server.said()
     assert "serve: no tokenizer: prompts and answers are token ids\n" in said
@@ -376,6 +376,14 @@ def test_an_engine_that_ended_answers_503(caplog):
         error = error_of("engine: expected it running, found it stopped", "server_error", "engine_stopped")
         assert answer.json()["error"] == error
     assert caplog.messages == ["engine: expected it open, found it closed"] * 2
+
+
+def test_health_names_the_program_that_did_not_return():
+    message = "engine: expected `decode@16` to return within 3 s, found it still running"
+    engine = SimpleNamespace(stopped=EngineStalled(message), shared_states=None)
+    answer = answered(application(engine, POLICY), "GET", "/health")
+    error = {"error": error_of(message, "server_error", "engine_stalled")}
+    assert (answer.status_code, answer.json()) == (503, error)
 
 
 def test_a_stream_whose_engine_fails_ends_with_the_error(engine, caplog):

@@ -82,7 +82,7 @@ def test_a_body_is_answered_alike_about_the_size_that_is_read_apart(engine, step
 def test_the_queue_takes_as_many_requests_as_it_may_and_not_one_more(engine, step):
     """Of bodies that come together; a body that does not fit in whole is refused whole, and is told when to return."""
     policy = replace(POLICY, max_requests=REQUESTS)
-    slow = IDS | {"max_tokens": 60, "prompt": [3]}
+    slow = IDS | {"max_tokens": 12, "prompt": [3]}
 
     async def ask() -> list[httpx2.Response]:
         transport = httpx2.ASGITransport(application(engine, policy))

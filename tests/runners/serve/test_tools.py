@@ -1,6 +1,5 @@
 """Tools, thoughts and forms of an answer in one call: which grammar an answer gets, and how it is taken apart."""
 
-import json
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.generation import ChatMessage, GenerationCall, chat, conversation
 from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ApiError
-from ling3export.runners.text.answer import AnswerFormat, AnswerParser
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from tests.support.matching import followed
@@ -126,33 +124,6 @@ def test_what_is_wrong_with_a_grammar_behind_a_thought_is_said_of_its_field(engi
             chat(SAID | {"structured_outputs": {"regex": pattern}}, engine, "toy")
         assert (caught.value.status, caught.value.param) == (400, "structured_outputs")
         assert found in caught.value.message
-
-
-MARKED = '<tool_call>\n{"name": "f", "arguments": {"a": "x\\"</tool_call> <tool_call>"}}\n</tool_call>'
-BROKEN = '<tool_call>{"name": "f", "arguments": "</tool_call>'
-
-
-@pytest.mark.parametrize(
-    ("text", "content", "calls"),
-    [
-        (MARKED, "", [{"a": 'x"</tool_call> <tool_call>'}]),
-        (CALL + "\n" + MARKED + CALL, "", [{"a": "b"}, {"a": 'x"</tool_call> <tool_call>'}, {"a": "b"}]),
-        (BROKEN + " and", BROKEN + " and", []),
-        (BROKEN + CALL, BROKEN, [{"a": "b"}]),
-        ("<tool_call>{}</tool_call> and", "<tool_call>{}</tool_call> and", []),
-        (" <tool_call>{}</tool_call>\nand", " <tool_call>{}</tool_call>\nand", []),
-        (" <tool_call>{}", " <tool_call>{}", []),
-    ],
-)
-def test_a_call_ends_at_a_mark_outside_of_strings_and_what_is_none_stays_as_it_was(text, content, calls):
-    """A string with the mark cut the call, and a blank was lost behind what looked like a call and was none."""
-    form = AnswerFormat(False, False, {"f": None})
-    for size in (1, 3, len(text)):
-        parser, found = AnswerParser(form), []
-        for at in range(0, len(text), size):
-            found += parser.push(text[at : at + size], last=at + size >= len(text))
-        assert "".join(said for kind, said in found if kind == "content") == content
-        assert [json.loads(made["function"]["arguments"]) for kind, made in found if kind == "tool_calls"] == calls
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Fields of vLLM's API that clients send: each does what vLLM's documents say, in Python and over HTTP alike."""
 
 import itertools
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -90,47 +89,6 @@ def test_a_top_k_of_minus_1_keeps_all_tokens(engine):
     first, second = (asked(engine, COMPLETIONS, body)["choices"] for body in bodies)
     assert first == second
     assert call(engine, COMPLETIONS, LONG | {"top_k": -2}).status_code == 400
-
-
-SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
-GUIDED = [
-    ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, lambda text: json.loads(text)["a"] in (1, 2)),
-    ({"structured_outputs": {"choice": ['ja "so"', "nein"]}}, lambda text: text in ('ja "so"', "nein")),
-    ({"structured_outputs": {"json": SCHEMA}}, lambda text: json.loads(text)["a"] in (1, 2)),
-    ({"structured_outputs": {"regex": "[ab]{3}"}}, lambda text: len(text) == 3 and set(text) <= set("ab")),
-    ({"structured_outputs": {"grammar": 'start: "x" "y"'}}, lambda text: text == "xy"),
-]
-
-
-@pytest.mark.parametrize(("fields", "fits"), GUIDED)
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_an_answer_has_the_form_of_vllms_fields(engine, path, fields, fits):
-    body = (LONG if path == COMPLETIONS else SAID) | {"max_tokens": 60, "ignore_eos": False} | fields
-    (choice,) = asked(engine, path, body)["choices"]
-    assert fits(choice["text"] if path == COMPLETIONS else choice["message"]["content"])
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"structured_outputs": {"json": "{"}}, "`structured_outputs`: expected a JSON schema, an object or its text"),
-        ({"structured_outputs": {"choice": []}}, "`structured_outputs`: expected"),
-        ({"structured_outputs": {"choice": ["a", 3]}}, "`structured_outputs`: expected a list of texts"),
-        (
-            {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
-            "`structured_outputs`: expected an object with one of",
-        ),
-        ({"structured_outputs": {"xml": "a"}}, "`structured_outputs`: expected an object with one of"),
-        (
-            {"response_format": {"type": "json_object"}, "structured_outputs": {"regex": "a"}},
-            "`response_format`: expected it or structured_outputs, found both",
-        ),
-        ({"structured_outputs": {"regex": 3}}, "`structured_outputs`: expected a text"),
-    ],
-)
-def test_a_form_that_cannot_be_taken_is_refused_by_its_field(engine, fields, said):
-    answer = call(engine, COMPLETIONS, LONG | fields)
-    assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
 
 
 def test_a_message_of_an_answer_is_taken_back_with_its_annotations(engine):

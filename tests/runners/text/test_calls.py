@@ -97,19 +97,50 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("text", "within", "parts"), [*ANSWERS, *((text, False, {"content": text}) for text in BROKEN)]
-)
-def test_an_answer_has_the_same_parts_cut_at_every_boundary(text, within, parts):
+def called(arguments: str, name: str = "f") -> str:
+    """A call of the dialect of JSON."""
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+MARKED = called('{"a": "x\\"</tool_call> <tool_call>"}')
+ACCENT = called('{"a": "é"}')
+HALF = '<tool_call>{"name": "f", "arguments": "</tool_call>'
+UNENDED = '<tool_call>{"name": "f</tool_call>'
+EMPTY, F = {"tool_calls": [("f", {})]}, ("f", {})
+# A string with the mark cut the call, and a blank was lost behind what looked like a call and was none. A number that
+# JSON does not have came back as arguments that no client can parse.
+OF_JSON: list[tuple[str, bool, dict[str, Any]]] = [
+    ("plain < text <thin", False, {"content": "plain < text <thin"}),
+    ("<think>a b</think>\n\nanswer", False, {"content": "answer", "reasoning_content": "a b"}),
+    ("never ends", True, {"reasoning_content": "never ends"}),
+    (f"so {called('{}')} and on", False, {"content": "so  and on", **EMPTY}),
+    (f"{called('{}')}\n{ACCENT}", False, {"tool_calls": [F, ("f", {"a": "é"})]}),
+    ('<tool_call>{"name": "f"}</tool_call>', False, EMPTY),
+    ('<tool_call>{"name": "f"', False, {"content": '<tool_call>{"name": "f"'}),
+    (called("{}", "other"), False, {"tool_calls": [("other", {})]}),
+    (MARKED, False, {"tool_calls": [("f", {"a": 'x"</tool_call> <tool_call>'})]}),
+    (f"{HALF} and", False, {"content": f"{HALF} and"}),
+    (f"{HALF}{called('{}')}", False, {"content": HALF, **EMPTY}),
+    *((text, False, {"content": text}) for text in ("<tool_call>{}</tool_call> and", " <tool_call>{}", " \n<tool_c")),
+    *((called(f'{{"count": {each}}}'), False, {"content": called(f'{{"count": {each}}}')})
+      for each in ("NaN", "Infinity", "-Infinity")),
+    *((f"{UNENDED}{called('{}')}{end}", False, {"content": UNENDED + end, **EMPTY})
+      for end in ("", '"', '"}}</tool_call>', '\\"}</tool_call>')),
+]  # fmt: skip
+CASES = [(KeyedCall, *each) for each in [*ANSWERS, *((text, False, {"content": text}) for text in BROKEN)]]
+
+
+@pytest.mark.parametrize(("reader", "text", "within", "parts"), [*CASES, *((JsonCall, *each) for each in OF_JSON)])
+def test_an_answer_has_the_same_parts_cut_at_every_boundary(reader, text, within, parts):
     """The whole, each two pieces of it, single characters, and pieces at random."""
-    assert parsed(text, [], within) == parts
+    assert parsed(text, [], within, reader) == parts
     for at in range(1, len(text)):
-        assert parsed(text, [at], within) == parts
+        assert parsed(text, [at], within, reader) == parts
     for size in (1, 2, 3, 7):
-        assert parsed(text, [size] * len(text), within) == parts
+        assert parsed(text, [size] * len(text), within, reader) == parts
     for seed in range(10):
         draw = random.Random(seed)
-        assert parsed(text, [draw.randint(1, 9) for _ in text], within) == parts
+        assert parsed(text, [draw.randint(1, 9) for _ in text], within, reader) == parts
 
 
 @pytest.mark.parametrize("broken", BROKEN[7:])
@@ -260,23 +291,6 @@ def test_a_json_call_with_many_marks_in_strings_is_read_in_linear_time(unit):
     assert read is not None and read.call is not None and read.end == len(text)
     assert json.loads(read.call.arguments)["text"] == json.loads(strings)
     assert time.process_time() - begun < 1
-
-
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity"])
-def test_a_json_call_with_a_number_that_json_does_not_have_is_text(constant):
-    """It came back as arguments that no client can parse."""
-    text = f'<tool_call>{{"name": "f", "arguments": {{"count": {constant}}}}}</tool_call>'
-    assert parsed(text, [5] * 99, reader=JsonCall) == {"content": text}
-
-
-@pytest.mark.parametrize("end", ["", '"', '"}}</tool_call>', '\\"}</tool_call>'])
-def test_a_json_call_whose_string_does_not_end_is_text_up_to_its_first_mark(end):
-    good = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
-    broken = '<tool_call>{"name": "f</tool_call>'
-    for size in (1, 5, 999):
-        assert parsed(broken + good + end, [size] * 999, reader=JsonCall) == {
-            "content": broken + end.lstrip() if end else broken, "tool_calls": [("f", {})]
-        }  # fmt: skip
 
 
 def test_a_whole_answer_is_split_where_its_template_thinks():
