@@ -116,7 +116,6 @@ RECIPES = {
     "small-tp16": Recipe(16, paddings=(16, 128), optimized=True),
     "micro-4x1": Recipe(4, "micro", target="cpu:4x1"),
     # Two hosts of one device each: the cheapest artifact of several hosts.
-    "micro-2x1": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1"),
     "micro-2x1-snapshots": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1", snapshots=2),
     "micro-tp4": Recipe(4, "micro"),
     "micro-tp2": Recipe(2, "micro"),

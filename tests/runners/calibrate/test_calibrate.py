@@ -71,7 +71,7 @@ def test_every_cell_is_proven_and_timed_and_the_file_names_machine_and_digests(r
 @pytest.mark.hosts
 def test_two_hosts_measure_together_and_host_0_writes(artifact, tmp_path):
     """Collectives are timed with all hosts in them; the other host says and writes nothing."""
-    path = artifact("micro-2x1")
+    path = artifact("micro-2x1-snapshots")
     folders = [Path(shutil.copytree(path, tmp_path / f"host{host}.ling3")) for host in range(2)]
     verify = [(sys.executable, "-m", "ling3export.cli")] * 2
     with hosting([["verify", folder, "--time"] for folder in folders], programs=verify) as processes:

@@ -73,9 +73,8 @@ def run_in_random_order(engine, seed):
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_engine_says_what_a_naive_loop_says(artifact: Artifacts, naive: list[list[int]], overlap: bool):
     with Engine(artifact(NAME), overlap=overlap, report=silent) as engine:
-        for seed in (0, 1):
-            for place, tokens in run_in_random_order(engine, seed):
-                assert tokens == naive[place], (place, seed)
+        for place, tokens in run_in_random_order(engine, int(overlap)):
+            assert tokens == naive[place], place
         stats = engine.stats()
     cells = stats["cells"]
     assert cells["decode@8"]["padding_waste"] < 0.9 and cells["prefill@128"]["padding_waste"] < 0.9
@@ -83,6 +82,7 @@ def test_the_engine_says_what_a_naive_loop_says(artifact: Artifacts, naive: list
     assert (stats["live"], stats["free"]) == (0, stats["pools"])
 
 
+@pytest.mark.usefixtures("unoptimized")
 def test_striped_pages_give_the_same_tokens(
     artifact: Artifacts, naive: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

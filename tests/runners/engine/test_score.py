@@ -26,6 +26,7 @@ from ling3export.runners.engine.request import Completion, Request
 from ling3export.runners.engine.score import pair_ids, scored
 from ling3export.verify.reference import Reference
 from tests.support.artifacts_fixture import Artifacts, run
+from tests.support.builds import UNOPTIMIZED, environment
 from tests.support.fake_backend import VOCAB, FakeBackend, next_token
 from tests.support.refusals import said
 from tests.support.scheduler_rig import Rig, prompt
@@ -254,7 +255,8 @@ def extended(artifact: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> P
     words = shlex.split(hint.removeprefix("add them: ling3export "))
     before = read_manifest(path)
     empty = tmp_path_factory.mktemp("cache")  # the tests' own has what the last run compiled
-    done = run(sys.executable, "-m", "ling3export.cli", *words, "--cache-dir", empty)
+    command = sys.executable, "-m", "ling3export.cli", *words, "--cache-dir", empty
+    done = run(*command, environment=environment(UNOPTIMIZED))
     assert f"cells: {len(before.targets['cpu-tp1'].cells) + 1} compiled, 0 from the cache" in done.stderr
     after = read_manifest(path)
     (old,), (new,) = before.targets.values(), after.targets.values()

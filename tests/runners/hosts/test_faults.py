@@ -37,7 +37,7 @@ pytestmark = pytest.mark.hosts
 )
 def test_a_fault_ends_every_host_with_its_name_within_the_stated_time(artifact, fault):
     """A host that only did not take its steps once left the others waiting without end."""
-    assert faults.inject(artifact("micro-2x1"), fault).wrong == []
+    assert faults.inject(artifact("micro-2x1-snapshots"), fault).wrong == []
 
 
 def test_the_page_states_the_time_that_is_tested():
@@ -49,8 +49,8 @@ def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_
     """The request travels, and each host follows it by the tokens that it reads itself. The followers had no handler of
     SIGTERM: calls were cut when the first of them ended.
     """
-    command = ["serve", artifact("micro-2x1"), "--port", 0, "--grace", 60, "--check", "programs"]
-    ask = {"model": "micro-2x1", "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}
+    command = ["serve", artifact("micro-2x1-snapshots"), "--port", 0, "--grace", 60, "--check", "programs"]
+    ask = {"model": "micro-2x1-snapshots", "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}
     edited = ask | {
         "max_tokens": 12,
         "temperature": 0.8,
@@ -88,7 +88,7 @@ def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_
 
 @pytest.mark.extras
 def test_a_follower_that_alone_is_told_to_end_does_so_when_its_time_is_over(artifact):
-    command = ["serve", artifact("micro-2x1"), "--port", 0, "--grace", 0, "--check", "programs"]
+    command = ["serve", artifact("micro-2x1-snapshots"), "--port", 0, "--grace", 0, "--check", "programs"]
     with hosting([command] * 2, more={"LING3_HOST_TIMEOUT": "6"}) as processes:
         wait_until_following(processes[1])
         assert processes[0].stdout is not None
