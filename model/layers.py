@@ -30,12 +30,6 @@ def take(stacked: Shaped[Array, "..."], index: Index, *, split: bool) -> Shaped[
     return lax.dynamic_index_in_dim(stacked, index, axis=1 if split else 0, keepdims=False)
 
 
-def of_heads(weights: Weight, layer: Index) -> Shaped[Array, "H ..."]:
-    """One layer of a parameter that is split by heads, its TP shards merged: ``[s, n, h, ...] -> [s h, ...]``."""
-    value = take(weights[...], layer, split=True)
-    return value.reshape(-1, *value.shape[2:])
-
-
 def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None, parts: int = 1) -> Float32[Array, "*rows _"]:
     """The sum of squares over the last axis: ``[..., 1]``, or X times, ``[..., X]``, with ``sums``.
 

@@ -15,6 +15,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32, UInt32
 
+from ling3export.model.card import route_by_rank, weighted_sum
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.layers import IN_BOUNDS, Index, Weight, swiglu, take
@@ -52,34 +53,6 @@ def route(
     weights = jnp.take_along_axis(scores, chosen, axis=1)
     weights = weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
     return chosen.astype(jnp.int32), weights
-
-
-def rank(values: Float32[Array, "*rows N"]) -> Int32[Array, "*rows N"]:
-    """How many of the last axis come before each value in descending order; of equal values the first comes first."""
-    index = np.arange(values.shape[-1])
-    other, own = values[..., None, :], values[..., :, None]
-    before = (other > own) | ((other == own) & (index < index[:, None]))
-    return jnp.sum(before, axis=-1, dtype=jnp.int32)
-
-
-@jax.named_scope("router")
-def route_by_rank(
-    scores: Float32[Array, "T E"], bias: Float32[Array, "E"], config: Config
-) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:
-    """:func:`route` without a sort, which is an operation of its own on a card; E² comparisons a token."""
-    tokens, experts = scores.shape
-    grouped = (scores + bias).reshape(tokens, config.n_group, -1)
-    size = grouped.shape[-1]
-    pairs = np.tri(size, k=-1, dtype=bool) if size > 1 else np.ones((1, 1), bool)
-    sums = grouped[..., :, None] + (grouped[..., None, :] if size > 1 else 0.0)
-    group = jnp.max(jnp.where(pairs, sums, -jnp.inf), axis=(-1, -2))
-    is_open = rank(group) < config.topk_group
-    place = rank(jnp.where(is_open[:, :, None], grouped, -jnp.inf).reshape(tokens, experts))
-    at = place[:, None] == np.arange(config.num_experts_per_tok)[:, None]  # [T, A, E]
-    number = np.arange(experts, dtype=np.int32)
-    chosen = jnp.minimum(jnp.sum(jnp.where(at, number, 0), axis=-1, dtype=jnp.int32), experts - 1)  # of NaN: any
-    weights = jnp.sum(jnp.where(at, scores[:, None], 0.0), axis=-1)
-    return chosen, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
 
 
 @jax.named_scope("router")
@@ -213,15 +186,15 @@ def lowest(words: list[UInt32[Array, ""]]) -> tuple[Int32[Array, ""], list[UInt3
     return number, left
 
 
-def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", "some", "all", "tiles"]:
-    """The way to multiply ``rows`` rows: by the matrices that each chooses, by those of the device that some row
-    chooses, by all of the device, or tile after tile.
+def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", "grouped", "some", "all", "tiles"]:
+    """The way to multiply ``rows`` rows: by the matrices that each chooses, by batches of rows of every expert, by the
+    matrices of the device that some row chooses, by all of the device, or tile after tile.
 
     A card reads a matrix for each choice as fast as it computes, so it takes the chosen ones while there are no more
     choices than experts (docs/log/programs-cuda.md).
     """
-    if geometry.form == "card" and rows * config.num_experts_per_tok <= config.num_experts:
-        return "chosen"
+    if geometry.form == "card":
+        return "chosen" if rows * config.num_experts_per_tok <= config.num_experts else "grouped"
     # A chip of a slice computes all its experts faster than a loop over some, unless those are few of many, as in
     # Ling-3.0-flash (docs/log/programs-tpu.md).
     if geometry.tiled and geometry.tp > 1:
@@ -249,10 +222,14 @@ class MixtureOfExperts(nnx.Module):
         """
         dtype = jnp.dtype(self.geometry.dtype)
         form = form_of(x.shape[0], self.config, self.geometry)
-        if form == "chosen":
+        if form in ("chosen", "grouped"):
             chosen, share = route_by_rank(*self.scores(x, layer), self.config)
+            x = x.astype(dtype)
+            if form == "grouped":
+                chosen = jnp.where(valid[:, None], chosen, self.config.num_experts)
+                return self.grouped(x, layer, chosen, share) + self.shared(x, layer)
             share = jnp.where(valid[:, None], share, 0.0)
-            return self.chosen_local(x.astype(dtype), layer, chosen, share) + self.shared(x.astype(dtype), layer)
+            return self.chosen_local(x, layer, chosen, share) + self.shared(x, layer)
         if form == "some":
             share = jnp.where(valid, self.local_weights(x, layer), 0.0)
             return self.some_local(x.astype(dtype), layer, share) + self.shared(x.astype(dtype), layer)
@@ -369,6 +346,25 @@ class MixtureOfExperts(nnx.Module):
         hidden = (swiglu(y[:, :, 0], y[:, :, 1], self.routed_limit(layer)) * share[:, :, None]).astype(x.dtype)
         narrow = of_chosen(down)  # [T, A, D, F]
         return jnp.sum(jnp.sum(narrow * hidden.astype(jnp.float32)[:, :, None], axis=-1), axis=1)
+
+    @jax.named_scope("experts")
+    def grouped(
+        self, x: Float[Array, "T D"], layer: Index, chosen: Int32[Array, "T A"], share: Float32[Array, "T A"]
+    ) -> Float32[Array, "T D"]:
+        """:meth:`chosen_local` for many rows, as ``card.py`` has it."""
+        stacks, count = (self.experts_gate_up_proj, self.experts_down_proj), self.config.num_experts
+        layers = (flattened(of_layer(stack, layer, split=True), count) for stack in stacks)
+        (gate_up, up_scale), (down, down_scale) = (widened(weights, self.geometry) for weights in layers)
+        middle, limit = gate_up.shape[1] // 2, self.routed_limit(layer)
+
+        def multiply(rows: Float[Array, "E C D"]) -> Float32[Array, "E C D"]:
+            y = einsum("ecd,efd->ecf", rows, gate_up)
+            y = y if up_scale is None else y * up_scale[:, None]
+            hidden = swiglu(y[..., :middle], y[..., middle:], limit).astype(x.dtype)
+            done = einsum("ecf,edf->ecd", hidden, down)
+            return done if down_scale is None else done * down_scale[:, None]
+
+        return weighted_sum(x, chosen, share, count, multiply)
 
     @jax.named_scope("experts")
     def _routed(

@@ -350,6 +350,8 @@ def _tensors(rows: list[Weight], at: str) -> dict[str, TensorInfo]:
 
 # XLA:TPU would copy these out of their stacks in each step where layers are unrolled (docs/log/programs-tpu.md).
 LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj")
+# XLA:GPU would copy every matrix whose layers lie between those of other TP shards: its products take one range.
+SPLIT = MATRICES | {"mla.w_uk", "mla.w_uv"}
 
 
 def parameters(config: Config, geometry: Geometry) -> list[Parameter]:
@@ -358,7 +360,8 @@ def parameters(config: Config, geometry: Geometry) -> list[Parameter]:
     for row in weight_table(config, geometry.weights):
         # On one chip 8-bit matrices are worth it, too; on a slice a scale of its own would be laid out anew.
         by_channel = geometry.sum_by_matmul and geometry.tp == 1 and row.form == "int8-channel"
-        layered = geometry.tiled and (row.name in LAYERED or by_channel) and row.layers
+        on_card = geometry.form == "card" and row.name in SPLIT and row.split is not None
+        layered = geometry.tiled and (row.name in LAYERED or by_channel or on_card) and row.layers
         axis = row.stack_axis
         for layer in range(len(row.layers)) if layered else (None,):
             for name, tensor in row.tensors(geometry.dtype).items():

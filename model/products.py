@@ -21,7 +21,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32
 
 from ling3export.model.geometry import Geometry
-from ling3export.model.layers import Index, Weight, of_heads, swiglu
+from ling3export.model.layers import Index, Weight, swiglu
 from ling3export.model.native import calls
 from ling3export.model.quantized import (
     Matrix,
@@ -30,6 +30,7 @@ from ling3export.model.quantized import (
     at,
     is_quantized,
     leading,
+    of_heads,
     of_layer,
     value_of,
     widened,
@@ -109,12 +110,16 @@ def _more_than_one_row(x: Float[Array, "T D"], geometry: Geometry) -> Float[Arra
     return jnp.concatenate([x, x]) if x.shape[0] == 1 and x.dtype == jnp.bfloat16 and not geometry.tiled else x
 
 
-def dot_heads(equation: str, x: Float[Array, "..."], weight: Float[Array, "..."]) -> Float32[Array, "..."]:
+def dot_heads(
+    equation: str, x: Float[Array, "..."], weight: Float[Array, "..."], geometry: Geometry
+) -> Float32[Array, "..."]:
     """``jnp.einsum`` with a batch axis of heads, in fp32.
 
-    bf16 operands are widened first: XLA:CPU has no batched bf16 product with an fp32 result, and on accelerators the
-    default precision takes them back to bf16, exactly.
+    Except on a card, bf16 operands are widened first. XLA:TPU takes them back to bf16, exactly; XLA:GPU would write
+    them in fp32.
     """
+    if geometry.unrolled:
+        return einsum(equation, x, weight)
     exact = precision(x.dtype)
     return jnp.einsum(equation, x.astype(jnp.float32), weight.astype(jnp.float32), precision=exact)
 
@@ -202,7 +207,7 @@ def per_head(
     the other: XLA:CPU has no batched bf16 product with an fp32 result, and in fp32 2 MB took it 3 ms.
     """
     if geometry.tiled:
-        return dot_heads(("thx,hxy->thy", "thx,hyx->thy")[axis], x, of_heads(weights, layer))
+        return dot_heads(("thx,hxy->thy", "thx,hyx->thy")[axis], x, of_heads(weights, layer), geometry)
     stacked = weights[...]
     if calls.are_there(weights, calls.are_few(x.shape[0], geometry), geometry):
         return calls.heads(x, stacked, layer, axis, geometry)

@@ -61,6 +61,13 @@ def of_layer(weights: Weight, layer: Index, *, split: bool) -> Matrix:
     return jax.tree.map(lambda leaf: take(leaf, layer, split=split), value_of(weights))
 
 
+def of_heads(weights: Weight, layer: Index) -> Shaped[Array, "H ..."]:
+    """One layer of a parameter that is split by heads, its TP shards merged: ``[s, n, h, ...] -> [s h, ...]``."""
+    value = of_layer(weights, layer, split=True)
+    assert not isinstance(value, Quantized)
+    return value.reshape(-1, *value.shape[2:])
+
+
 def at(weights: Matrix, index: tuple[Index, ...]) -> Matrix:
     """The matrix at an index of a stack's leading axes."""
     return jax.tree.map(lambda leaf: leaf[index], weights)

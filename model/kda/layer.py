@@ -19,9 +19,10 @@ from ling3export.model.inputs import Chunks, DecodeRows
 from ling3export.model.kda.conv import causal_conv, convolve_tiles, step_conv
 from ling3export.model.kda.recurrence import ChunkTerms, Inputs, chunk_step, chunk_terms, is_factored, recurrent_step
 from ling3export.model.kda.tiled import Rows, island_precision, tile_scan
-from ling3export.model.layers import IN_BOUNDS, Index, State, Weight, l2_norm, of_heads, rms_norm, take
+from ling3export.model.layers import IN_BOUNDS, Index, State, Weight, l2_norm, rms_norm, take
 from ling3export.model.native import calls
 from ling3export.model.products import column_parallel, row_parallel
+from ling3export.model.quantized import of_heads
 
 # States of a decode step, one a row and head, that XLA:TPU reads faster by sums than by products
 # (docs/log/programs-tpu.md).

@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Float32, Int32
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.inputs import Chunks, DecodeRows
-from ling3export.model.layers import COLUMNS, IN_BOUNDS, Index, State, Weight, of_heads, rms_norm, rope, take
+from ling3export.model.layers import COLUMNS, IN_BOUNDS, Index, State, Weight, rms_norm, rope, take
 from ling3export.model.mla.paged import (
     MASKED,
     OnlineSoftmax,
@@ -39,6 +39,7 @@ from ling3export.model.mla.paged import (
 )
 from ling3export.model.native import calls
 from ling3export.model.products import column_parallel, dot, dot_heads, einsum, per_head, replicated, row_parallel
+from ling3export.model.quantized import of_heads
 
 LATENT_NORM_EPS = 1e-6  # for the norms of the query's and the key-value latent, whatever rms_norm_eps says
 QUERY_BLOCK = 512  # padded tokens whose scores against the whole call are held at once
@@ -189,10 +190,11 @@ class GatedMLA(nnx.Module):
         k_nope = dot(p.latent, of_heads(self.w_uk, layer), self.geometry).astype(p.latent.dtype)
         to_value = of_heads(self.w_uv, layer)
         width = to_value.shape[1]
-        if self.geometry.tiled:  # and a column of ones, whose weighted sum is l: a sum of its own takes longer
+        ones_column = self.geometry.sum_by_matmul  # whose weighted sum is l: a sum of its own takes longer
+        if ones_column:
             to_value = jnp.pad(to_value, ((0, 0), (0, COLUMNS), (0, 0)))
         value = dot(p.latent, to_value, self.geometry)
-        if self.geometry.tiled:
+        if ones_column:
             value += (np.arange(width + COLUMNS) == width).astype(np.float32)
         value = value.astype(p.latent.dtype)
         # A weight of zero would keep a NaN of another sequence; in its own, it is in the scores instead. In the form
@@ -206,12 +208,12 @@ class GatedMLA(nnx.Module):
 
         def block(rows: tuple[jax.Array, jax.Array, jax.Array]) -> OnlineSoftmax:
             q, slot, position = rows
-            scores = dot_heads("thd,shd->hts", q, key)
+            scores = dot_heads("thd,shd->hts", q, key, self.geometry)
             scores = scores if usable is None else jnp.where(usable, scores, jnp.nan)
             mask = (slot[:, None] == chunks.token_slot) & (chunks.position <= position[:, None]) & chunks.valid
             m, l, weights = masked_softmax(scores, mask[None])  # noqa: E741
-            acc = dot_heads("hts,shv->thv", weights.astype(key.dtype), value)
-            if self.geometry.tiled:
+            acc = dot_heads("hts,shv->thv", weights.astype(key.dtype), value, self.geometry)
+            if ones_column:
                 return OnlineSoftmax(m.T, acc[..., width], acc[..., :width])
             return OnlineSoftmax(m.T, l.T, acc)
 

@@ -203,7 +203,8 @@ def attend_expanded(
     blocks = (length + span - 1) // span
     ends = jnp.cumsum(blocks)
     places = jnp.stack([ends - blocks, length])
-    if geometry.tiled:  # and columns of ones, whose weighted sum is l: a sum of its own would take as long
+    ones_columns = geometry.sum_by_matmul  # whose weighted sum is l: a sum of its own would take as long
+    if ones_columns:
         to_value = jnp.pad(to_value, ((0, 0), (0, COLUMNS), (0, 0)))
 
     ones = (np.arange(to_value.shape[1]) >= values).astype(np.float32)
@@ -235,13 +236,14 @@ def attend_expanded(
             m = jnp.maximum(before.m, jnp.max(score, axis=-1))
             weights, kept = jnp.exp(score - m[..., None]), jnp.exp(before.m - m)
             acc = before.acc * kept[..., None] + times(weights.astype(dtype))
-            l = before.l if geometry.tiled else before.l * kept + jnp.sum(weights, axis=-1)  # noqa: E741
+            l = before.l if ones_columns else before.l * kept + jnp.sum(weights, axis=-1)  # noqa: E741
             return OnlineSoftmax(
                 jnp.where(own, m, before.m), jnp.where(own, l, before.l), jnp.where(own[:, None], acc, before.acc)
             )
 
         if geometry.tiled:
-            return merged(part, dot_heads("htq,hsq->hts", query, key), lambda x: dot_heads("hts,hsv->htv", x, value))
+            scores = dot_heads("htq,hsq->hts", query, key, geometry)
+            return merged(part, scores, lambda x: dot_heads("hts,hsv->htv", x, value, geometry))
 
         def head(h: jax.Array, part: OnlineSoftmax) -> OnlineSoftmax:  # XLA:CPU has no batched product of bf16
             before = jax.tree.map(lambda whole: whole[h], part)
@@ -254,7 +256,7 @@ def attend_expanded(
     empty = OnlineSoftmax(jnp.full(rows, MASKED), jnp.zeros(rows), jnp.zeros((*rows, to_value.shape[1])))
     with jax.named_scope("blocks"):
         part = lax.fori_loop(0, ends[-1], block, empty)
-    if geometry.tiled:
+    if ones_columns:
         part = OnlineSoftmax(part.m, part.acc[..., values], part.acc[..., :values])
     return jax.tree.map(lambda y: jnp.moveaxis(y, 1, 0), part)
 

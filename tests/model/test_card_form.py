@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from ling3export.model import moe
+from ling3export.model import card, moe
 from ling3export.model.geometry import AXIS
 from ling3export.model.mla.paged import attend_tables
 from ling3export.model.program import bind
@@ -45,7 +45,7 @@ def by_hand(direct: Quick, x: np.ndarray, layer: int, valid: np.ndarray) -> np.n
     up, down = (np.asarray(params[f"experts_{name}_proj"][f"{layer:03}"], np.float64) for name in ("gate_up", "down"))
     up, down = (each.reshape(config.num_experts, *each.shape[2:]) for each in (up, down))
     shared_up, shared_down = (
-        np.asarray(params[f"shared_{name}_proj"], np.float64)[:, layer] for name in ("gate_up", "down")
+        np.asarray(params[f"shared_{name}_proj"][f"{layer:03}"], np.float64) for name in ("gate_up", "down")
     )
     parts = [*zip(shared_up, shared_down, strict=True)]
     out = np.zeros_like(x, np.float64)
@@ -66,12 +66,28 @@ def test_chosen_experts_make_what_a_loop_over_them_makes(direct: Quick, rows: in
     config = direct.config
     count = config.num_experts // config.num_experts_per_tok if isinstance(rows, str) else rows
     assert moe.form_of(count, config, direct.geometry) == "chosen"
-    assert moe.form_of(config.num_experts // config.num_experts_per_tok + 1, config, direct.geometry) == "all"
+    assert moe.form_of(config.num_experts // config.num_experts_per_tok + 1, config, direct.geometry) == "grouped"
     x = np.random.default_rng(count).normal(size=(count, config.hidden_size)).astype(np.float32)
     valid = np.ones(count, bool)
     if count > 1:
         valid[[1, -1]] = False
     assert relative(multiplied(direct, x, layer, valid), by_hand(direct, x, layer, valid)) <= FLOAT32
+
+
+@pytest.mark.parametrize("alike", [0, 32])
+def test_batches_of_every_expert_make_what_a_loop_over_them_makes(direct: Quick, alike: int):
+    """Random rows, a quarter is padding; with rows ``alike``, some experts have more than a batch has room for."""
+    config, count = direct.config, 40
+    size = card.batch_rows(count * config.num_experts_per_tok, config.num_experts)
+    assert moe.form_of(count, config, direct.geometry) == "grouped"
+    assert 3 * alike // 4 > size if alike else size < count
+    x = np.random.default_rng(count).normal(size=(count, config.hidden_size)).astype(np.float32)
+    x[count - alike :] = x[0]
+    valid = np.arange(count) % 4 != 1
+    assert relative(multiplied(direct, x, 2, valid), by_hand(direct, x, 2, valid)) <= FLOAT32
+    x[3] = np.nan
+    spoiled = multiplied(direct, x, 2, valid)
+    assert np.isnan(spoiled[3]).all() and np.isfinite(np.delete(spoiled, 3, axis=0)).all()
 
 
 def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are(direct: Quick):

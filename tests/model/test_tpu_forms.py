@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ling3export.model import moe
+from ling3export.model import card, moe
 from ling3export.model.geometry import AXIS
 from ling3export.model.mla.paged import TILE, tile_pages
 from ling3export.model.program import bind
@@ -109,7 +109,7 @@ def test_reducing_chooses_what_sorting_chooses(case: Case, experts: int, ties: b
         scores, bias = np.round(scores * 4) / 4, np.zeros_like(bias)
     chosen, weights = moe.route(jnp.asarray(scores), jnp.asarray(bias), config)
     expected = jnp.zeros(scores.shape).at[jnp.arange(64)[:, None], chosen].set(weights)
-    ranked, shares = jax.jit(lambda s, b: moe.route_by_rank(s, b, config))(scores, bias)
+    ranked, shares = jax.jit(lambda s, b: card.route_by_rank(s, b, config))(scores, bias)
     np.testing.assert_array_equal(ranked, chosen)
     np.testing.assert_allclose(shares, weights, rtol=1e-6)
     for wanted in (np.arange(config.num_experts), np.arange(3, config.num_experts, 2)):

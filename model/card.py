@@ -1,0 +1,95 @@
+"""The router of one card, and the experts of more rows than choose matrices of their own.
+
+Such rows are multiplied in batches: equally many rows of every expert. XLA:GPU multiplies a batch of matrices where
+they lie. A product with all experts at once, whose contraction runs over the experts too, would write every ``down``
+matrix anew: 201 MB a layer of Ling-3.0-tiny.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Float, Float32, Int32
+
+from ling3export.model.config import Config
+from ling3export.model.layers import IN_BOUNDS
+
+FEWEST = 16  # rows of an expert in a batch: a card's matrix units take no fewer
+
+
+def rank(values: Float32[Array, "*rows N"]) -> Int32[Array, "*rows N"]:
+    """How many of the last axis come before each value in descending order; of equal values the first comes first."""
+    index = np.arange(values.shape[-1])
+    other, own = values[..., None, :], values[..., :, None]
+    before = (other > own) | ((other == own) & (index < index[:, None]))
+    return jnp.sum(before, axis=-1, dtype=jnp.int32)
+
+
+@jax.named_scope("router")
+def route_by_rank(
+    scores: Float32[Array, "T E"], bias: Float32[Array, "E"], config: Config
+) -> tuple[Int32[Array, "T A"], Float32[Array, "T A"]]:
+    """:func:`moe.route` without a sort, which is an operation of its own on a card; E² comparisons a token."""
+    tokens, experts = scores.shape
+    grouped = (scores + bias).reshape(tokens, config.n_group, -1)
+    size = grouped.shape[-1]
+    pairs = np.tri(size, k=-1, dtype=bool) if size > 1 else np.ones((1, 1), bool)
+    sums = grouped[..., :, None] + (grouped[..., None, :] if size > 1 else 0.0)
+    group = jnp.max(jnp.where(pairs, sums, -jnp.inf), axis=(-1, -2))
+    is_open = rank(group) < config.topk_group
+    place = rank(jnp.where(is_open[:, :, None], grouped, -jnp.inf).reshape(tokens, experts))
+    at = place[:, None] == np.arange(config.num_experts_per_tok)[:, None]  # [T, A, E]
+    number = np.arange(experts, dtype=np.int32)
+    chosen = jnp.minimum(jnp.sum(jnp.where(at, number, 0), axis=-1, dtype=jnp.int32), experts - 1)  # of NaN: any
+    weights = jnp.sum(jnp.where(at, scores[:, None], 0.0), axis=-1)
+    return chosen, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
+
+
+def batch_rows(rows: int, experts: int) -> int:
+    """Rows of each expert in a batch, a power of two: room for one and a half times the mean rows an expert."""
+    size = FEWEST
+    while size < 1.5 * rows / experts:
+        size *= 2
+    return size
+
+
+def weighted_sum(
+    x: Float[Array, "T D"],
+    chosen: Int32[Array, "T A"],
+    share: Float32[Array, "T A"],
+    experts: int,
+    multiply: Callable[[Float[Array, "E C D"]], Float32[Array, "E C D"]],
+) -> Float32[Array, "T D"]:
+    """The sum of what its chosen experts ``multiply`` each row to, weighted by ``share``.
+
+    ``chosen`` is ``experts`` where a row takes no expert. A batch has C rows of each expert. The first batch holds all
+    rows unless the router is uneven; a loop multiplies the others, so that no row is dropped.
+    """
+    tokens, size = len(chosen), batch_rows(chosen.size, experts)
+    takes = chosen[:, :, None] == jnp.arange(experts)  # [T, A, E]
+    one = jnp.any(takes, axis=1).astype(jnp.bfloat16)
+    # How many rows before each take the same expert, by a product of zeros and ones, which is exact.
+    before = jnp.tri(tokens, k=-1, dtype=jnp.bfloat16)
+    place = jnp.matmul(before, one, preferred_element_type=jnp.float32)  # [T, E]
+    place = jnp.sum(jnp.where(takes, place[:, None], 0.0), axis=-1).astype(jnp.int32)
+    token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], chosen.shape)
+    real = chosen < experts
+
+    def batch(start: jax.Array, total: jax.Array) -> jax.Array:
+        inside = real & (place >= start) & (place < start + size)
+        at = jnp.where(inside, chosen * size + place - start, experts * size)
+        # Rows that no choice fills repeat token 0 and are never read.
+        rows = jnp.zeros((experts * size + 1,), jnp.int32).at[at].set(token)[:-1]
+        done = multiply(x.at[rows].get(mode=IN_BOUNDS).reshape(experts, size, -1)).reshape(experts * size, -1)
+        own = done.at[jnp.where(inside, at, 0)].get(mode=IN_BOUNDS)  # [T, A, D]
+        return total + jnp.sum(jnp.where(inside[..., None], own * share[..., None], 0.0), axis=1)
+
+    most = jnp.max(jnp.where(real, place, -1)) + 1
+    total = batch(jnp.int32(0), jnp.zeros(x.shape, jnp.float32))
+    with jax.named_scope("batches"):
+        _, total = lax.while_loop(
+            lambda carry: carry[0] < most, lambda carry: (carry[0] + size, batch(*carry)), (jnp.int32(size), total)
+        )
+    return total
