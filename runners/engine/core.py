@@ -163,14 +163,18 @@ class EngineCore:
                     self._settle()
                     self.doing = output.cell, now()
                 self._masks.add(output, result)
-            filled = self._masks.fill()
+            filled = self._fill_masks()
             own = [waiting.row for waiting in filled if waiting.output is output]
             if own:
                 output.rows = sorted([*output.rows, *own], key=attrgetter("row"))
                 output.processed = [*output.processed, *own]
             self._sample(output, result)
             return self._sample_waiting([waiting for waiting in filled if waiting.output is not output])
-        self._sample_waiting(self._masks.fill())
+        self._sample_waiting(self._fill_masks())
+
+    def _fill_masks(self) -> list[WaitingRow]:
+        others = bool(self._masks) and self._scheduler.runs_besides(attrgetter("has_grammar"))
+        return self._masks.fill(others=others)
 
     def _sample(self, output: SchedulerOutput, logits: DeviceArray) -> None:
         edits = self._processor.logits_edits(output)
@@ -283,7 +287,7 @@ def encode(inputs: StepInputs) -> bytes:
         transferred = sequence.transferred
         state = None if transferred is None else transferred.state
         begun = None if transferred is None else [transferred.tokens, None if state is None else list(state.arrays)]
-        records.append([sequence.number, asdict(sequence.request), begun])
+        records.append([sequence.number, sequence.turn, asdict(sequence.request), begun])
         arrays += [] if state is None else [state.tokens, *state.arrays.values()]
     return packed({**inputs._asdict(), "arrivals": records}, arrays)
 
@@ -293,13 +297,13 @@ def decode(payload: bytes) -> StepInputs:
         return StepInputs()
     (record, arrays), arrivals = unpacked(payload), []
     left = iter(arrays)
-    for number, fields, begun in record["arrivals"]:
+    for number, turn, fields, begun in record["arrivals"]:
         transferred = None
         if begun is not None:
             tokens, names = begun
             state = None if names is None else SequenceState({}, next(left), {name: next(left) for name in names})
             transferred = TransferredState(tuple(_token(*row) for row in tokens), state)
-        arrivals.append(Sequence(request_of(fields), number, None, transferred))
+        arrivals.append(Sequence(request_of(fields), number, None, transferred, turn))
     return StepInputs(tuple(arrivals), tuple(record["cancelled"]), record["compare"])
 
 

@@ -26,13 +26,14 @@ class LogitsProcessorState:
     Attributes:
         matcher: Follows the request's grammar; None where it has none.
         fill_seconds: The time that the last mask of the grammar took on this host.
+        accept_seconds: The time that the grammar took for the last token.
         slow: Whether that was long on host 0.
     """
 
     def __init__(self, request: Request, matcher: Matcher | None, ends: Iterable[int] = ()) -> None:
         sampling = request.sampling
         self.matcher = matcher
-        self.fill_seconds, self.slow = 0.0, False
+        self.fill_seconds, self.accept_seconds, self.slow = 0.0, 0.0, False
         self._allowed: np.ndarray | None = None  # by the grammar, of the next row
         self._ends = np.array(sorted(ends), np.int64)
         self._to_wait = request.min_tokens  # tokens, before one of these may come
@@ -109,7 +110,9 @@ class LogitsProcessorState:
             self._scales[place] = sampling.repetition_penalty
             self._addends[place] -= sampling.frequency_penalty + new * sampling.presence_penalty
         if self.matcher is not None:
+            begun = time.monotonic()
             self.matcher.accept(token)
+            self.accept_seconds = time.monotonic() - begun
 
     def _place(self, token: int) -> int:
         """The index of a token's edit. This may replace the arrays, so call it before writing to them."""

@@ -59,7 +59,7 @@ class Loop:
         self._changed = threading.Condition()
         self._watchdog: GuardedThread | None = None
         self._handles: dict[int, RequestHandle] = {}
-        self._count = 0
+        self._count = self._calls = 0
         self._closing = False
         self._start(core)
 
@@ -95,12 +95,13 @@ class Loop:
             self._check_open()
             self.check_room(len(requests))
             handles, at = [], now()
-            for request in requests:
+            for place, request in enumerate(requests):
                 handle = RequestHandle(request, self._count, self.cancel)
                 self._handles[handle.number] = handle
-                self._await(Sequence(request, handle.number, at))
+                self._await(Sequence(request, handle.number, at, turn=self._calls + place))
                 self._count += 1
                 handles.append(handle)
+            self._calls += 1
             self._changed.notify()
         return handles
 

@@ -1,8 +1,9 @@
 """Decides what the devices do next: admission, chunked prefill, decode, preemption. Knows no jax and no clock.
 
 Policy. Requests are admitted in their order, once a slot and the pages of their prompt are free: those of the lowest
-``priority`` first, and among equals in order of arrival; "oldest" below is the first in it, "youngest" the last. A
-request that runs is not stopped for one that waits; who is always overtaken waits for ever. While there is
+``priority`` first, and among equals by turn: the number of their call plus their place in it. So a later call waits for
+a row or two of a large one, and a row for at most as many later calls as its place. "Oldest" below is the first in this
+order, "youngest" the last. A running request is not stopped for a waiting one. While there is
 both prefill and decode work the two take turns, call by call: a running sequence never waits for more than one prefill
 call between two decode calls, and the oldest prompt never for more than one decode call between two of its own. A
 prefill call takes chunks of the sequences that fit, oldest first, at the padding at which a token costs least; while
@@ -33,7 +34,7 @@ from ling3export.runners.engine.outputs import ScheduledRow, ScheduledSpan, Sche
 from ling3export.runners.engine.sequence import DispatchedCall, Sequence, Status, now
 from ling3export.runners.state.block_manager import BlockManager
 
-ORDER = attrgetter("order")  # by priority, then by arrival
+ORDER = attrgetter("order")  # by priority, then by turn
 Settle = Callable[[], bool]  # reads all calls in flight, which may end sequences; False if there were none
 
 
@@ -53,6 +54,10 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._prefilling or self._running)
+
+    def runs_besides(self, excluded: Callable[[Sequence], bool]) -> bool:
+        """Whether any sequence has begun that is not excluded."""
+        return any(not excluded(sequence) for queue in (self._running, self._prefilling) for sequence in queue)
 
     def submit(self, sequence: Sequence) -> None:
         """Queues a new sequence, after those of its priority that arrived before it."""

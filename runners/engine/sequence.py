@@ -58,6 +58,8 @@ class Sequence:
     Args:
         arrived: When it was submitted, on the clock of ``now``; None for now. This is noted and decides nothing.
         transferred: Its state, if it began elsewhere.
+        turn: Its call's number plus its place in that call, so that a later call waits for no more than a row or two
+            of a large one; None for ``number``.
 
     Attributes:
         max_new_tokens: How many tokens may be generated.
@@ -78,10 +80,16 @@ class Sequence:
     """
 
     def __init__(
-        self, request: Request, number: int, arrived: float | None = None, transferred: "TransferredState | None" = None
+        self,
+        request: Request,
+        number: int,
+        arrived: float | None = None,
+        transferred: "TransferredState | None" = None,
+        turn: int | None = None,
     ) -> None:
         self.request = request
         self.number = number
+        self.turn = number if turn is None else turn
         self.arrived = now() if arrived is None else arrived
         self.status = Status.ARRIVED
         self.max_new_tokens = request.max_tokens
@@ -125,9 +133,9 @@ class Sequence:
         return self
 
     @property
-    def order(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int, int]:
         """Its place among others: the lowest goes first."""
-        return self.request.priority, self.number
+        return self.request.priority, self.turn, self.number
 
     @property
     def finished(self) -> bool:

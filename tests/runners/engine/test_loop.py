@@ -258,6 +258,21 @@ def test_a_full_engine_takes_none_of_what_is_too_much():
         rig.submit(*(request([n], 1) for n in range(3)))
 
 
+def test_a_later_call_waits_for_a_row_or_two_of_a_large_one():
+    """A plain call waited for all 40 rows of another client's call."""
+    with Rig() as rig:
+        ended, deliver = [], rig.loop._deliver
+        rig.loop._deliver = lambda outputs: (ended.extend(s.number for s in outputs.ended), deliver(outputs))
+        rig.backend.hold()
+        large = rig.submit(*(request([n], 3) for n in range(20)))
+        rig.backend.reach()  # as many rows as there are slots have begun
+        late = [rig.submit(request([n], 3))[0] for n in (20, 21)]
+        rig.backend.let_go()
+        for n, handle in enumerate((*large, *late)):
+            assert handle.result(WAIT).token_ids == answer([n], 3)
+    assert sorted(ended[: SLOTS + 2]) == [0, 1, 2, 3, 20, 21] and ended[SLOTS + 2 :] == [*range(4, 20)]
+
+
 def test_a_timeout_leaves_the_request_running():
     with Rig() as rig:
         rig.backend.hold()

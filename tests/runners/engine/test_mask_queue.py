@@ -11,7 +11,7 @@ from ling3export.runners.engine import mask_queue
 from ling3export.runners.engine.core import StepInputs
 from ling3export.runners.engine.handle import GrammarFailed
 from ling3export.runners.engine.logits_processor import LogitsProcessorState
-from ling3export.runners.engine.mask_queue import STEP_SECONDS
+from ling3export.runners.engine.mask_queue import SHARE, STEP_SECONDS
 from ling3export.runners.engine.request import Request
 from ling3export.runners.engine.sequence import Sequence
 from tests.support.fake_backend import FakeBackend, answer
@@ -25,8 +25,8 @@ class Matcher:
 
     error, over = "", False
 
-    def __init__(self, seconds: float = SLOW) -> None:
-        self.seconds, self.fills = seconds, 0
+    def __init__(self, seconds: float = SLOW, accepting: float = 0.0) -> None:
+        self.seconds, self.accepting, self.fills = seconds, accepting, 0
 
     def fill(self, mask: np.ndarray) -> None:
         time.sleep(self.seconds)
@@ -34,7 +34,7 @@ class Matcher:
         mask[:] = -1
 
     def accept(self, token: int) -> None:
-        pass
+        time.sleep(self.accepting)
 
 
 class Backend(FakeBackend):
@@ -67,6 +67,29 @@ def test_slow_grammars_of_all_other_rows_slow_a_plain_sequence_by_a_mask_or_two_
     rig.run()
     rig.check()
     assert [matcher.fills for matcher in matchers] == [8] * 15
+
+
+@pytest.mark.parametrize("accepting", [False, True])
+def test_grammars_take_a_share_of_the_time_while_others_run(accepting: bool):
+    """Each step filled at least one mask, and nothing bounded accept(): 40 rows slowed plain calls 11 times."""
+    rig = Rig(slots=16, pages=160, decode=(4, 16), backend=Backend)
+    seconds = 0.0 if accepting else SLOW
+    matchers = [Matcher(seconds, SLOW - seconds) for _ in range(15)]
+    for number, matcher in enumerate(matchers):
+        restricted(rig, [number, 1], 40, matcher)
+    for _ in range(4):
+        rig.step()
+    plain = rig.submit([5, 6, 7], 50)
+    begun, before = time.monotonic(), sum(matcher.fills for matcher in matchers)
+    while plain.stop_reason is None:
+        rig.step()
+    spent = SLOW * (sum(matcher.fills for matcher in matchers) - before)
+    in_flight = 16 * SLOW if accepting else 2 * SLOW  # tokens that are accepted at once, or the masks of a step
+    assert spent <= SHARE * (time.monotonic() - begun) + STEP_SECONDS + in_flight
+    for sequence in rig.sequences:
+        rig.cancel(sequence)
+    rig.run()
+    rig.check()
 
 
 def test_masks_that_fit_are_filled_in_the_step_of_their_rows():
