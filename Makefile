@@ -18,7 +18,7 @@ parity: .venv-parity/installed
 # What only `make extras` needs, 1.3 GB of TensorFlow in it: not part of `setup`. The same environment, so that jax is installed
 # once; neither TensorFlow nor the two evaluation libraries that can drive an artifact change jax or numpy.
 .venv/tests: .venv/installed
-	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel,inspect,lm-eval,ray,deploy,clients]'
+	$(BIN)/python -m pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e '.[savedmodel,inspect,lm-eval,ray,deploy]'
 	touch $@
 
 .venv/docs: .venv/installed

@@ -103,11 +103,9 @@ def answer_file(
     """Answers the lines of ``source`` that are in ``shard``, or continues an earlier run.
 
     Args:
-        artifact: The sha256 of its manifest.
         source: JSON lines; ``output`` gets a line for each line of the shard.
         settings: Fields of a request that lines do not set; ``seed`` is that of line 0.
         shard: A shard is a range of lines, so the outputs of all shards, one after the other, are the whole output.
-        force: Begin again, and remove the output.
 
     Raises:
         BatchError: The output is that of another run, or another process writes it.

@@ -24,7 +24,6 @@ class HttpClient:
 
     Args:
         url: With or without ``/v1``.
-        model: The model's name; None takes the first that the server lists.
         timeout: Seconds without a byte after which a request counts as failed.
     """
 

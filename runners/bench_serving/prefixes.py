@@ -104,11 +104,7 @@ def cached_blocks(prompts: Sequence[tuple[int, ...]], block: int) -> tuple[int, 
 
 
 def text_of(record: dict[str, Any], field: str | None, where: str) -> str:
-    """The text of a record that counts: a field, or the first user turn.
-
-    Raises:
-        RequestError: It has none of these.
-    """
+    """The text of a record that counts: a field, or the first user turn. Raises RequestError: it has none of these."""
     turns: list[Any] = next((record[name] for name in DIALOGS if isinstance(record.get(name), list)), [])
     users = [turn for turn in turns if isinstance(turn, dict) and turn.get("from", turn.get("role")) in USERS]
     value = record.get(field) if field else next((record[name] for name in QUESTIONS if name in record), None)

@@ -56,7 +56,6 @@ def render(figures: Figures, *, backend: str, rate: float, limit: int | None, ex
     """The table of a run, with a line end before it as SGLang prints it, without one at its end.
 
     Args:
-        limit: Most requests that ran at once; None for any number.
         extended: Also P95 and Max ITL, and the cache's hit rate.
     """
     rows: list[tuple[str, object] | str] = [

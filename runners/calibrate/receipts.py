@@ -66,10 +66,6 @@ def logits_receipt(actual: Logits, expected: Logits, tolerance: Tolerance) -> Re
 def exact_receipt(count: int, wrong: int) -> Receipt:
     """The receipt of exact programs. Greedy sampling must take the largest logit, an adjusted row must have the same
     numbers in the same order, and a moved state the same bits.
-
-    Args:
-        count: How many tokens, rows or numbers were compared.
-        wrong: How many of them were wrong.
     """
     return Receipt("failed" if wrong else "passed", wrong / count, wrong / count, float(wrong), count)
 

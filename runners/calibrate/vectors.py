@@ -149,11 +149,7 @@ class VectorRunner:
         return self.decode(padding, lambda fields: split.decode(self._runner, sizes, exchange, fields))
 
     def decode(self, padding: int, step: Callable[[Fields], np.ndarray] | None = None) -> Logits:
-        """Prefills every prompt at the smallest padding, then decodes the given tokens, as many rows a step as fit.
-
-        Args:
-            step: Runs one; ``decode@padding`` by default.
-        """
+        """Prefills every prompt at the smallest padding, then decodes the given tokens, as many rows a step as fit."""
         step = step or (lambda fields: self._read(self._runner.step("decode", padding, fields)))
         prefill = self._target.paddings("prefill")[0]
         logits: Logits = {}

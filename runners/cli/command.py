@@ -62,11 +62,7 @@ class Command(click.Command):
 
 
 class Group(click.Group):
-    """A group whose help shows its commands in sections. Errors are printed; an interrupted command ends with 130.
-
-    Args:
-        sections: The names of the commands by the section's title; all commands in one section by default.
-    """
+    """A group whose help shows its commands in sections. Errors are printed; an interrupted command ends with 130."""
 
     command_class = Command
 

@@ -50,11 +50,7 @@ def within(bounds: NumberRange) -> click.ParamType:
 
 
 def switch(value: str | bool) -> bool:
-    """``on`` or ``off`` as True or False.
-
-    Raises:
-        click.BadParameter: It is neither.
-    """
+    """``on`` or ``off`` as True or False. Raises click.BadParameter: it is neither."""
     if value in ("on", "off"):
         return value == "on"
     if not isinstance(value, bool):

@@ -90,7 +90,6 @@ class EngineConfig:
         """Refuses a request whose state would have to leave this engine, or to come to it, where states do not.
 
         Args:
-            name: The request's name in messages.
             gives: Whether the state leaves; else it comes.
 
         Raises:

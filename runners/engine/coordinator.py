@@ -50,7 +50,6 @@ class PrefixCacheCoordinator:
     Args:
         supports_state_copy: Whether the artifact has the programs that move states: then a sequence that gives its
             pages back keeps its state in host memory.
-        store: Keeps what the cache knows in a folder; None where nothing does.
     """
 
     def __init__(

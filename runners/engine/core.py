@@ -73,7 +73,6 @@ class EngineCore:
     Args:
         prepare: Gives a sequence that arrives what the artifact adds to it.
         ahead: Calls that may be dispatched before an earlier one was waited for; 0 waits for each at once.
-        counters: Those of an earlier core, to go on with.
 
     Attributes:
         live: The sequences that have not ended, by the number of their arrival.

@@ -187,9 +187,6 @@ class Engine:
     def submit(self, *requests: Request, checked: bool = False) -> list[RequestHandle]:
         """Starts requests, and returns at once: a handle each, to wait for, read from, or cancel. They arrive together.
 
-        Args:
-            checked: ``check`` took each of them already.
-
         Raises:
             RequestError: One can never be served; then none is started.
             QueueFull: There would be more than max_requests; none was started.
@@ -236,11 +233,7 @@ class Engine:
         return self._loop.compare() if self._parts.loaded.channel else ()
 
     def check(self, request: Request) -> None:
-        """Refuses what can never be served.
-
-        Raises:
-            RequestError: Why, with the sum where something is too large.
-        """
+        """Refuses what can never be served. Raises RequestError: why, with the sum where something is too large."""
         if not isinstance(request, Request):
             raise RequestError(f"request: expected a Request, found {shown(request)}", "engine.request makes one")
         self.limits.check(request)

@@ -44,13 +44,7 @@ class Executor(Protocol):
     def sample_tokens(
         self, output: SchedulerOutput, logits: DeviceArray, edits: Mapping[int, LogitsEdits]
     ) -> InFlightSample:
-        """Dispatches the sampling of a call's rows, and the log-probabilities that they ask for.
-
-        Args:
-            output: The call.
-            logits: From :meth:`execute_model`.
-            edits: Changes to the logits, by row.
-        """
+        """Dispatches the sampling of a call's rows, and the log-probabilities that they ask for."""
 
     def read(self, call: InFlightSample | InFlightScore) -> ModelRunnerOutput:
         """Waits for a call, and fetches its results."""
@@ -194,7 +188,6 @@ class SplitExecutor(ModelExecutor):
 
     Args:
         decode: Runs a decode step; gives its logits, fp32 ``[rows, vocab]``.
-        close: Leaves the worker.
     """
 
     def __init__(self, decode: Callable[[Fields], np.ndarray], close: Callable[[], None], *arguments: Any) -> None:

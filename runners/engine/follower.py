@@ -37,7 +37,6 @@ def follow(
     """Loads the artifact on a host other than 0, and takes the steps that host 0 takes until host 0 ends.
 
     Args:
-        artifact: Its folder, with the same content on every host.
         grace: Seconds, in addition to ``host_timeout``, in which host 0 may end after SIGTERM or SIGINT, which it gets
             as well. Only in the main thread. By default the signals end this process.
 

@@ -36,8 +36,6 @@ class Loop:
 
     Args:
         timings: Gets the seconds to the first token that was ever read.
-        max_requests: At most this many at once, waiting ones too; None for any number.
-        renew: Makes another core, over fresh state, once the thread of the one before has ended; None if none can be.
         step_timeout: Seconds after which a call that did not return stops the loop; None for any time.
     """
 

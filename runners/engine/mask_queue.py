@@ -47,7 +47,6 @@ class MaskQueue:
     """The rows that wait for their masks, the oldest first.
 
     Args:
-        fail: Ends a sequence with an error of its own.
         channel: To the other hosts, which fill the masks that host 0 filled; None on one host.
     """
 

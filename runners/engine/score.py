@@ -63,11 +63,7 @@ def pair_ids(
 
 
 def scored(completion: Completion, request: Request) -> Score:
-    """The score of a request that ended.
-
-    Raises:
-        Ling3Error: The request was cancelled.
-    """
+    """The score of a request that ended. Raises Ling3Error: the request was cancelled."""
     first = request.score_from
     if first is None or completion.logprobs is None:
         raise Ling3Error(f"{request.name}: expected it scored, found it {completion.stop_reason}")

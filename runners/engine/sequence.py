@@ -225,11 +225,7 @@ class Sequence:
         return self.finished
 
     def completion(self) -> Completion:
-        """Its result, or the part before it was cancelled.
-
-        Raises:
-            ValueError: It has not ended.
-        """
+        """Its result, or the part before it was cancelled. Raises ValueError: it has not ended."""
         if self.stop_reason is None:
             raise ValueError(f"sequence {self.number}: expected one that ended, found one that runs")
         logits = None

@@ -50,7 +50,6 @@ class EvalBackend(Protocol):
 
         Args:
             batches: A single engine takes one at a time; a cluster takes all before it starts.
-            retry: Further attempts at a prompt after an infrastructure error.
         """
 
     def digests(self) -> Sequence[bytes]:
@@ -164,12 +163,7 @@ def answered(backend: EngineBackend, prompts: Sequence[PromptRequest], retry: in
 def _answers(
     backend: EngineBackend, prompts: Sequence[PromptRequest], tries: int, failed: tuple[InfraError, ...] = ()
 ) -> list[PromptResult]:
-    """Completes a batch. If it fails, each of its prompts is tried by itself.
-
-    Args:
-        tries: Further attempts; each prompt of a batch that failed gets one in any case.
-        failed: The errors of earlier attempts.
-    """
+    """Completes a batch. If it fails, each of its prompts is tried by itself."""
     try:
         done = backend.generate(prompts)
         if len(done) != len(prompts):

@@ -42,11 +42,7 @@ class MinimalEvalHarness:
         self.agent, self.n_trials, self.seed, self.retry, self.timeout = agent, n_trials, seed, retry, timeout
 
     async def run_suite(self, tasks: Sequence[Task]) -> Summary:
-        """Runs every task ``n_trials`` times.
-
-        Raises:
-            GraderError: A grader failed, or the agent returned no pair.
-        """
+        """Runs every task ``n_trials`` times. Raises GraderError: a grader failed, or the agent returned no pair."""
         trials = [await self.run_trial(task, number) for task in tasks for number in range(self.n_trials)]
         return Summary(trials, {task.id: task.threshold for task in tasks})
 

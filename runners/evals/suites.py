@@ -35,11 +35,7 @@ class Suite:
 
 
 def load_suite(name: str, data: Path | None = None, limit: int | None = None) -> Suite:
-    """A ready suite by its name, or the tasks of a file; with ``limit``, the first of them.
-
-    Args:
-        name: One of SUITES, or the path of a task file.
-    """
+    """A ready suite by its name, or the tasks of a file; with ``limit``, the first of them."""
     if name in SUITES:
         suite = SUITES[name](data)
     elif data is not None:

@@ -238,16 +238,7 @@ class Published:
 
 
 class FfnLink:
-    """The worker's end. It has its name once this is made.
-
-    Args:
-        layers: Layers that have experts.
-        sent: A pair's row on its way to the experts.
-        returned: A pair's row on its way back.
-
-    Raises:
-        ContextError: Another worker has the name.
-    """
+    """The worker's end. It has its name once this is made. Raises ContextError: another worker has the name."""
 
     def __init__(
         self, name: str, context: ScheduleContext, *, artifact: str, layers: int, sent: np.dtype, returned: np.dtype

@@ -57,9 +57,6 @@ class Refusal(NamedTuple):
 def meet(hosts: Hosts, identity: Identity) -> tuple[dict[int, socket.socket], int]:
     """Connects host 0 with every other host. Every host calls this.
 
-    Args:
-        identity: Values that must be the same on all hosts, such as the artifact's digest and the target.
-
     Returns:
         Connections by the number of the host at their other end: on host 0 one to each of the others, on the others one
         to host 0. And a port for jax's own service, which was free on host 0's machine.
@@ -75,9 +72,6 @@ class _Door:
 
     While there are CALLERS that have not proven the secret, the next one takes the place of the first of them, so that
     silent callers keep nobody out.
-
-    Args:
-        refusal: Why a host that proved the secret cannot take part; None if it can.
 
     Attributes:
         peers: The connection of each host that is there. One that calls again takes the place of its old connection.

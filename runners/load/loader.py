@@ -134,7 +134,6 @@ def load(
             fit, and kept in the user's cache.
         check: ``all``; ``programs``: weights are used without checking their digests; ``copy``: weight files are read
             into memory of this process, so that writing into them later changes nothing, and that copy is checked.
-        report: Told what was chosen and why.
         hosts: This process's place among several; every one of them calls this, and all return together.
         agreed: More settings that must be the same on all hosts, by name.
         manifest: Used instead of the folder's: a build measures what it has no manifest for yet.

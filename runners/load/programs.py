@@ -50,11 +50,7 @@ class Programs(Mapping[str, "Program"]):
         self._behind = GuardedThread("ling3-load-behind", partial(self._follow, begun, later), daemon=False)
 
     def __getitem__(self, name: str) -> "Program":
-        """A program.
-
-        Raises:
-            ArtifactError: It does not load.
-        """
+        """A program. Raises ArtifactError: it does not load."""
         with self._locks[name]:
             if name not in self._loaded:
                 self._loaded[name] = self._load(name)
@@ -78,11 +74,7 @@ class Programs(Mapping[str, "Program"]):
                     self[name]
 
     def settle(self) -> None:
-        """Waits until all have loaded, and loads some of them.
-
-        Raises:
-            ArtifactError: One does not load.
-        """
+        """Waits until all have loaded, and loads some of them. Raises ArtifactError: one does not load."""
         self._go.set()
         for name in reversed(list(self)):  # the background thread begins at the other end
             self[name]

@@ -104,10 +104,6 @@ def completions(
 ) -> GenerationCall:
     """A call of /v1/completions.
 
-    Args:
-        most: Maximum number of answers of one call.
-        default: Unused: answers outside of conversations have MAX_TOKENS tokens where the body does not say.
-
     Raises:
         ApiError: The call can never be served.
         QueueFull: The engine has no room for the call now.
@@ -330,7 +326,6 @@ def chat(
     """A call of /v1/chat/completions.
 
     Args:
-        most: Maximum number of answers of one call.
         default: Tokens that an answer may have where the body does not say; None for what the context leaves.
 
     Raises:

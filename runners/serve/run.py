@@ -38,9 +38,6 @@ SPARE = 64  # files, except connections, that a server may open, connections tha
 def opened(config: ServerConfig, model: str, max_requests: int | None) -> tuple[socket.socket, Policy]:
     """A socket that is bound where clients will connect, and what they may ask for.
 
-    Args:
-        max_requests: Most prompts at once; None for any number.
-
     Raises:
         Ling3Error: The address is taken or not of this machine, or the file with the key has none.
     """

@@ -64,12 +64,7 @@ LABELS = frozenset({"user", "metadata", "safety_identifier", "prompt_cache_key"}
 
 
 class ApiError(Exception):
-    """A request that is refused or that failed: the error object of OpenAI's API, with a status of HTTP.
-
-    Args:
-        param: The body's field that is wrong.
-        code: A word that programs can look for.
-    """
+    """A request that is refused or that failed: the error object of OpenAI's API, with a status of HTTP."""
 
     def __init__(
         self,

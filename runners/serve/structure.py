@@ -97,9 +97,6 @@ class Tools:
     def grammars(self, within: bool = False) -> list[Grammar]:
         """The grammar of an answer that has to call a function, and others to try: that of the values of arguments.
 
-        Args:
-            within: Whether the answer begins within a thought.
-
         Raises:
             ApiError: The schemas of its arguments are too large or nested too deeply.
         """
@@ -151,11 +148,7 @@ def tools(body: "ChatBody", template: str) -> Tools:
 
 
 def schema_text(schema: Any, param: str) -> str:
-    """A schema as JSON.
-
-    Raises:
-        ApiError: It is too large or nested too deeply.
-    """
+    """A schema as JSON. Raises ApiError: it is too large or nested too deeply."""
     level, depth = [schema], 0
     while level:
         depth += 1
@@ -190,9 +183,6 @@ def one_json_call(functions: Functions, called: Sequence[str]) -> Grammar:
 
 def one_keyed_call(functions: Functions, called: Sequence[str], *, within: bool) -> tuple[Grammar, Grammar]:
     """A call of one of the functions ``called``, as marked keys and values; and a grammar of its values alone.
-
-    Args:
-        within: The call stands after a thought that is open, or ends it.
 
     Raises:
         ApiError: Their schemas are too large or nested too deeply.

@@ -157,11 +157,7 @@ class BlockManager:
         return True
 
     def release(self, table: BlockTable) -> None:
-        """Takes a slot and its pages back.
-
-        Raises:
-            ValueError: The block table was given back before.
-        """
+        """Takes a slot and its pages back. Raises ValueError: the block table was given back before."""
         if table.slot not in self._held:
             raise ValueError(f"slot {table.slot}: expected a block table that is held, found one given back before")
         self._held.remove(table.slot)

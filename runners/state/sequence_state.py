@@ -141,9 +141,6 @@ def token_of(token: Any, logprobs: Any, vocab_size: int) -> Token:
 class StateBytes:
     """A state in memory as its bytes: made with empty arrays, which are filled and then sealed.
 
-    Args:
-        allocate: Gives the memory, ``[bytes]`` uint8.
-
     Attributes:
         state: The state; its arrays lie in the memory.
         memory: All of it.

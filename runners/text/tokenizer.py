@@ -243,11 +243,7 @@ def _now(form: str) -> str:
 
 
 class TokenizerFiles:
-    """The tokenizer files of an artifact, read when first needed, each by its digest.
-
-    Args:
-        eos_token_ids: Those of config.json.
-    """
+    """The tokenizer files of an artifact, read when first needed, each by its digest."""
 
     def __init__(self, folder: Path, records: Sequence[FileRecord], eos_token_ids: Sequence[int] = ()) -> None:
         self._folder = folder
@@ -262,9 +258,6 @@ class TokenizerFiles:
 
     def tokenizer(self, purpose: str) -> Tokenizer:
         """The tokenizer.
-
-        Args:
-            purpose: The use of it, as in "text in".
 
         Raises:
             RequestError: The artifact has none.

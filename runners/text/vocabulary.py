@@ -21,9 +21,6 @@ BYTES = {chr(byte): byte for byte in PRINTED} | {
 class TextStream:
     """Text of a growing list of tokens: never half a character, never the begin of a stop string.
 
-    Args:
-        skip_special: Special tokens have no text.
-
     Attributes:
         stopped: Whether a stop string was met.
     """
@@ -107,11 +104,7 @@ def overlap(text: str, stop: str) -> int:
 
 
 class Tokenizer:
-    """The tokenizer of an artifact.
-
-    Raises:
-        ArtifactError: The library cannot read it.
-    """
+    """The tokenizer of an artifact. Raises ArtifactError: the library cannot read it."""
 
     def __init__(self, data: bytes, where: str = FILE) -> None:
         import tokenizers

@@ -38,11 +38,9 @@ class FolderStore:
     """States in a folder.
 
     Args:
-        description: The form that must fit (``description_of``).
         folder: Made for this user alone if it is not there; None for shared memory.
         lease: Seconds that what is written here stays for its reader; None for ever.
         limit: Bytes that all states of this user in the folder may have; None for any number.
-        clock: Seconds since 1970.
 
     Raises:
         TransferError: The folder cannot be made, is something else, or others can write to it; or this machine has no

@@ -41,15 +41,7 @@ class _RefusedError(Exception):
 
 
 class HttpStore:
-    """States over HTTP.
-
-    Args:
-        description: The form that must fit (``description_of``).
-        clock: Seconds by which leases end.
-
-    Raises:
-        TransferError: There is no secret although other machines take part.
-    """
+    """States over HTTP. Raises TransferError: there is no secret although other machines take part."""
 
     def __init__(
         self,

@@ -72,11 +72,7 @@ class PrefixStore:
         self._jobs.put("load prefix", lambda: done(self._loaded_state(request)), lambda error: done(None))
 
     def keep(self, path: Sequence[Node], tokens: Sequence[int], fetching: Fetching) -> None:
-        """Writes the snapshots of a path that are not there, and notes that the path was used; only dispatches here.
-
-        Args:
-            fetching: ``Executor.export``.
-        """
+        """Writes the snapshots of a path that are not there, and notes that the path was used; only dispatches here."""
         pieces = self._pieces(path)
         size = self._layout.page
         for piece in pieces:

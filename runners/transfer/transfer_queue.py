@@ -83,13 +83,7 @@ class UnusableError(Exception):
 
 
 class TransferQueue:
-    """Saves states for other engines, and loads theirs.
-
-    Args:
-        description: The form that must fit (``description_of``).
-        root: Prefix of the names of prompts (``root_of``).
-        options: Lease and deadline.
-    """
+    """Saves states for other engines, and loads theirs."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ from tests.support.rooms import modules
 
 ROOT = Path(__file__).resolve().parents[2]
 # What only this repository's own work needs.
-OURS = {"test", "dev", "parity", "deploy", "clients", "train", "docs", "plot"}
+OURS = {"test", "dev", "parity", "deploy", "train", "docs", "plot"}
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 

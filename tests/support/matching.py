@@ -1,10 +1,14 @@
-"""Which texts a grammar takes."""
+"""Which texts a grammar takes, and which calls an answer makes."""
 
 import random
+from typing import Any
 
 import numpy as np
 
 from ling3export.runners.engine.engine import Engine
+from ling3export.runners.engine.request import Completion
+from ling3export.runners.serve.answers import ChoicesAnswer
+from ling3export.runners.serve.generation import GenerationCall
 from ling3export.runners.text.grammar import Grammar
 from tests.support import toy_artifact
 
@@ -33,3 +37,15 @@ def drawn(engine: Engine, grammar: Grammar | None, draw: random.Random) -> str:
         ids.append(int(draw.choice(allowed)))
         matcher.accept(ids[-1])
     return engine.files.tokenizer("test").decode(ids)
+
+
+def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
+    """The message of a call whose answer is ``text``."""
+    (choice,) = ChoicesAnswer(call, "toy").whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
+    return dict(choice["message"])
+
+
+def written(name: str, *arguments: tuple[str, str]) -> str:
+    """A call in the dialect of the public checkpoints, with these pairs of a key and a value."""
+    pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for key, value in arguments)
+    return f"<tool_call>{name}\n{''.join(pairs)}\n</tool_call>"

@@ -9,7 +9,6 @@ import math
 import os
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -180,57 +179,6 @@ def test_lm_eval_generates_and_scores(own: Own, tmp_path: Path):
     assert results["texts"]["byte_perplexity,none"] == pytest.approx(math.exp(-math.fsum(own.rolling) / size))
 
 
-INSPECT_TASK = """
-from inspect_ai import Task, task
-from inspect_ai.dataset import json_dataset
-from inspect_ai.model import GenerateConfig
-from inspect_ai.scorer import pattern
-from inspect_ai.solver import generate
-
-
-@task
-def words():
-    return Task(
-        dataset=json_dataset("problems.jsonl"), solver=generate(), scorer=pattern(r"#### (-?[0-9]+)"),
-        config=GenerateConfig(max_tokens={tokens}, stop_seqs=[{stop!r}]),
-    )
-"""
-READ = """
-import json, sys
-from inspect_ai.log import read_eval_log
-from inspect_ai.model import get_model
-log = read_eval_log(sys.argv[1])
-model = get_model(f"ling3/{sys.argv[2]}")
-print(json.dumps({
-    "status": log.status, "model": log.eval.model,
-    "texts": [sample.output.completion for sample in log.samples],
-    "stops": [sample.output.stop_reason for sample in log.samples],
-    "usage": [sample.output.usage.output_tokens for sample in log.samples],
-    "accuracy": log.results.scores[0].metrics["accuracy"].value,
-    "connections": model.api.max_connections(),
-}))
-"""
-
-
-def test_inspect_evaluates(own: Own, tmp_path: Path):
-    asked = problems()
-    rows = [{"input": each.prompt, "target": each.answer} for each in asked]
-    (tmp_path / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "words.py").write_text(INSPECT_TASK.format(tokens=TOKENS, stop=STOP))
-    words = f"eval words.py --model ling3/{own.path} --log-dir logs --log-format json --display none".split()
-    run_offline(tmp_path, Path(sys.executable).with_name("inspect"), *words)
-    (log,) = (tmp_path / "logs").glob("*.json")
-    read = json.loads(run_offline(tmp_path, sys.executable, "-c", READ, log, own.path).splitlines()[-1])
-    right = [text.rpartition("#### ")[2] == each.answer for text, each in zip(own.texts, asked, strict=True)]
-    assert read["status"] == "success"
-    assert read["model"] == f"ling3/{own.path}"
-    assert read["texts"] == own.texts
-    assert set(read["stops"]) == {"stop"}
-    assert min(read["usage"]) > 0
-    assert read["accuracy"] == pytest.approx(sum(right) / COUNT)
-    assert read["connections"] == own.rows
-
-
 @pytest.fixture(scope="module")
 def lm_eval_model(own: Own) -> Iterator[Any]:
     """In this process; what its libraries warn of is theirs."""
@@ -336,7 +284,7 @@ def test_both_models_pull_a_reference(tmp_path: Path, monkeypatch: pytest.Monkey
     assert len(given) == 3 and len(set(given)) == 1 and (given[0] / MANIFEST).is_file()
 
 
-def test_inspect_edges(inspect_model: Any):
+def test_inspect_edges(own: Own, inspect_model: Any):
     """What is not modelled is refused by name; lengths are told apart; tokens are counted by our tokenizer."""
     from inspect_ai.model import ChatMessageSystem, ChatMessageUser, ContentImage, GenerateConfig
     from inspect_ai.tool import ToolInfo
@@ -350,6 +298,7 @@ def test_inspect_edges(inspect_model: Any):
     (done,) = engine.generate(["Question:"], max_tokens=5)
     output = ask(max_tokens=5)
     assert (output.completion, output.stop_reason) == (done.text, "max_tokens")
+    assert inspect_model.max_connections() == own.rows
     assert (output.usage.input_tokens, output.usage.output_tokens) == (len(done.prompt_ids), 5)
     assert ask(stop_seqs=["?"]).stop_reason == "stop"
     whole = ask(ChatMessageUser(content="Question: 5 9" * 680), max_tokens=2000)

@@ -25,30 +25,6 @@ def test_the_example(least, longer, prefixes, ratio, coverage):
     assert (found.prefixes, found.ratio, found.coverage) == (prefixes, ratio, coverage)
 
 
-@pytest.mark.parametrize(
-    ("least", "prefix", "ratio", "coverage"), [(2, ("abcX", 2), 0.2, 0.4), (3, ("abc", 4), 0.2, 0.8)]
-)
-def test_duplicates(least, prefix, ratio, coverage):
-    found = repetition(["abcX", "abcY", "abcZ", "abdQ", "abcX"], least, 0)
-    assert (found.prefixes, found.ratio, found.coverage) == ([prefix], ratio, coverage)
-
-
-def test_two_sentences_of_a_data_set_are_found():
-    """The shape of the published one: 15 and 11 dialogs that begin with a sentence of 111 and of 117 characters."""
-    rng = random.Random(0)
-    names, dates = "n" * 111, "d" * 117
-    texts = [
-        f"{start}{number}x"
-        for start, count in ((names, 15), (dates, 11))
-        for number in rng.sample(range(100, 999), count)
-    ]
-    texts = [f"{text[:-4]}{chr(200 + at)}{text[-4:]}" for at, text in enumerate(texts)]  # differs right behind it
-    texts += [f"{chr(1000 + number)}{'u' * 150}" for number in range(400)]
-    found = repetition(texts, 2, 100)
-    assert found.prefixes == [(names, 15), (dates, 11)]
-    assert found.mean_length == 114
-
-
 def tree(texts, least, longer):
     """Every beginning counted by itself."""
     counts = {}

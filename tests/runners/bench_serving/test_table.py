@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ling3export.foundation.errors import Ling3Error
-from ling3export.runners.bench_serving.metrics import RequestResult, figures
+from ling3export.runners.bench_serving.metrics import RequestResult, Spread, figures
 from ling3export.runners.bench_serving.table import DURATION, LATENCY, NEEDED, RATES, TOTAL, check, parse, render
 
 TABLES = sorted((Path(__file__).parents[2] / "data" / "serving_tables").glob("*.txt"))
@@ -126,3 +126,16 @@ def test_a_median_above_its_99th_percentile_is_found():
 def test_what_is_no_table_is_refused(text, message):
     with pytest.raises(Ling3Error, match=message):
         check(text)
+
+
+def test_without_an_answer_every_figure_is_zero_and_none_is_nan():
+    found = figures([RequestResult(0.0, error="refused")], 0.0)
+    assert (found.completed, found.failed) == (0, 1)
+    assert {found.e2e, found.ttft, found.tpot, found.itl} == {Spread()}
+    assert found.request_throughput == found.concurrency == 0
+
+
+def test_a_failed_request_counts_as_failed_alone():
+    failed = RequestResult(0.0, [9.0, 18.0], 100, 2, error="cut short")
+    found, without = figures([*worked(), failed], 0.5), figures(worked(), 0.5)
+    assert (found.failed, found.e2e, found.input_tokens) == (1, without.e2e, without.input_tokens)

@@ -110,28 +110,21 @@ ON_TPU = {
     "a missing chip": ({"devices": [0]}, "fault", "built for 2 on each host, found 1", "build --into"),
     "another number of hosts": ({"processes": 4}, "fault", "hosts: built for 2 (a process on each), found 4",
         "NNODES=2"),
+    "little memory of a chip": ({"memory": 1}, "fault", "memory: expected", "--max-running"),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ON_CPU)
-def test_each_single_problem_is_named_once(name, on_cpu, problems):
-    changes, severity, what, mend = ON_CPU[name]
-    (problem,) = problems(on_cpu, **changes)
+@pytest.mark.parametrize(
+    ("machine", "name"), [*(("on_cpu", name) for name in ON_CPU), *(("on_tpu", name) for name in ON_TPU)]
+)
+def test_each_single_problem_is_named_once(request, problems, machine, name):
+    """A host of a slice also hears that others belong to it."""
+    changes, severity, what, mend = (ON_CPU if machine == "on_cpu" else ON_TPU)[name]
+    fitting = request.getfixturevalue(machine)
+    if name == "little memory of a chip":
+        fitting, changes = fitting._replace(runtime=replace(fitting.runtime, **changes)), {}
+    (problem,) = [each for each in problems(fitting, **changes) if each.severity != "note"]
     assert problem.severity == severity and what in problem.what and mend in problem.mend
-
-
-@pytest.mark.parametrize("name", ON_TPU)
-def test_each_single_problem_of_a_slices_host_is_named_once(name, on_tpu, problems):
-    changes, severity, what, mend = ON_TPU[name]
-    (problem,) = [each for each in problems(on_tpu, **changes) if each.severity != "note"]
-    assert problem.severity == severity and what in problem.what and mend in problem.mend
-
-
-def test_little_memory_of_a_device_is_a_fault(on_tpu, problems):
-    assert [each.severity for each in problems(on_tpu._replace(runtime=replace(on_tpu.runtime, memory=1)))] == [
-        "note",
-        "fault",
-    ]
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,9 @@ def test_what_the_api_takes_generate_takes_by_the_same_names():
 def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, tmp_path):
     """One by one: `generate` had none of them."""
     prompt, how = [1, 2, 3], {"max_tokens": 12, "ignore_eos": True}
+    plain = toy_artifact.answer(prompt, 12)[0]
+    with Engine(artifact, report=lambda text: None) as engine:
+        stop = engine.files.tokenizer("test").decode(plain)[3:5]
     ask = ("--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json")
     (tmp_path / "schema").write_text('{"enum": ["yes", "no"]}')
     (tmp_path / "lark").write_text('start: "x" "y"')
@@ -114,9 +117,9 @@ def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, 
         (("--regex", "[ab]{3}"), {"grammar": Grammar("regex", "[ab]{3}")}),
         (("--json-schema", tmp_path / "schema"), {"grammar": Grammar("json", '{"enum": ["yes", "no"]}')}),
         (("--grammar", tmp_path / "lark"), {"grammar": Grammar("lark", 'start: "x" "y"')}),
+        (("--stop", "no such", "--stop", stop), {"stop": ["no such", stop]}),
         (("--logprobs", 2), {"logprobs": 2}),
     ]
-    plain = toy_artifact.answer(prompt, 12)[0]
     for arguments, settings in cases:
         done = run(artifact, *ask, *arguments)
         assert done.exit_code == 0, done.stderr
@@ -240,15 +243,6 @@ def test_messages_go_through_the_chat_template(artifact, tmp_path):
     assert done.exit_code == 0, done.stderr
     ids = json.loads(done.stdout)["prompt_ids"]
     assert (ids[0], len(ids)) == (318, 2 + len(text) + 2 + 2 + len(b"ASSISTANT"))
-
-
-def test_stop_strings_end_the_text_before_them(artifact):
-    words = (artifact, "--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json")
-    whole = json.loads(run(*words).stdout)
-    stop = whole["text"][3:5]
-    done = run(*words, "--stop", "no such", "--stop", stop)
-    record = json.loads(done.stdout)
-    assert (record["text"], record["stop_reason"]) == (whole["text"][: whole["text"].index(stop)], "stop")
 
 
 def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_path):

@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import Mock
@@ -136,22 +135,6 @@ def test_an_error_in_one_request_ends_that_one(engine, monkeypatch, owner, name,
     stats = engine.stats()
     assert (engine.stopped, stats["live"], stats["free"]) == (None, 0, stats["pools"])
     assert stats["failed"] == before + (name != "completion")
-
-
-@pytest.mark.parametrize(("owner", "name", "after", "said", "asked"), PLACES)
-def test_a_delay_in_one_request_changes_no_token_of_any(engine, monkeypatch, owner, name, after, said, asked):
-    """Whatever takes long in the engine's thread takes as long for all, and the calls behind it are the same."""
-    others = [Request((n, 2), 20, ignore_eos=True, logprobs=n % 2 or None, name=f"other {n}") for n in range(5)]
-    mine = Request(tuple(PROMPT), 20, name="mine", ignore_eos=True, **asked)
-    (alone,) = engine.complete([mine])
-    slept = Mock(side_effect=lambda: time.sleep(0.02))
-    break_for_mine(monkeypatch, owner, name, after, slept)
-    found, *rest = engine.complete([mine, *others])
-    assert (found.token_ids, found.text, found.stop_reason) == (alone.token_ids, alone.text, alone.stop_reason)
-    assert [done.token_ids for done in rest] == [greedy(logits, list(each.prompt_ids), 20) for each in others]
-    assert slept.called
-    stats = engine.stats()
-    assert (engine.stopped, stats["live"], stats["free"]) == (None, 0, stats["pools"])
 
 
 async def read(handle: RequestHandle) -> None:

@@ -159,19 +159,6 @@ def test_an_error_in_a_step_reaches_every_waiter():
         rig.blocks = BlockManager(SLOTS, PAGES, PAGE)  # what the devices held is lost
 
 
-def fail(rig, count):
-    """A step fails while ``count`` requests are there; the errors that they get."""
-    rig.backend.hold()
-    handles = rig.submit(*(request([n, 3], 20) for n in range(count)))
-    rig.backend.reach()
-    rig.backend.failure = RuntimeError("DATA_LOSS: gone")
-    rig.backend.let_go()
-    for handle in handles:
-        with pytest.raises(EngineStopped, match="found RuntimeError: DATA_LOSS"):
-            handle.result(WAIT)
-    rig.backend.failure = None
-
-
 def test_what_has_not_ended_is_told_why():
     """An engine may be closed twice."""
     with Rig() as rig:
@@ -338,7 +325,7 @@ async def crowd(rig, rng, count, at_once=40):
     await asyncio.gather(*(one() for _ in range(count)))
 
 
-def test_two_thousand_requests_leave_nothing_behind():
+def test_hundreds_of_requests_leave_nothing_behind():
     """A soak with the fake model; the same on real programs is ``python -m bench soak``."""
     rng = random.Random(3)
     with Rig() as rig:
@@ -346,7 +333,7 @@ def test_two_thousand_requests_leave_nothing_behind():
         tracemalloc.start()
         try:
             held = []
-            for count in (500, 1500):  # the first of them make what is made once
+            for count in (200, 600):  # the first of them make what is made once
                 asyncio.run(crowd(rig, rng, count))
                 rig.backend.calls.clear()
                 gc.collect()
@@ -356,5 +343,5 @@ def test_two_thousand_requests_leave_nothing_behind():
         assert rig.loop.live == 0
         assert (rig.free(), set(threading.enumerate()) - threads) == (free, set())
         assert not rig.core.busy and not rig.core.live
-        assert held[1] - held[0] < 200_000, held  # a handle that stays with each of 1500 would be ten times that
-        assert 1000 < rig.counters.started <= 2000  # those cancelled in the queue never started
+        assert held[1] - held[0] < 200_000, held  # a handle that stays with each of 600 would be four times that
+        assert 400 < rig.counters.started <= 800  # those cancelled in the queue never started

@@ -10,16 +10,6 @@ from tests.support.fake_backend import VOCAB
 from tests.support.scheduler_rig import Rig, prompt
 
 
-@pytest.mark.parametrize("ahead", [0, 1, 3])
-@pytest.mark.parametrize("length", [1, 3, 4, 5, 15, 16, 17, 40])
-def test_one_request_is_answered_token_for_token(length, ahead):
-    rig = Rig(ahead=ahead)
-    rig.submit(prompt(random.Random(length), length), 9)
-    rig.run()
-    rig.check()
-    assert rig.sequences[0].stop_reason == "length"
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("stripes", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(9))

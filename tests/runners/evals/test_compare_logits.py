@@ -137,7 +137,7 @@ def test_numbers_that_are_not_finite_are_refused():
             judge(row, np.where(np.arange(8) == 3, bad, row), 0)
 
 
-@pytest.mark.build
+@pytest.mark.extras
 def test_models_are_compared_as_the_reference_in_float64_does(artifact, text):
     """Of other weights, on one device and on two, with windows that pages and calls of prefill cut."""
     names = ("micro-tp2", "micro-tp1-seed2")

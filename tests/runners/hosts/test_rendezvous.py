@@ -561,24 +561,18 @@ def test_an_engine_that_fails_between_two_steps_ends_the_others(no_service, lost
     assert text.startswith("host 0 ended: the engine failed: ") and code == 1
 
 
-def test_a_host_that_takes_no_step_is_given_up_by_name(no_service, lost):
-    """Its process gives signs of life, and what drives its devices does not."""
+@pytest.mark.parametrize("lacks", ["took none of its steps", "gave no part of a step"])
+def test_a_host_that_gives_signs_of_life_alone_is_given_up_by_name(no_service, lost, lacks):
+    """What drives its devices does not go on. Host 0 once waited without end for a part of a state or of logits."""
     with connected(lost, host_timeout=2) as (one, two):
         one.send(STEP)
         two.take()
-        one.send(STEP)  # which it never takes
+        if "steps" in lacks:
+            one.send(STEP)
+        else:
+            threading.Thread(target=one.parts, args=(b"one",), daemon=True).start()  # never ends: a process would here
         until(lambda: len(lost) == 2)
-    assert lost == [("host 1: took none of its steps for 2 s", 1)] * 2
-
-
-def test_a_host_that_takes_a_step_and_gives_no_part_of_it_is_given_up_by_name(no_service, lost):
-    """Host 0 once waited without end for a part of a state or of logits: there was no further step to take."""
-    with connected(lost, host_timeout=2) as (one, two):
-        one.send(STEP)
-        two.take()
-        threading.Thread(target=one.parts, args=(b"one",), daemon=True).start()  # never ends: a process would here
-        until(lambda: len(lost) == 2)
-    assert lost == [("host 1: gave no part of a step for 2 s", 1)] * 2
+    assert lost == [(f"host 1: {lacks} for 2 s", 1)] * 2
 
 
 def test_a_host_that_loads_for_longer_than_a_step_may_take_is_no_failure(no_service, lost):

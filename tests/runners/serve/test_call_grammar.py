@@ -9,15 +9,13 @@ import pytest
 
 from ling3export.checkpoint.synth_tokenizer import CHAT_TEMPLATE
 from ling3export.foundation.errors import RequestError
-from ling3export.runners.engine.request import Completion
-from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.app import Policy
-from ling3export.runners.serve.generation import ChatBody, GenerationCall, chat, conversation
+from ling3export.runners.serve.generation import ChatBody, chat, conversation
 from ling3export.runners.serve.responses import ResponsesBody
 from ling3export.runners.serve.schema import ApiError, validated
 from ling3export.runners.text.grammar import LARGEST
 from ling3export.runners.text.tokenizer import ChatTemplate
-from tests.support.matching import drawn, followed
+from tests.support.matching import drawn, followed, message_of, written
 from tests.support.serving import asked, prompting
 
 OURS = CHAT_TEMPLATE.read_text()
@@ -52,17 +50,7 @@ def prompted(monkeypatch):
     return prompting(monkeypatch, OURS)
 
 
-def written(name: str, *arguments: tuple[str, str]) -> str:
-    pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for key, value in arguments)
-    return f"<tool_call>{name}\n{''.join(pairs)}\n</tool_call>"
-
-
 ONE = written("f", ("text", "3"), ("count", "3"))
-
-
-def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
-    (choice,) = ChoicesAnswer(call, "toy").whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
-    return dict(choice["message"])
 
 
 def rendered(kind: type[ChatBody | ResponsesBody], body: dict[str, Any]) -> str:

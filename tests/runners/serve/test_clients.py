@@ -151,54 +151,6 @@ def quiet():
 
 @pytest.mark.extras
 @pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("path", ["chat", "responses"])
-def test_langchain_calls_tools_and_gets_an_answer(served, streams, path):
-    from langchain_core.messages import HumanMessage
-    from langchain_core.tools import tool
-    from langchain_openai import ChatOpenAI
-
-    called = tool("get_weather", description="The weather of the next days.")(weather)
-    model = ChatOpenAI(
-        model=MODEL, base_url=f"{served[0]}/v1", api_key="none", max_retries=0, use_responses_api=path == "responses"
-    ).bind_tools([called])
-    messages: list[Any] = [HumanMessage(ASKED)]
-
-    def ask() -> Any:
-        if not streams:
-            return model.invoke(messages)
-        whole = None
-        for chunk in model.stream(messages):
-            whole = chunk if whole is None else whole + chunk
-        return whole
-
-    first = ask()
-    assert [call["args"] for call in first.tool_calls] == CALLS
-    assert first.invalid_tool_calls == []
-    messages += [first, *(called.invoke(call) for call in first.tool_calls)]
-    last = ask()
-    assert last.text == ANSWER
-    assert not last.tool_calls
-
-
-@pytest.mark.extras
-@pytest.mark.usefixtures("quiet")
-@pytest.mark.parametrize("choice", ["required", "get_weather"])
-def test_langchain_makes_the_model_call(served, choice):
-    """By name, as its structured output by function calling does."""
-    from langchain_core.tools import tool
-    from langchain_openai import ChatOpenAI
-
-    called = tool("get_weather", description="The weather of the next days.")(weather)
-    plain = ChatOpenAI(model=MODEL, base_url=f"{served[0]}/v1", api_key="none", max_retries=0, max_tokens=2000)
-    found = plain.bind_tools([called], tool_choice=choice).invoke(ASKED)
-    assert [call["args"] for call in found.tool_calls] == CALLS[:1]
-    parsed = plain.with_structured_output(get_weather, method="function_calling").invoke(ASKED)
-    assert parsed == get_weather(**CALLS[0])
-
-
-@pytest.mark.extras
-@pytest.mark.usefixtures("quiet")
 @pytest.mark.parametrize(
     ("name", "how"),
     [

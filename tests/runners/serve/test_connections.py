@@ -254,21 +254,3 @@ def test_a_body_of_too_many_elements_is_refused_before_it_is_parsed(monkeypatch,
 def test_commas_in_a_text_are_no_elements():
     data = json.dumps({"prompt": ',"[{' * 70_000 + "\\"}).encode()
     assert parse(data) == json.loads(data)
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "what"),
-    [
-        ("prompt", [1] * 65, "token ids"),
-        ("prompt", [[1], [1] * 65], "token ids"),
-        ("messages", [{"role": "user", "content": ""}] * 65, "messages"),
-    ],
-)
-def test_lists_that_can_never_fit_are_refused_by_their_length(engine, field, value, what):
-    """Millions of items were checked one by one first."""
-    body = json.dumps({"model": "toy", field: value}).encode()
-    head = HEAD if field == "prompt" else HEAD.replace(b"/completions", b"/chat/completions")
-    data = head + b"Content-Length: %d\r\nConnection: close\r\n\r\n" % len(body) + body
-    with serving(application(engine, POLICY)) as address, connected(address, data) as client:
-        code, message, _ = refusal(rest(client))
-    assert (code, message) == (400, f"`{field}`: expected at most 64 {what}, found 65")

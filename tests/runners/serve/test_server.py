@@ -186,14 +186,6 @@ def test_metrics_count(client, server):
     assert grown['ling3_calls_total{cell="decode@8"}'] == 4
 
 
-def test_a_body_without_a_length_is_bounded(server):
-    """Chunked: its size is known only as it comes."""
-    headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
-    answer = httpx2.post(f"{server.url}/v1/completions", content=iter([b" " * 1000] * 21), headers=headers)
-    assert answer.status_code == 413
-    assert answer.json()["error"]["message"] == "body: expected at most 20000 bytes, found 21000 or more"
-
-
 def test_sigterm_lets_calls_end(artifact: Artifacts):
     """A stream that runs is finished; nobody new comes in; the exit code is 0."""
     with Server(artifact("micro-tp1"), LING3_API_KEY=KEY) as server:

@@ -5,13 +5,12 @@ from typing import Any
 import pytest
 
 from ling3export.runners.engine.request import Completion
-from ling3export.runners.serve.answers import ChoicesAnswer
 from ling3export.runners.serve.generation import ChatMessage, GenerationCall, chat, conversation
 from ling3export.runners.serve.responses import ResponsesAnswer, ResponsesBody
 from ling3export.runners.serve.schema import ApiError
 from ling3export.runners.text.grammar import Grammar
 from ling3export.runners.text.tokenizer import TokenizerFiles
-from tests.support.matching import followed
+from tests.support.matching import followed, message_of
 from tests.support.serving import prompting
 
 SAID: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A"}]}
@@ -34,11 +33,6 @@ def grammar_of(call: GenerationCall) -> Grammar:
     (request,) = call.requests
     assert request.grammar is not None
     return request.grammar
-
-
-def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
-    (choice,) = ChoicesAnswer(call, "toy").whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
-    return dict(choice["message"])
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.engine.engine import Engine
-from ling3export.runners.engine.request import Request
 from tests.support import toy_artifact
 from tests.support.prefix_campaign import campaign
 from tests.support.tolerances import FLOAT32
@@ -54,8 +53,3 @@ def test_an_artifact_without_snapshots_is_refused_by_name():
         Engine(toy_artifact.shared(), prefix_cache=True, report=lambda text: None)
     assert raised.value.message.startswith("prefix cache: target `cpu-tp2` has no snapshots, in ")
     assert raised.value.hint == "build the artifact again with --snapshots N, or leave the prefix cache off"
-
-
-def test_a_salt_of_another_type_is_refused():
-    with pytest.raises(RequestError, match=r"^request: expected a cache_salt that is a text, found 3$"):
-        Request((1,), 1, cache_salt=3)

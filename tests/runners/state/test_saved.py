@@ -1,7 +1,6 @@
 """The bytes of a sequence's state: read bit for bit, and refused where they are not whole."""
 
 import io
-import json
 
 import pytest
 from msgspec import structs
@@ -40,16 +39,6 @@ def test_pages_of_any_size_hold_the_same_positions(page):
         state.descriptor, state.tokens, {**(found := canonical(pools)), LATENT: found[LATENT][:, :11]}
     )
     assert same(again, state)
-
-
-def test_any_reader_of_safetensors_opens_a_file(data, tmp_path):
-    from safetensors import safe_open
-
-    (tmp_path / "state").write_bytes(data)
-    with safe_open(tmp_path / "state", "numpy") as opened:
-        assert sorted(opened.keys()) == ["kda.conv", "kda.recurrent", "mla.latent", "tokens"]
-        assert opened.get_slice("mla.latent").get_shape() == [2, 11, 6]
-        assert json.loads(opened.metadata()["ling3.state"])["tokens"] == 11
 
 
 def test_bytes_that_are_not_whole_are_refused(data):

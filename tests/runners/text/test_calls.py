@@ -17,6 +17,7 @@ from ling3export.runners.text.answer import (
     reader_of,
     split_thought,
 )
+from tests.support.matching import written
 
 SCHEMA = {
     "type": "object",
@@ -49,11 +50,6 @@ def parsed(text: str, sizes: list[int], within: bool = False, reader: Any = Keye
                 said[kind] = said.get(kind, "") + part
         at += size
     return said
-
-
-def written(name: str, *arguments: tuple[str, str]) -> str:
-    pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for key, value in arguments)
-    return f"<tool_call>{name}\n{''.join(pairs)}\n</tool_call>"
 
 
 ONE, NONE = written("f", ("text", "3"), ("count", "3")), "<tool_call>g</tool_call>"

@@ -10,7 +10,7 @@ from tokenizers.decoders import ByteFallback, Fuse, Replace, Sequence, Strip
 from tokenizers.models import WordLevel
 
 from ling3export.artifacts.manifest import file_record
-from ling3export.foundation.errors import ArtifactError, RequestError
+from ling3export.foundation.errors import ArtifactError
 from ling3export.runners.text.tokenizer import TokenizerFiles
 from ling3export.runners.text.vocabulary import TextStream, Tokenizer
 from ling3export.verify.measure import check_tokenizer
@@ -178,14 +178,6 @@ def test_a_changed_tokenizer_file_is_not_used(tmp_path):
     path = tmp_path / "tokenizer" / "tokenizer.json"
     path.write_bytes(path.read_bytes().replace(b"of", b"fo", 1))
     with pytest.raises(ArtifactError, match=r"file `tokenizer/tokenizer.json`: expected sha256"):
-        files.tokenizer("text in")
-
-
-def test_no_tokenizer_is_refused_by_purpose(tmp_path):
-    files = TokenizerFiles(tmp_path, [], [7])
-    assert not files.exist
-    assert files.eos_token_ids() == {7}
-    with pytest.raises(RequestError, match="text in: this artifact has no tokenizer"):
         files.tokenizer("text in")
 
 

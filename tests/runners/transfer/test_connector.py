@@ -78,6 +78,7 @@ def test_a_state_goes_from_one_connector_to_the_other(ends):
     assert same(replace(buffers[5].state, first=state.first), state) and buffers[5].tokens[0][0] == 7
 
 
+@pytest.mark.parametrize("ends", ["shm"], indirect=True)
 @pytest.mark.parametrize("change", ["none wanted", "another prompt", "other state", "half a character", "no form"])
 def test_a_state_that_is_not_wanted_or_does_not_fit_is_given_back(ends, change):
     (p, d), (holder, taker), _ = ends

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import stat
 import threading
 
 import pytest
@@ -13,7 +12,6 @@ from ling3export.runners.engine.request import Request
 from ling3export.runners.transfer import folder as folders
 from ling3export.runners.transfer.folder import PARTIAL, PREFIX, FolderStore
 from ling3export.runners.transfer.options import PrefixFolder
-from ling3export.runners.transfer.store import TransferError
 from tests.support.transfers import DESCRIPTION, LAYOUT, put, random_state
 
 TOLD = {"check": "programs", "report": lambda text: None}
@@ -132,26 +130,11 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path):
     assert end.touch(names) == {*names[1:3]}
 
 
-def test_files_are_for_their_user_alone(artifact, tmp_path):
-    """Files had mode 0644, and a folder of mode 777 was taken: whoever writes there decides answers."""
-    folder = tmp_path / "known"
-    with opened(artifact, folder) as engine:
-        engine.complete([ask(PROMPT)])
-    assert {stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()} == {0o600}
-    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    folder.chmod(0o777)
-    with pytest.raises(TransferError, match="expected a folder that only this user can write, found mode 777"):
-        opened(artifact, folder)
-
-
 def test_what_cannot_be_is_refused(artifact, tmp_path):
     with pytest.raises(
         Ling3Error, match=r"^prefix store: expected a limit of at least [0-9,]+, a block and a snapshot, found 9"
     ):
         opened(artifact, tmp_path / "known", 9)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(Ling3Error, match="found File exists"):
-        opened(artifact, tmp_path / "file")
     with pytest.raises(
         ArtifactError, match=r"^prefix store: expected a prefix cache, found it off or without snapshots"
     ):
