@@ -65,11 +65,9 @@ class Calibration(Record, frozen=True):
 
     Attributes:
         programs: Digest of the target's record in the manifest.
-        weights: The manifest's digest of the weights.
         made: The day, in UTC.
         tokens_a_sequence: Tokens that decoding sequences have cached.
         receipts: The errors of the executed cells on this machine.
-        cells: Their times, by name.
     """
 
     schema: Annotated[str, one_of(SCHEMA)]

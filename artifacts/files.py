@@ -70,11 +70,6 @@ def refuse_links(folder: Path, relatives: Iterable[str]) -> None:
 def open_regular(folder: Path, relative: str, what: str) -> Iterator[BufferedReader]:
     """A regular file below ``folder``, open for reading. No link below ``folder`` is followed, nothing is waited for.
 
-    Args:
-        folder: The artifact's folder.
-        relative: The file, as the manifest spells it.
-        what: Its name in messages.
-
     Raises:
         ArtifactError: The path leaves the folder, the file is missing or cannot be read, or it is something else: a
             link, a folder, a pipe, a device.
@@ -92,8 +87,6 @@ def write_error(error: OSError, path: Path, needed: int | None = None) -> Artifa
     """The ArtifactError for a failed write.
 
     Args:
-        error: The system's error.
-        path: The file that was being written.
         needed: Its full size in bytes, where known.
     """
     room, hint = "room" if needed is None else f"room for {needed:,} bytes", None
@@ -157,7 +150,6 @@ def create(path: Path, mode: int = 0o666) -> int:
     """A descriptor of a new file, to read and to write. Nothing that has the name, a link least of all, is opened.
 
     Args:
-        path: The file.
         mode: Its permissions, less those of the umask: 0o600 where it holds keys or states.
 
     Raises:
@@ -269,7 +261,6 @@ def remove(path: Path, within: Path | None = None, *, held: int | None = None) -
     """Removes the name of a file, if it is there. A link itself goes, never its target.
 
     Args:
-        path: The file.
         within: A folder above it, below which no link on the way is followed.
         held: A descriptor: the name goes only if it is still this file's.
 
@@ -312,7 +303,6 @@ def replacing(path: Path, needed: int | None = None) -> Iterator[BinaryIO]:
     A symbolic link under either name is not followed: one at ``path`` is replaced.
 
     Args:
-        path: The file's name.
         needed: Its size in bytes, where known, for the message.
 
     Raises:

@@ -41,8 +41,6 @@ def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
         folder: The artifact's folder, every other file already in place.
         manifest: The manifest to write. Its digests are set here, whatever they were.
 
-    Returns:
-        The manifest as written.
 
     Raises:
         ArtifactError: A value that no reader would take, or the disk is full. Nothing is written.
@@ -67,7 +65,6 @@ def read_manifest(folder: Path, check: Callable[[bytes], object] = lambda data: 
     Other files are not opened.
 
     Args:
-        folder: The artifact.
         check: Called with the file's bytes, before anything is made of them.
 
     Raises:

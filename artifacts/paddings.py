@@ -38,7 +38,6 @@ class Shapes:
         Costs are what was measured, or the compiler's estimates, if every prefill program has one.
 
         Args:
-            target: The manifest's.
             measured: Seconds of a call, by cell.
         """
         prefill, decode, score = (target.paddings(phase) for phase in ("prefill", "decode", "score"))

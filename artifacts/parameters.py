@@ -67,7 +67,6 @@ class Tensor(Record, frozen=True):
 
     Attributes:
         shape: The whole shape. A tensor that is split over devices has a leading axis of shards.
-        dtype: numpy's name.
         shards: How many; 0 for a tensor that is not split.
         file: The file, relative to the artifact.
         offset: Its first byte in the file.
@@ -115,7 +114,6 @@ class Parameter(Record, frozen=True):
         name: Its keys in the tree of parameters with dots between: stack, weight, layer, ``q`` or ``scale``.
         tensor: The stored tensor.
         shape: Without the axis of layers where the parameter is one layer.
-        dtype: numpy's name.
         split: The logical axis that is cut over devices along the shards; None for a parameter that all devices have.
         layer: Which layer of the stack; None for the whole tensor.
     """

@@ -17,7 +17,6 @@ def error_columns(cell: str, receipts: Receipts | None) -> tuple[str, str]:
     """A cell's receipt for the ERROR_COLUMNS of a table; the judged error stands next to its tolerance.
 
     Args:
-        cell: The cell's name, ``decode@16``.
         receipts: Those of its target; None where no cell was run.
     """
     if receipts is None or cell not in receipts.cells:

@@ -85,12 +85,7 @@ class WrongRecordError(ValueError):
 
 @contextmanager
 def reading(what: str, where: object, kind: type[Ling3Error], hint: str | None = None) -> Iterator[None]:
-    """Words what is wrong with a file of records as an error of ``kind``: the file, its JSON, or a field.
-
-    Args:
-        what: The file's name in messages.
-        where: Its folder.
-    """
+    """Words what is wrong with a file of records as an error of ``kind``: the file, its JSON, or a field."""
     try:
         yield
     except WrongRecordError as error:
@@ -169,8 +164,6 @@ def from_json(kind: type[T], value: object, *, free: bool = False) -> T:
     """A record of ``kind`` from plain JSON values, every one of them checked.
 
     Args:
-        kind: A record, or a dict or tuple of records.
-        value: Plain JSON.
         free: Texts may have any length and characters, and numbers may be infinite: for messages between this project's
             processes, and for files that hold what a model wrote.
 

@@ -24,7 +24,7 @@ from ling3export.foundation.reading import read_bytes
 from ling3export.foundation.strict_json import LARGEST, parse_json
 
 if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 SIGNATURES = "manifest.json.sig"
 SCHEMA = "ling3.signatures/1"
@@ -117,9 +117,12 @@ def sign(artifact: Path, key: Path) -> str:
         ArtifactError: The artifact's manifest is damaged, or the disk is full.
         TrustError: The key cannot be read, or is no private Ed25519 key without a password.
     """
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     seen: list[bytes] = []
     read_manifest(artifact, seen.append)
-    private = _private_key(key)
+    private: Ed25519PrivateKey = _loaded(key, "private", Ed25519PrivateKey, lambda pem: load_pem_private_key(pem, None))
     name = key_id(private.public_key())
     new = Signature(name, base64.b64encode(private.sign(seen[0])).decode())
     others = [signature for signature in read_signatures(artifact) if signature.key != name]
@@ -145,7 +148,6 @@ def read_trusted(artifact: Path, report: Callable[[str], None], name: str | None
     """The manifest of an artifact, signed by a key of the folder that LING3_TRUST names, if it names one.
 
     Args:
-        artifact: The folder.
         report: Told who signed it, and whether that was checked.
         name: Its name in messages; by default its folder's name.
 
@@ -218,14 +220,6 @@ def read_keys(folder: Path) -> "dict[str, Ed25519PublicKey]":
         key: Ed25519PublicKey = _loaded(folder / name, "public", Ed25519PublicKey, load_pem_public_key)
         by_id[key_id(key)] = key
     return by_id
-
-
-def _private_key(path: Path) -> "Ed25519PrivateKey":
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
-
-    key: Ed25519PrivateKey = _loaded(path, "private", Ed25519PrivateKey, lambda data: load_pem_private_key(data, None))
-    return key
 
 
 def _loaded(path: Path, half: str, kind: Any, load: Callable[[bytes], object]) -> Any:

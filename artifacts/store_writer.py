@@ -83,7 +83,6 @@ class StoreWriter:
     ``finish`` removes the files; threads that write must have ended by then.
 
     Args:
-        folder: The artifact's folder.
         files: For each file, as a path below ``folder``, its tensors by name. Their order in the file is that of
             `arranged`.
 
@@ -120,7 +119,6 @@ class StoreWriter:
         """Appends a piece to one shard. Several threads may write, best each to shards of its own.
 
         Args:
-            name: The tensor.
             array: The piece, of any shape, taken in C order; any view will do. Its dtype is the tensor's, or
                 uint16 for bfloat16.
             shard: None for a tensor that is not split.

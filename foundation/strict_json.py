@@ -40,7 +40,6 @@ def parse_json(
     """The value of a JSON text.
 
     Args:
-        data: The text.
         largest: Most bytes.
         depth: Most levels of objects and lists.
         most: Most elements in a row that are neither objects nor lists; of those, there may be OBJECTS in all. With it,

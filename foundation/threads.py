@@ -31,9 +31,7 @@ def attempt(label: str, job: Callable[[], object], failed: Failed, report: Repor
 
     Args:
         label: Names the job in reports.
-        job: The job.
         failed: Fails what waits for the job.
-        report: Gets one line.
 
     Returns:
         Whether the job returned.
@@ -63,8 +61,6 @@ class GuardedThread:
     """Runs one function in a thread.
 
     Args:
-        name: The thread's name.
-        run: The function.
         failed: Called in the thread if ``run`` raises. It ends what depends on the thread.
         report: Gets a line if ``run`` raises.
         daemon: Whether the process may end before the thread does.
@@ -106,12 +102,10 @@ class JobThread:
     """Runs jobs in the order in which they come, in one thread or several.
 
     Args:
-        name: The threads' name.
         report: Gets a line for each job that failed.
         between: Called after each job, and every ``interval`` seconds while there is none.
         interval: Seconds; None waits for a job however long it takes.
         last: Called once, at the end of the last thread.
-        threads: How many there are.
     """
 
     def __init__(
@@ -137,7 +131,6 @@ class JobThread:
 
         Args:
             label: Names the job in reports.
-            job: The job.
             failed: Called if the job raises, or will never run because the threads have ended.
         """
         with self._lock:

@@ -125,7 +125,6 @@ def compile_portable(blob: bytes, program: LoweredProgram, mesh: Mesh) -> stages
     Args:
         blob: The program of parameters, state and batch, whose state is donated: StableHLO's portable form.
         program: The shapes, dtypes and specs of its inputs and outputs, in flattening order.
-        mesh: The devices.
     """
     local = _callable(blob, program, mesh)
     specs = [PartitionSpec(*leaf.spec) for leaf in program.inputs]

@@ -28,7 +28,6 @@ class Service:
     Args:
         host: Host 0's address, as the others reach it.
         port: A free port of this machine.
-        count: How many hosts there are.
         grace: Seconds that the service goes on without host 0.
 
     Raises:
@@ -85,8 +84,6 @@ def join(host: str, port: int, count: int, number: int, timeout: float) -> None:
     Args:
         host: Host 0's address.
         port: The service's.
-        count: How many hosts there are.
-        number: Which one this is.
         timeout: Seconds to wait for the others.
     """
     import jax

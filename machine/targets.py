@@ -37,9 +37,7 @@ def choose_target(targets: Mapping[str, Target], wanted: str | None, platforms: 
     come before those of the CPU, which is everywhere.
 
     Args:
-        targets: The manifest's.
         wanted: ``cpu-tp16``, or as a build spells it: ``cpu@16``, ``cpu``.
-        platforms: ``platforms_here()``.
         hosts: How many run together.
 
     Raises:

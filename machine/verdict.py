@@ -67,10 +67,7 @@ class JaxRuntime:
         platform = environment.platform_of(devices[0])
         try:
             memory = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
-        except (
-            NotImplementedError,
-            RuntimeError,
-        ):  # a plugin that counts no memory; jax's own errors are RuntimeErrors
+        except (NotImplementedError, RuntimeError):  # a plugin counts no memory; jax's own errors are RuntimeErrors
             memory = None
         return cls(
             platform,
@@ -133,10 +130,7 @@ def enforce(verdicts: dict[str, Verdict], policy: str, target: str, artifact: st
     """Applies the policy: which cells are to be compiled here.
 
     Args:
-        verdicts: By cell.
         policy: ``prebuilt-only`` (a cell that needs compiling is an error) or ``allow-compile``.
-        target: Its name, for messages.
-        artifact: Its folder, for messages.
 
     Returns:
         The verdicts that are RECOMPILE; none under ``prebuilt-only``.
@@ -219,15 +213,7 @@ def measuring() -> Measuring:
     runtime = JaxRuntime.here()
     rows = dict(line.partition(":")[::2] for line in CPUINFO.read_text().splitlines()) if CPUINFO.exists() else {}
     processor = next((value.strip() for name, value in rows.items() if name.strip() == "model name"), "unknown")
-    versions = {"jaxlib": runtime.jaxlib, **runtime.plugins}
-    count = len(runtime.devices)
     return Measuring(
-        runtime.platform,
-        runtime.device_kind,
-        count,
-        runtime.processes,
-        runtime.machine,
-        processor,
-        environment.cores(),
-        versions,
+        *(runtime.platform, runtime.device_kind, len(runtime.devices), runtime.processes, runtime.machine),
+        *(processor, environment.cores(), {"jaxlib": runtime.jaxlib, **runtime.plugins}),
     )

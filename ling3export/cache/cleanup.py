@@ -1,4 +1,4 @@
-"""The size of the cache, and making room in it: by age, by size, or all. A running build has copied what it took."""
+"""The size of the cache, and making room in it. A running build has copied what it took."""
 
 import contextlib
 import re
@@ -67,24 +67,14 @@ class Cleaned:
     bytes: int = 0
 
 
-def clean_up(
-    folder: Path, *, older_than: float | None = None, max_bytes: int | None = None, everything: bool = False
-) -> Cleaned:
-    """Removes entries, and files of writers that were killed.
+def clean_up(folder: Path, max_bytes: int | None = None) -> Cleaned:
+    """Removes the least recently used entries until the rest takes no more than ``max_bytes``; by default all.
 
-    Args:
-        folder: The cache's folder.
-        older_than: Seconds since the last use.
-        max_bytes: The least recently used entries are removed until the rest takes no more.
-        everything: All entries are removed.
+    Files of writers that were killed go too.
     """
     entries = kept = stored_entries(folder)
-    if everything:
-        kept = []
-    elif older_than is not None:
-        kept = [entry for entry in entries if entry.used >= time.time() - older_than]
-    size = sum(entry.bytes for entry in kept)
-    while max_bytes is not None and size > max_bytes:
+    whole = size = sum(entry.bytes for entry in kept)
+    while kept and (max_bytes is None or size > max_bytes):
         size, kept = size - kept[0].bytes, kept[1:]
     with writing(folder):
         for entry in entries:
@@ -95,4 +85,4 @@ def clean_up(
             with contextlib.suppress(FileNotFoundError):
                 if LEFT.fullmatch(path.name) and path.lstat().st_mtime < time.time() - WRITING:
                     remove(path)
-    return Cleaned(len(entries) - len(kept), len(kept), sum(entry.bytes for entry in entries) - size, size)
+    return Cleaned(len(entries) - len(kept), len(kept), whole - size, size)

@@ -94,8 +94,6 @@ def program_fields(
     """Everything that decides the executable of a lowered program, and its record.
 
     Args:
-        target: The machine.
-        lowering: See ``Sources``.
         modules: The sha256 of each module that is compiled, by name.
         devices: Their kind, their ids in order, and the number of their processes.
         priced: Inputs of the estimates of an accelerator's cell; None for cpu.

@@ -110,10 +110,7 @@ def pieces(
     """The parts of one layer of a parameter in the order in which they lie in each TP shard.
 
     Args:
-        parameter: A row of the parameter table.
         layer: None for a parameter that is not stacked.
-        config: The checkpoint's configuration.
-        read: Returns a checkpoint tensor by name.
         stored: Returns q and scale of a tensor that is int4 in the checkpoint; None of any other.
 
     Yields:
@@ -164,7 +161,6 @@ def convert(
     """Writes the whole store into ``weights/`` of ``folder`` and returns its index.
 
     Args:
-        source: An opened checkpoint.
         folder: An artifact that is not whole yet; the index's paths are relative to it.
         dtype: ``bfloat16`` or ``float32``, for every weight that is not an fp32 island.
         progress: Called with the bytes of each piece.

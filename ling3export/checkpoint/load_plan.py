@@ -28,7 +28,6 @@ def load_plan(
     """The use of every tensor of a checkpoint, as JSON.
 
     Args:
-        config: The checkpoint's configuration.
         dtype: ``bfloat16`` or ``float32``, of the artifact.
         weights: The artifact's forms, a key of ``artifacts/parameters.py``'s WEIGHTS.
         form: The checkpoint's quantized form, ``fp8`` or ``int4``; None if it has none.

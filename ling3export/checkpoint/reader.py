@@ -178,7 +178,6 @@ class Checkpoint:
         """Passes if an artifact of ``dtype`` keeps the checkpoint's numbers, or ``allow`` permits rounding them.
 
         Args:
-            dtype: The artifact's dtype.
             allow: Whether any numbers may be rounded.
             weights: The artifact's forms, a key of WEIGHTS; weights that are quantized there may be rounded.
 

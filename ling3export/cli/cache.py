@@ -1,37 +1,19 @@
 """``ling3export cache``: what is in the cache, and making room."""
 
 import json
-import re
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from ling3export.cache.store import CacheUse, cache_folder
-from ling3export.cli.options import BYTES, JSON, Parsed
-from ling3export.foundation.errors import PlanError
+from ling3export.cli.options import BYTES, JSON
 from ling3export.runners.cli.command import Group
 from ling3export.runners.cli.options import PATH
 
-UNITS = {"m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 cache_dir = click.option(
     "--cache-dir", type=PATH, help="The cache.  [default: $LING3_CACHE, or ling3export in the user's cache folder]"
 )
-
-
-def parse_age(text: str, name: str) -> float:
-    """``30d`` in seconds.
-
-    Raises:
-        PlanError: No age.
-    """
-    match = re.fullmatch(r"([0-9]{1,6})([mhdw])", text)
-    if match is None:
-        raise PlanError(f"{name}: expected an age, found `{text}`", "write 30d, 12h, 90m or 2w")
-    return float(int(match[1]) * UNITS[match[2]])
-
-
-AGE = Parsed("AGE", parse_age)
 
 
 def _megabytes(count: int) -> str:
@@ -62,24 +44,16 @@ def status(cache_dir: Path | None, as_json: bool) -> None:
 
 
 @cache.command()
-@click.option("--older-than", type=AGE, help="Remove entries that were not used for so long: 30d, 12h.")
 @click.option("--max-size", type=BYTES, help="Remove the least recently used until the rest is no larger: 10GiB.")
 @click.option("--all", "everything", is_flag=True, help="Remove all entries.")
 @cache_dir
-@JSON
-def cleanup(
-    older_than: float | None, max_size: int | None, everything: bool, cache_dir: Path | None, as_json: bool
-) -> None:
+def cleanup(max_size: int | None, everything: bool, cache_dir: Path | None) -> None:
     """Remove entries."""
     from ling3export.cache.cleanup import clean_up
 
-    if older_than is None and max_size is None and not everything:
-        raise click.UsageError("expected --older-than, --max-size or --all.")
-    folder = cache_folder(CacheUse(folder=cache_dir))
-    done = clean_up(folder, older_than=older_than, max_bytes=max_size, everything=everything)
-    if as_json:
-        click.echo(json.dumps(asdict(done)))
-        return
+    if max_size is None and not everything:
+        raise click.UsageError("expected --max-size or --all.")
+    done = clean_up(cache_folder(CacheUse(folder=cache_dir)), None if everything else max_size)
     click.echo(
         f"removed {done.removed} entries ({_megabytes(done.freed)}); "
         f"{done.kept} entries ({_megabytes(done.bytes)}) are left"

@@ -40,17 +40,9 @@ catalog.add_command(pull)
 )
 @click.option("--no-run", is_flag=True, help="Only check digests before: nothing of ARTIFACT is executed.")
 def publish(
-    artifact: Path,
-    store: str,
-    name: str,
-    version: str,
-    title: str,
-    description: str,
-    author: str,
-    tags: tuple[str, ...],
-    evaluation: Path | None,
-    no_run: bool,
-) -> None:
+    artifact: Path, store: str, name: str, version: str, title: str, description: str, author: str,
+    tags: tuple[str, ...], evaluation: Path | None, no_run: bool,
+) -> None:  # fmt: skip
     """Publish ARTIFACT as a version that never changes.
 
     ARTIFACT is verified first. The same content again does nothing; other content is refused. Prints the version's

@@ -107,15 +107,6 @@ def main() -> None:
     IGNORE,
 )
 @section(
-    "Proof",
-    click.option(
-        "--prove-portable/--no-prove-portable",
-        "prove",
-        default=None,
-        help="Run the portable programs of other machines on the processor.  [default: for up to 1 GB]",
-    ),
-)
-@section(
     "Compiling",
     click.option("--jobs", type=click.IntRange(1), metavar="N", help="Cells built at a time.  [default: one a core]"),
     click.option(
@@ -130,7 +121,7 @@ def main() -> None:
 def build(
     checkpoint: Path | None, artifact: Path | None, ignore: tuple[str, ...], into: Path | None,
     force: bool, kind: str, cache: str, cache_dir: Path | None, no_weights: bool, dummy_weights: int | None,
-    prove: bool | None, allow_rounding: bool, **options: Any,
+    allow_rounding: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Build ARTIFACT from CHECKPOINT.
 
@@ -166,11 +157,11 @@ def build(
         elif into is not None:
             from ling3export.compile.into import add_targets
 
-            console.summary(into, *add_targets(into, what, chosen, console, force=force, cache=use, prove=prove))
+            console.summary(into, *add_targets(into, what, chosen, console, force=force, cache=use))
         else:
             manifest = building.build(
                 source, destination, what, console, no_weights=no_weights, dummy=dummy_weights, force=force,
-                ignore=ignore, cache=use, prove=prove, allow_rounding=allow_rounding,
+                ignore=ignore, cache=use, allow_rounding=allow_rounding,
             )  # fmt: skip
             console.summary(destination, manifest)
 
@@ -249,15 +240,7 @@ main.add_command(sign)
 @click.option("--no-run", is_flag=True, help="Write no receipts: nothing of ARTIFACT is executed.")
 @ROUNDING
 @IGNORE
-def attach(
-    artifact: Path,
-    checkpoint: Path,
-    out: Path | None,
-    force: bool,
-    no_run: bool,
-    allow_rounding: bool,
-    ignore: tuple[str, ...],
-) -> None:
+def attach(artifact: Path, checkpoint: Path, out: Path | None, no_run: bool, **choices: Any) -> None:
     """Give the programs of ARTIFACT the weights of CHECKPOINT.
 
     Nothing is compiled: CHECKPOINT must have the config that the programs were built for. With OUT, ARTIFACT stays as
@@ -268,7 +251,6 @@ def attach(
     from ling3export.compile.attach import attach as attaching
 
     with _unwinding(), Console() as console:
-        choices: dict[str, Any] = {"force": force, "ignore": ignore, "allow_rounding": allow_rounding}
         manifest = attaching(artifact, checkpoint, out, console, run=not no_run, **choices)
         if no_run:
             console.note(f"wrote {out or artifact} ({manifest.weights.nbytes / 1e6:.1f} MB of weights), not run")
@@ -342,15 +324,9 @@ def inspect(artifact: Path, wide: bool, as_json: bool, load_plan: bool) -> None:
 )
 @JSON
 def verify(
-    artifact: Path,
-    target: str | None,
-    no_run: bool,
-    portable: bool,
-    time: bool,
-    trace: Path | None,
-    engine: bool | None,
-    as_json: bool,
-) -> None:
+    artifact: Path, target: str | None, no_run: bool, portable: bool, time: bool, trace: Path | None,
+    engine: bool | None, as_json: bool,
+) -> None:  # fmt: skip
     """Check ARTIFACT: every digest, then every vector in every cell.
 
     This executes native code of ARTIFACT, except with --no-run. Cells of other machines are not run; --portable

@@ -37,10 +37,8 @@ def attach(
 
     Args:
         artifact: Programs alone, or a whole artifact.
-        checkpoint: A checkpoint with the configuration that the programs were compiled for.
         out: The folder to make; None replaces ``artifact``.
         force: Replace ``out`` if it is there, or the weights that ``artifact`` has.
-        ignore: Fields of the checkpoint's config.json to ignore.
         run: Whether the programs are run for receipts; otherwise nothing of ``artifact`` is executed. Receipts of the
             same weights stay, also those of programs that this machine cannot run.
         allow_rounding: Whether weights may be rounded that the programs' dtype does not hold.

@@ -64,7 +64,6 @@ def build(
     force: bool = False,
     ignore: Sequence[str] = (),
     cache: CacheUse = DEFAULT_USE,
-    prove: bool | None = None,
     allow_rounding: bool = False,
 ) -> Manifest:
     """Builds ``artifact`` from ``checkpoint``.
@@ -72,15 +71,8 @@ def build(
     Args:
         checkpoint: A folder in the published layout; without weights a config.json, or a folder with one; nothing else
             is read.
-        artifact: The folder to make.
-        options: Targets, sizes and forms.
-        report: Gets progress and notes.
         no_weights: Build only programs, for weights that are attached later.
         dummy: With ``no_weights`` the seed of weights to run the programs with, which are not kept; None runs nothing.
-        force: Replace an artifact that is there.
-        ignore: Fields of config.json to ignore.
-        cache: The cache of compiled programs, and its policy.
-        prove: Whether portable programs of machines that are not here are run on the processor; None for small models.
         allow_rounding: Whether weights may be rounded that ``options.dtype`` does not hold.
 
     Raises:
@@ -112,7 +104,7 @@ def build(
                 vectors = write_vectors(weights, folder, context, options.dtype, report, form)
                 body = replace(body, weights=stored, vectors=vectors)
             outcomes = compiled()
-        manifest = complete(folder, body, outcomes, report, cells, prove=prove)
+        manifest = complete(folder, body, outcomes, report, cells)
         if no_weights and dummy is not None:
             for name in ("weights", "vectors"):
                 remove_tree(folder / name)
@@ -169,11 +161,9 @@ def compiling(
     """Compiles the cells of every plan while the block does other work; an exception in the block ends the compilers.
 
     Args:
-        config: The model.
         options: The number of jobs is read.
         plans: One a target.
         folder: Gets ``programs/TARGET/`` for every target.
-        cells: The cache.
         report: Gets each cell, and the outcomes if a cell fails.
 
     Yields:
@@ -217,8 +207,6 @@ def complete(
     report: Reporter,
     cells: Cells,
     programs: Mapping[str, str] = MappingProxyType({}),
-    *,
-    prove: bool | None = None,
 ) -> Manifest:
     """Adds compiled targets to a manifest, runs the vectors through what runs here, and writes it.
 
@@ -226,10 +214,8 @@ def complete(
         folder: The artifact's folder, every other file in place.
         manifest: A target of the same name is replaced.
         outcomes: One a target.
-        report: Gets progress.
         cells: The cache, which forgets the programs of a target whose receipts are refused.
         programs: By target the name of its folder in ``programs/``, where that is not the target's.
-        prove: See :func:`build`.
 
     Raises:
         ArtifactError: A cell differs from its expectation by more than its tolerance, does not run, or the disk is
@@ -247,7 +233,7 @@ def complete(
             producer={**toolchain(plan.target), **manifest.producer},
             notes=(*(note for note in manifest.notes if not note.startswith(f"{name}: ")), *plan.named_notes),
         )
-    run = [outcome for outcome in outcomes if manifest.has_weights and _is_run(manifest, outcome.plan, prove, report)]
+    run = [outcome for outcome in outcomes if manifest.has_weights and _is_run(manifest, outcome.plan, report)]
     vectors = manifest.vectors
     report.start("receipts", len(run))
     for outcome in run:
@@ -265,13 +251,13 @@ def complete(
     return write_manifest(folder, replace(manifest, vectors=vectors))
 
 
-def _is_run(manifest: Manifest, plan: Plan, prove: bool | None, report: Reporter) -> bool:
+def _is_run(manifest: Manifest, plan: Plan, report: Reporter) -> bool:
     """Whether the vectors are run through a target: its executables, or its portable programs on the processor."""
-    if plan.target.runs_here or prove is not None:
-        return plan.target.runs_here or bool(prove)
-    if reason := too_large(manifest, plan.target.name):
-        report.note(f"{plan.target.name}: portable programs not run: {reason}; --prove-portable runs them all the same")
-    return reason is None
+    name = plan.target.name
+    if plan.target.runs_here or not (reason := too_large(manifest, name)):
+        return True
+    report.note(f"{name}: portable programs not run: {reason}; run them with: ling3export verify ARTIFACT --portable")
+    return False
 
 
 def copy_tokenizer(folder: Path, source: Checkpoint) -> tuple[FileRecord, ...]:

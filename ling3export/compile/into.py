@@ -50,18 +50,13 @@ def add_targets(
     *,
     force: bool = False,
     cache: CacheUse = DEFAULT_USE,
-    prove: bool | None = None,
 ) -> tuple[Manifest, list[str]]:
     """Adds the targets of ``options`` to ``artifact``.
 
     Args:
-        artifact: The folder.
         options: The targets; values that all targets share come from the artifact.
         chosen: Names of the options that the user gave: one that contradicts the artifact is refused.
-        report: Gets progress and notes.
         force: Replace targets that are there.
-        cache: See :func:`~ling3export.compile.build.build`.
-        prove: See :func:`~ling3export.compile.build.build`.
 
     Returns:
         The manifest, and the names of the added targets.
@@ -95,7 +90,7 @@ def add_targets(
         _remove_unnamed(artifact, manifest)
         with compiling(config_of(manifest), options, plans, staging, cells, report) as compiled:
             outcomes = compiled()
-        written = _take_in(staging, artifact, manifest, outcomes, report, cells, prove)
+        written = _take_in(staging, artifact, manifest, outcomes, report, cells)
         names = [plan.target.name for plan in plans]
         report.note(summary((cell for name in names for cell in written.targets[name].cells.values()), cache))
         return written, names
@@ -114,13 +109,7 @@ def _check_shared(options: Options, chosen: set[str], manifest: Manifest, artifa
 
 
 def _take_in(
-    staging: Path,
-    artifact: Path,
-    manifest: Manifest,
-    outcomes: Sequence[BuildOutcome],
-    report: Reporter,
-    cells: Cells,
-    prove: bool | None,
+    staging: Path, artifact: Path, manifest: Manifest, outcomes: Sequence[BuildOutcome], report: Reporter, cells: Cells
 ) -> Manifest:
     """Moves the programs in, measures receipts, and replaces the manifest."""
     sync_tree(staging)
@@ -130,7 +119,7 @@ def _take_in(
             moved[name] = _free_name(artifact, name)
             rename(staging / "programs" / name, artifact / "programs" / moved[name])
         sync_folder(artifact / "programs")
-        written = complete(artifact, manifest, outcomes, report, cells, moved, prove=prove)
+        written = complete(artifact, manifest, outcomes, report, cells, moved)
     except BaseException:
         if read_manifest(artifact).sha256 == manifest.sha256:
             for programs in moved.values():

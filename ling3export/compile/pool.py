@@ -42,7 +42,6 @@ class Compilers:
 
     Args:
         plan: The target and its geometry.
-        config: The model.
         folder: Gets the programs.
         jobs: Processes; None is one a core.
         cells: The cache; its cells are not compiled.

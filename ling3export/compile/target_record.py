@@ -100,11 +100,7 @@ def state_abi(config: Config, dtype: str) -> str:
 
 
 def _needs(built: Sequence[Built]) -> tuple[Requirements, Mesh]:
-    """One kind of machine, the same devices, and every feature that an executable uses.
-
-    Raises:
-        PlanError: They were compiled for different machines.
-    """
+    """One kind of machine, the same devices, and every feature that an executable uses; refuses different machines."""
     features = {feature for cell in built for feature in cell.requires.cpu_features or ()}
     needs = {(str(replace(cell.requires, cpu_features=None)), cell.mesh): cell.requires for cell in built}
     if len(needs) != 1:

@@ -76,8 +76,6 @@ def priced(config: Config, options: Options, tokens: int = TOKENS) -> Priced:
     """Plans every target and prices it.
 
     Args:
-        config: The model.
-        options: The options of a build.
         tokens: Cached by each decoding sequence; at most the context counts.
 
     Raises:

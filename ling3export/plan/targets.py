@@ -65,7 +65,6 @@ def parse_target(text: str, tp: int | None, config: Config) -> TargetSpec:
     """Parses ``PLATFORM[:KIND][:TOPOLOGY][@TP]``.
 
     Args:
-        text: The target.
         tp: ``--tp``, which speaks of cpu; elsewhere only ``@TP`` counts, and all devices of a topology are taken.
         config: The model; TP must divide its TP shards.
 

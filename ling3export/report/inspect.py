@@ -89,7 +89,6 @@ def describe(manifest: Manifest, *, wide: bool = False, calibration: Calibration
     """The plan, cells, sizes, costs and state schema of every target, for a person.
 
     Args:
-        manifest: An artifact's.
         wide: Whether tables may be wider than 80 characters; they then have all columns.
         calibration: Measurements of one target by a machine.
         note: Why there is none, where that has to be said.

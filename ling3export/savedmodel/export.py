@@ -78,9 +78,6 @@ def build_savedmodel(
     """Writes ``destination``, a SavedModel with a signature for every cell of the plan.
 
     Args:
-        checkpoint: A folder in the published layout.
-        force: Replace an earlier SavedModel of ours.
-        ignore: Fields of config.json to ignore.
         allow_rounding: Whether weights may be rounded that ``options.dtype`` does not hold.
 
     Returns:

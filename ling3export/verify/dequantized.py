@@ -22,7 +22,6 @@ class Dequantized:
     how the store is laid out.
 
     Args:
-        source: The checkpoint.
         weights: In which forms, a key of ``artifacts/parameters.py``'s WEIGHTS.
     """
 
@@ -68,7 +67,6 @@ def exact_type(dtype: str, weights: str) -> type[np.floating[Any]]:
     """The reference's precision: float64 for fp32 programs and for dequantized weights, else float32, which is faster.
 
     Args:
-        dtype: The artifact's dtype.
         weights: The forms of its weights, a key of ``artifacts/parameters.py``'s WEIGHTS.
     """
     return np.float64 if dtype == "float32" or weights != PLAIN else np.float32

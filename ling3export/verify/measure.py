@@ -6,14 +6,14 @@ has, and the vectors run through them. They hold every decision of ours; what st
 compiler makes of them.
 """
 
-import contextlib
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from msgspec import structs
 from msgspec.structs import replace
@@ -29,10 +29,13 @@ from ling3export.foundation.processes import LOOPBACK, START_TIMEOUT, Child, ans
 from ling3export.machine.targets import prepare
 from ling3export.runners.hosts.hosts import Hosts
 
+if TYPE_CHECKING:
+    from ling3export.runners.load.loader import Loaded
+
 MODULE = "ling3export.verify.measure"
 # Portable programs are run a few times: compiling them with LLVM's optimization would take twice as long.
 QUICK = "--xla_backend_optimization_level=0"
-# Bytes of weights: programs of larger checkpoints run on the processor only with --prove-portable.
+# Bytes of weights: a build does not run the portable programs of larger checkpoints.
 DEFAULT_BYTES = 10**9
 LARGEST_ID = 1 << 24  # of a token: a grammar's tokenizer has a row for each id
 
@@ -56,19 +59,26 @@ def check_tokenizer(folder: Path, records: Sequence[FileRecord]) -> None:
             Grammars(tokenizer, largest + 1, eos or {0})
 
 
+@contextmanager
+def _loaded(artifact: Path, **options: Any) -> "Iterator[Loaded]":
+    """A target for the block, at whose end the other hosts are told to end."""
+    from ling3export.runners.load.loader import load
+
+    loaded = load(artifact, report=lambda _: None, **options)
+    yield loaded
+    if loaded.channel is not None:
+        loaded.channel.finish()
+
+
 def measure_target(artifact: Path, name: str, manifest: Manifest, hosts: Hosts | None = None) -> Receipts:
     """Loads one target and runs every vector through each of its cells.
 
     On several hosts every process calls it; the result of the first one counts.
     """
     from ling3export.runners.calibrate.vectors import measured
-    from ling3export.runners.load.loader import load
 
-    loaded = load(artifact, target=name, check="programs", report=lambda _: None, manifest=manifest, hosts=hosts)
-    receipts = measured(loaded)
-    if loaded.channel is not None:
-        loaded.channel.finish()
-    return receipts
+    with _loaded(artifact, target=name, check="programs", manifest=manifest, hosts=hosts) as loaded:
+        return measured(loaded)
 
 
 def time_target(
@@ -80,17 +90,15 @@ def time_target(
     """
     from ling3export.runners.calibrate.times import timed
     from ling3export.runners.calibrate.vectors import measured
-    from ling3export.runners.load.loader import load
 
-    loaded = load(artifact, target=target, report=lambda _: None, manifest=manifest, hosts=hosts)
-    with loaded.channel.together() if loaded.channel else contextlib.nullcontext():
+    with (
+        _loaded(artifact, target=target, manifest=manifest, hosts=hosts) as loaded,
+        loaded.channel.together() if loaded.channel else nullcontext(),
+    ):
         inputs = loaded.runner.inputs = {}
         receipts = measured(loaded)
         loaded.runner.inputs = None
-        calibration = timed(loaded, inputs, receipts, traces)
-    if loaded.channel is not None:
-        loaded.channel.finish()
-    return calibration
+        return timed(loaded, inputs, receipts, traces)
 
 
 def measure_apart(artifact: Path, target: str, manifest: Manifest, *, portable: bool = False) -> Receipts:
@@ -107,7 +115,7 @@ def measure_apart(artifact: Path, target: str, manifest: Manifest, *, portable: 
     address = f"{LOOPBACK}:{free_port()}"
     secret = secrets.token_hex(16)  # of these processes alone, among all of this machine
     job = {"artifact": str(artifact), "target": target, "manifest": to_json(manifest), "portable": portable}
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         children = [stack.enter_context(Child(MODULE, quick() if portable else {})) for _ in range(count)]
         for number, child in enumerate(children):
             hosts = asdict(Hosts(address, count, number, START_TIMEOUT, secret=secret)) if count > 1 else None
@@ -140,42 +148,35 @@ def measure_portable(artifact: Path, name: str, manifest: Manifest) -> PortableR
     Raises:
         ArtifactError: A program is damaged, does not compile here, or does not run.
     """
-    from ling3export.runners.load.loader import load
-
-    target = on_processor(manifest.targets[name])
-    prepare(target)  # before jax is imported
-    from ling3export.machine.portable import lacking
+    target, left = on_processor(artifact, manifest.targets[name])
     from ling3export.runners.calibrate.vectors import measured
 
-    left = not_run(
-        target, {cell: lacking(read_checked(artifact, target.cells[cell].stablehlo)) for cell in target.cells}
-    )
-    target = replace(target, cells={cell: record for cell, record in target.cells.items() if cell not in left})
-    receipts = measured(
-        load(
-            artifact,
-            target=name,
-            programs="allow-compile",
-            check="programs",
-            report=lambda _: None,
-            manifest=replace(manifest, targets={name: target}),
-        )
-    )
+    manifest = replace(manifest, targets={name: target})
+    with _loaded(artifact, target=name, programs="allow-compile", check="programs", manifest=manifest) as loaded:
+        receipts = measured(loaded)
     return PortableReceipts(**structs.asdict(receipts), compiler=f"jaxlib {version('jaxlib')}", lacking=left)
 
 
-def on_processor(target: Target) -> Target:
-    """A target with its portable programs alone, for as many virtual devices of one process."""
-    cells = {name: replace(cell, exec=None, call=None) for name, cell in target.cells.items()}
+def on_processor(artifact: Path, target: Target) -> tuple[Target, dict[str, tuple[str, ...]]]:
+    """A target with the portable programs that run here, for as many virtual devices of this process, and the others.
+
+    Call it before jax is imported. The others are cells, each with the custom calls that the processor lacks.
+    """
     mesh = Mesh(target.mesh.axis, tuple(range(target.tp)), (0,) * target.tp)
-    return replace(target, platform="cpu", mesh=mesh, cells=cells, kernels=None, state_program=None)
+    target = replace(target, platform="cpu", mesh=mesh, kernels=None, state_program=None)
+    prepare(target)
+    from ling3export.machine.portable import lacking
+
+    calls = {name: lacking(read_checked(artifact, cell.stablehlo)) for name, cell in target.cells.items()}
+    left = not_run(target, calls)
+    cells = {name: replace(cell, exec=None, call=None) for name, cell in target.cells.items() if name not in left}
+    return replace(target, cells=cells), left
 
 
 def not_run(target: Target, calls: Mapping[str, tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
     """The cells that cannot be run, and why: custom calls of their own, or of all cells that they need.
 
     Args:
-        target: Its cells and what they are.
         calls: By cell, the custom calls that the processor's compiler lacks.
     """
 

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
-from ling3export.artifacts.manifest import read_checked
 from ling3export.artifacts.schema import SequenceRecord, State, Target
 from ling3export.artifacts.signing import read_trusted
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.processes import Child, answer, replied
-from ling3export.machine.targets import platforms_here, prepare
+from ling3export.machine.targets import platforms_here
 from ling3export.verify.measure import on_processor, quick
 
 if TYPE_CHECKING:
@@ -42,7 +41,6 @@ def probe(
         loaded: A target; its state is overwritten, its parameters are as before at the end.
         cell: A cell of ``PHASES``. ``decode`` prefills each prompt at the smallest padding.
         sequences: Token ids, and how many of them are the prompt.
-        layers: How many layers the model has.
 
     Yields:
         ``out POINT SEQUENCE``: fp32 logits [positions, V] of the residual stream after that many steps: 0 is the
@@ -176,13 +174,9 @@ def loaded_for(artifact: Path, name: str, cell: str, *, portable: bool) -> "Load
     cells = {cell, f"prefill@{record.paddings('prefill')[0]}"}
     record = replace(record, cells={other: record.cells[other] for other in sorted(cells)})
     if portable:
-        record = on_processor(record)
-        prepare(record)  # before jax is imported
-        from ling3export.machine.portable import lacking
-
-        for other in record.cells.values():
-            if calls := lacking(read_checked(artifact, other.stablehlo)):
-                raise ArtifactError(f"{other.name}: only an accelerator has {', '.join(calls)}")
+        record, left = on_processor(artifact, record)
+        for other, calls in left.items():
+            raise ArtifactError(f"{other}: only an accelerator has {', '.join(calls)}")
     from ling3export.runners.load.loader import load
 
     return load(

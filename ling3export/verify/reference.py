@@ -35,7 +35,6 @@ class Reference:
     for. Only the experts that some token chose are read, one after the other.
 
     Args:
-        config: The model's configuration.
         read: Returns a tensor of the checkpoint by name, in any float dtype and in torch's order.
         dtype: Precision of everything but the rotary angles: float64, or float32 where time matters.
 

@@ -30,8 +30,6 @@ class StoredWeights:
     """A store as a checkpoint: each tensor in torch's order.
 
     Args:
-        store: The artifact's store.
-        config: The artifact's configuration.
         weights: The forms of the store, a key of ``artifacts/parameters.py``'s WEIGHTS.
     """
 
@@ -107,9 +105,6 @@ def stored_reference(folder: Path, weights: WeightsRecord, config: Config, plan:
     """The numpy reference with the weights of an artifact.
 
     Args:
-        folder: The artifact.
-        weights: Its record of weights.
-        config: Its configuration.
         plan: The dtype and the forms of its weights.
     """
     read = StoredWeights(Store(folder, weights.index), config, plan.forms).tensor

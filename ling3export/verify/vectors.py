@@ -52,11 +52,8 @@ def write_vectors(
     5e-6; the smallest margins found are recorded.
 
     Args:
-        source: A checkpoint.
-        folder: The artifact's folder.
         context: Tokens of the longest sequence.
         dtype: The artifact's dtype.
-        report: Told of the stage.
         weights: The forms of the artifact's weights: the plain model computes with what quantized ones stand for.
 
     Raises:
@@ -94,11 +91,8 @@ def put_vectors(
     """Writes the logits of sequences.
 
     Args:
-        folder: The artifact's folder.
-        chosen: The sequences.
         logits: Logits of each, fp32 or more [positions, V].
         reference: The program that computed them, last.
-        seed: The seed of the sequences.
         text: Further words of the manifest on the source.
     """
     path = folder / PATH

@@ -78,8 +78,6 @@ def check_digests(artifact: Path, manifest: Manifest, target: str | None = None)
     """Compares every file and every weight shard with the manifest; returns how many there are of each.
 
     Args:
-        artifact: The folder.
-        manifest: Its manifest.
         target: Programs of all other targets may be missing.
 
     Raises:
@@ -122,7 +120,6 @@ def time_artifact(
     """Checks every digest, runs one target's vectors in this process, times its cells, and records the times.
 
     Args:
-        artifact: The folder.
         target: None for the only one that fits this machine.
         hosts: This process's place among several; each of them calls this, and host 0 records.
         report: Receives a line about the signature, and one about the record.

@@ -35,7 +35,7 @@ WITH_COMMANDS = [page for page in PAGES if (ROOT / page).is_file() and commands(
 MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "4", "--context", "512", "--score-paddings", "16")
 # The demo as other tests have it, a slice of four chips for the micro model: both are compiled once for all pages.
 DEMO_OPTIONS = " ".join(RECIPES["demo-tp1"].options())
-SLICE = "--target tpu:v6e:2x2 --paddings 16 --max-running 4 --context 512 --no-prove-portable"
+SLICE = "--target tpu:v6e:2x2 --paddings 16 --max-running 4 --context 512"
 # Commands that need an optional extra: `make test` leaves them out, and `make extras` runs them.
 OPTIONAL = ("--format savedmodel", "lm-eval run", "inspect eval")
 MAKING = ("ling3export synth ", "ling3export build CHECKPOINT ")  # what such a command starts from
@@ -63,11 +63,8 @@ SWAPS = {
     "docs/getting-started.md": [
         ("build Ling-3.0-tiny-fp8 ling3.ling3 --weights int4", f"build {DEMO} ling3.ling3 {DEMO_OPTIONS}")
     ],
-    # Compiling the portable programs for the processor, too, takes half a minute.
-    "docs/build.md": [("--target tpu:v6e:2x2", "--target tpu:v6e:2x2 --no-prove-portable")],
     "docs/targets.md": [
-        ("--context 512", "--context 512 --no-prove-portable"),
-        ("CHECKPOINT ling3-v6e.ling3 --target tpu:v6e:4x4 --paddings 16,128,512", f"micro ling3-v6e.ling3 {SLICE}"),
+        ("CHECKPOINT ling3-v6e.ling3 --target tpu:v6e:4x4 --paddings 16,128,512", f"micro ling3-v6e.ling3 {SLICE}")
     ],
     "docs/hosts.md": [
         ("CHECKPOINT four.ling3 --target cpu:4x4", "micro four.ling3 --target cpu:4x1 --paddings 16 --max-running 1")

@@ -107,9 +107,7 @@ class Recipe:
         if self.target.startswith("tpu"):
             numbers |= {"--max-running": 4, "--context": 512, "--page-size": 256}
             del numbers["--tp"]
-        # Portable programs are compiled for the processor in tests of their own: all of a target take half a minute.
-        proof = [] if self.target.startswith("cpu") else ["--no-prove-portable"]
-        return [str(part) for pair in numbers.items() for part in pair] + ["--afd"] * self.afd + proof
+        return [str(part) for pair in numbers.items() for part in pair] + ["--afd"] * self.afd
 
 
 RECIPES = {
@@ -205,7 +203,7 @@ def versions() -> dict[str, str | None]:
 
 
 def remove_old(folder: Path) -> None:
-    """Removes what no run has used for KEPT_DAYS, and of the programs, the least recently used first, what is too much.
+    """Removes what no run has used for KEPT_DAYS, and the least recently used programs, if all take too much.
 
     What a run in another process has just used stays: its entries and folders are young.
     Runners keep what they compile under a key without our sources: other ones remove it.
@@ -216,7 +214,7 @@ def remove_old(folder: Path) -> None:
             if time.time() - each.stat().st_mtime > seconds:
                 shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink()
     programs = kept_programs(folder)
-    clean_up(programs, older_than=seconds, max_bytes=KEPT_BYTES)
+    clean_up(programs, max_bytes=KEPT_BYTES)
     stamp, sources = folder / "recompiling", sources_of(RECOMPILING)
     if not stamp.exists() or stamp.read_text() != sources:
         shutil.rmtree(programs / RECOMPILED, ignore_errors=True)
