@@ -72,17 +72,17 @@ def clean_up(folder: Path, max_bytes: int | None = None) -> Cleaned:
 
     Files of writers that were killed go too.
     """
-    entries = kept = stored_entries(folder)
-    whole = size = sum(entry.bytes for entry in kept)
-    while kept and (max_bytes is None or size > max_bytes):
-        size, kept = size - kept[0].bytes, kept[1:]
+    entries = stored_entries(folder)
+    whole = left = sum(entry.bytes for entry in entries)
+    removed = 0
+    while removed < len(entries) and (max_bytes is None or left > max_bytes):
+        left -= entries[removed].bytes
+        removed += 1
     with writing(folder):
-        for entry in entries:
-            if entry not in kept:
-                for path in _files(entry.path):
-                    remove(path)
+        for path in (path for entry in entries[:removed] for path in _files(entry.path)):
+            remove(path)
         for path in (path for place in (".", *PLACES) for path in (folder / place).glob(".*partial-*")):
             with contextlib.suppress(FileNotFoundError):
                 if LEFT.fullmatch(path.name) and path.lstat().st_mtime < time.time() - WRITING:
                     remove(path)
-    return Cleaned(len(entries) - len(kept), len(kept), whole - size, size)
+    return Cleaned(removed, len(entries) - removed, whole - left, left)

@@ -4,7 +4,6 @@ import copy
 import hashlib
 import json
 import os
-import random
 import secrets
 import time
 from collections.abc import Callable
@@ -55,15 +54,6 @@ def failure(folder: Path) -> str:
     with pytest.raises(ArtifactError) as caught:
         read_manifest(folder)
     return str(caught.value)
-
-
-def refused_with(folder: Path) -> str:
-    """What a reader says that refuses the manifest; empty if it takes it."""
-    try:
-        read_manifest(folder)
-    except ArtifactError as error:
-        return str(error)
-    return ""
 
 
 def test_canonical_golden() -> None:
@@ -321,39 +311,6 @@ def test_a_crafted_manifest_is_refused_by_name(
     assert message in said
     assert said.isprintable() or said.replace("\n", "").isprintable()
     assert said.endswith(f", in {tmp_path}\n{HINT}")
-
-
-NASTY: list[Any] = [
-    None, True, 0, -1, 1, 2**31, 10**9, 10**30, 0.5, -0.0, 1e308, "", "1", "\x1b[31m", "../x", "a" * 20_000, [], [[]],
-    {}, {"": 1}, [None] * 3, [1] * 10_000, {"path": "/etc/passwd"},
-]  # fmt: skip
-
-
-def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    return [found for key, item in items for found in ((*path, key), *places(item, (*path, key)))]
-
-
-def test_no_mutated_manifest_ends_in_anything_but_a_clear_refusal(raw: dict[str, Any], tmp_path: Path) -> None:
-    """Of 2,000 such manifests 593 once ended in a traceback, and some in a hang."""
-    chance = random.Random(5)
-    everywhere = [path for path in places(raw) if path[0] not in ("format", "sha256") and path != ("weights", "index")]
-    refused = 0
-    for _ in range(150):
-        mutated = copy.deepcopy(raw)
-        for _ in range(chance.choice([1, 1, 2])):
-            try:
-                at(*chance.choice(everywhere), value=chance.choice([..., *NASTY]))(mutated)
-            except (KeyError, IndexError, TypeError):
-                continue  # it went with what was replaced before
-        if not isinstance(mutated.get("weights"), dict) or not isinstance(mutated["weights"].get("index"), dict):
-            continue
-        (tmp_path / MANIFEST).write_bytes(sealed(mutated))
-        started, said = time.process_time(), refused_with(tmp_path)
-        refused += said != ""
-        assert said.replace("\n", "").isprintable()
-        assert time.process_time() - started < 2
-    assert refused > 100
 
 
 def test_a_program_that_gives_the_state_is_for_cpu_alone(small: Manifest, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from ling3export.compile.kernels import compiled
 from ling3export.foundation.errors import ArtifactError
 from ling3export.machine import kernels
 from ling3export.machine.environment import cpu_features
@@ -26,7 +25,7 @@ from ling3export.model.program import bind
 from ling3export.plan.kernels import LEVELS, compiler, ending
 from ling3export.verify import formulas
 from tests.support import emulated
-from tests.support.artifacts_fixture import ROOT
+from tests.support.artifacts_fixture import kept_kernels
 from tests.support.direct import Direct, relative
 from tests.support.kda_oracle import close, delta_rule
 from tests.support.numerics import Case
@@ -54,14 +53,10 @@ CASES = 4
 addresses = set()  # where the libraries of the forms have their code
 
 
-def kept_library(name: str) -> Path:
-    return ROOT / ".cache" / "tests" / f"kernels-{name}-{platform.machine()}.so"
-
-
 @pytest.fixture(params=[*FORMS, *EMULATED], scope="module")
 def geometry(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Geometry]:
     """A geometry whose programs call one form of the kernels, which is compiled once and kept between runs."""
-    if (command := compiler()) is None:
+    if compiler() is None:
         pytest.skip("no C++ compiler")
     name = ending(request.param)
     own = Geometry(tp=1, dtype="bfloat16", slots=1, pages=1, page_size=16, max_pages=1, latent_row=16, kernels=name)
@@ -69,11 +64,7 @@ def geometry(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
         with emulated.calling(request.param, name, tmp_path_factory.mktemp("emulated")):
             yield own
         return
-    kept = kept_library(name)
-    if not kept.exists():
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        kept.write_bytes(compiled(command, request.param))
-    register(kept.read_bytes(), name)
+    register(kept_kernels(name), name)
     addresses.add(ctypes.cast(kernels.LIBRARIES[name].ling3_columns, ctypes.c_void_p).value)
     assert len(addresses) == len(kernels.LIBRARIES), "each form is a library of its own"
     yield own
@@ -371,4 +362,4 @@ def test_a_library_without_a_kernel_is_refused(geometry: Geometry, monkeypatch: 
     monkeypatch.setattr(kernels, "LIBRARIES", {})
     monkeypatch.setattr(kernels, "HANDLERS", (*kernels.HANDLERS, "later"))
     with pytest.raises(ArtifactError, match="undefined symbol: ling3_later"):
-        register(kept_library(geometry.kernels).read_bytes(), f"{geometry.kernels}-none")
+        register(kept_kernels(geometry.kernels), f"{geometry.kernels}-none")

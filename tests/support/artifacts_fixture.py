@@ -18,6 +18,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +31,7 @@ import pytest
 
 from ling3export.artifacts.files import RECOMPILED
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.artifacts.schema import Manifest
+from ling3export.artifacts.schema import KERNELS, Manifest
 from ling3export.cache.cleanup import clean_up
 from ling3export.checkpoint.synth import synthesize
 from ling3export.machine import environment
@@ -203,17 +204,16 @@ def versions() -> dict[str, str | None]:
 
 
 def remove_old(folder: Path) -> None:
-    """Removes what no run has used for KEPT_DAYS, and the least recently used programs, if all take too much.
+    """Removes what no run has used for KEPT_DAYS, and the least recently used programs if all take too much.
 
     What a run in another process has just used stays: its entries and folders are young.
     Runners keep what they compile under a key without our sources: other ones remove it.
     """
-    seconds = KEPT_DAYS * 24 * 3600
-    for each in [*folder.glob("*-*"), *folder.glob("jit/*")]:
+    seconds, programs = KEPT_DAYS * 24 * 3600, kept_programs(folder)
+    for each in [*folder.glob("*-*"), *folder.glob("jit/*"), *programs.glob("*/*")]:
         with contextlib.suppress(FileNotFoundError):  # another run removes it, too
             if time.time() - each.stat().st_mtime > seconds:
                 shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink()
-    programs = kept_programs(folder)
     clean_up(programs, max_bytes=KEPT_BYTES)
     stamp, sources = folder / "recompiling", sources_of(RECOMPILING)
     if not stamp.exists() or stamp.read_text() != sources:
@@ -241,7 +241,7 @@ class Artifacts:
         home = self.folder / f"{name}-{key}"
         if str(home) not in self._ready:
             home.mkdir(exist_ok=True)
-            with self._locked(home):
+            with locked(home):
                 os.utime(home)
                 path, stamp = home / name, home / "digest"
                 if not stamp.exists() or stamp.read_text() != digest_of(files_below(path)):
@@ -274,6 +274,8 @@ class Artifacts:
         """What ``ling3export build CHECKPOINT NAME OPTIONS`` makes, with ``variables`` in its environment."""
 
         def build(path: Path) -> None:
+            if "--kernels" in options:
+                kept_kernels()
             words = ("build", checkpoint, path, *options, "--cache-dir", self.programs)
             one = ("--jobs", 1)  # other tests run beside it, and each process costs more than a small program
             run(sys.executable, "-m", "ling3export.cli", *words, *one, environment=os.environ | variables)
@@ -288,13 +290,13 @@ class Artifacts:
         """A process that has the artifact loaded, for a ``with``."""
         return Probe(self(name), self.manifest(name))
 
-    @staticmethod
-    @contextlib.contextmanager
-    def _locked(home: Path) -> Iterator[None]:
-        """The kernel gives the lock of a killed process back."""
-        with open(home / "lock", "w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
+
+@contextlib.contextmanager
+def locked(home: Path) -> Iterator[None]:
+    """The kernel gives the lock of a killed process back."""
+    with open(home / "lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def kept_folder() -> Path:
@@ -305,6 +307,25 @@ def kept_folder() -> Path:
 def kept_programs(folder: Path) -> Path:
     """The build cache in the folder of what tests keep."""
     return folder / "cache"
+
+
+def kept_kernels(kernels: str | None = None) -> bytes:
+    """The library of native kernels, by default of this processor's best level, from the cache that builds use.
+
+    However many processes want one at the same time, one compiles it.
+    """
+    from ling3export.cache.cells import Cells
+    from ling3export.cache.store import CacheUse
+    from ling3export.compile.kernels import library_of, put_library
+    from ling3export.plan.kernels import best_level, ending
+
+    name = kernels or ending(best_level())
+    home = kept_folder() / f"kernels-{name}"
+    home.mkdir(parents=True, exist_ok=True)
+    cells = Cells(CacheUse(folder=kept_programs(kept_folder())), print)
+    with locked(home), tempfile.TemporaryDirectory() as folder:
+        put_library(Path(folder), name, cells, lambda: library_of(name))
+        return Path(folder, KERNELS).read_bytes()
 
 
 @pytest.fixture(scope="session")

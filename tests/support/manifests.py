@@ -25,11 +25,6 @@ def noted(folder: Path, note: str) -> Manifest:
     return write_manifest(folder, replace(read_manifest(folder), notes=(note,)))
 
 
-def parted(folder: Path) -> Manifest:
-    """Makes every target of two devices one of two hosts of one device each."""
-    return changed_targets(folder, lambda target: replace(target, mesh=replace(target.mesh, hosts=(0, 1))))
-
-
 def sealed(raw: dict[str, Any]) -> bytes:
     """The text of a manifest, every digest right, whatever else is in it."""
     body = {key: value for key, value in raw.items() if key not in ("programs_digest", "weights_digest", "sha256")}

@@ -63,9 +63,3 @@ def put(folder: Path, beside: str, name: str, tensor: tuple[str, list[int], byte
     shard = edit(folder, beside, change)
     edit_index(folder, lambda names: names.pop(name, None) if tensor is None else names.update({name: shard}))
     return shard
-
-
-def rename(folder: Path, old: str, new: str) -> str:
-    shard = edit(folder, old, lambda tensors: tensors.update({new: tensors.pop(old)}))
-    edit_index(folder, lambda weight_map: weight_map.update({new: weight_map.pop(old)}))
-    return shard

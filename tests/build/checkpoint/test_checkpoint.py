@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from ling3export.checkpoint.reader import INDEX, Checkpoint, expected_tensors, i
 from ling3export.checkpoint.synth import config_fields, synthesize
 from ling3export.foundation.errors import CheckpointError, ConfigError
 from ling3export.model.config import Config
-from tests.support.shards import Tensors, edit, edit_index, home, read_shard, rename, write_raw, write_shard
+from tests.support.shards import Tensors, edit, edit_index, home, read_shard, write_raw, write_shard
 
 KDA_V = "model.layers.0.attention.v_proj.weight"
 
@@ -134,35 +135,33 @@ def test_mtp_tensors_are_skipped_and_may_be_missing(folder: Path):
     )
 
 
-def test_missing_tensor(folder: Path):
-    edit(folder, KDA_V, lambda tensors: tensors.pop(KDA_V))
-    edit_index(folder, lambda weight_map: weight_map.pop(KDA_V))
-    assert refusal(folder) == f"tensor `{KDA_V}`, BF16 [64, 64]: missing in {folder}"
+KDA_BIAS, OTHER = "model.layers.0.attention.q_proj.bias", "model.layers.0.attention.v.weight"
+VALUE = bytes(2 * 64 * 64)
+# What the shard and the index have in the place of KDA_V, and what is said then of which tensor.
+WRONG_TENSORS = [
+    ({}, f"`{KDA_V}`, BF16 [64, 64]: missing in {{folder}}"),
+    (
+        {OTHER: ("BF16", [64, 64], VALUE)},
+        f"`{KDA_V}`, BF16 [64, 64]: missing in {{folder}}\nhint: not in the model: {OTHER}",
+    ),
+    (
+        {KDA_V: ("BF16", [64, 64], VALUE), KDA_BIAS: ("BF16", [1], b"ab")},
+        f"`{KDA_BIAS}`: expected no such tensor, found in {{shard}}, in {{folder}}",
+    ),
+    ({KDA_V: ("BF16", [32, 128], VALUE)}, f"`{KDA_V}`: expected shape [64, 64], found [32, 128], in {{shard}}"),
+    ({KDA_V: ("F16", [64, 64], VALUE)}, f"`{KDA_V}`: expected dtype BF16, found F16, in {{shard}}"),
+]
 
 
-def test_renamed_tensor(folder: Path):
-    rename(folder, KDA_V, "model.layers.0.attention.v.weight")
-    assert refusal(folder) == (
-        f"tensor `{KDA_V}`, BF16 [64, 64]: missing in {folder}\n"
-        "hint: not in the model: model.layers.0.attention.v.weight"
-    )
+@pytest.mark.parametrize(("tensors", "message"), WRONG_TENSORS)
+def test_a_tensor_that_is_missing_renamed_unknown_or_of_another_form(folder: Path, tensors: Tensors, message: str):
+    def change(old: dict[str, Any]) -> None:
+        del old[KDA_V]
+        old |= tensors
 
-
-def test_extra_tensor(folder: Path):
-    name = "model.layers.0.attention.q_proj.bias"
-    shard = edit(folder, KDA_V, lambda tensors: tensors.update({name: ("BF16", [1], b"ab")}))
-    edit_index(folder, lambda weight_map: weight_map.update({name: shard}))
-    assert refusal(folder) == f"tensor `{name}`: expected no such tensor, found in {shard}, in {folder}"
-
-
-def test_mis_shaped_tensor(folder: Path):
-    shard = edit(folder, KDA_V, lambda tensors: tensors.update({KDA_V: ("BF16", [32, 128], tensors[KDA_V][2])}))
-    assert refusal(folder) == f"tensor `{KDA_V}`: expected shape [64, 64], found [32, 128], in {shard}"
-
-
-def test_wrong_dtype(folder: Path):
-    shard = edit(folder, KDA_V, lambda tensors: tensors.update({KDA_V: ("F16", [64, 64], tensors[KDA_V][2])}))
-    assert refusal(folder) == f"tensor `{KDA_V}`: expected dtype BF16, found F16, in {shard}"
+    shard = edit(folder, KDA_V, change)
+    edit_index(folder, lambda weight_map: [weight_map.pop(KDA_V), weight_map.update(dict.fromkeys(tensors, shard))])
+    assert refusal(folder) == f"tensor {message.format(folder=folder, shard=shard)}"
 
 
 def test_tensor_in_two_shards(folder: Path):
@@ -179,6 +178,7 @@ def test_tensor_in_another_shard_than_the_index_says(folder: Path):
 
 
 def test_absent_shard(folder: Path):
+    """Other ports began to load, and failed in the middle."""
     shard = home(folder, "lm_head.weight")
     names = [*read_shard(shard)]
     shard.unlink()
@@ -188,14 +188,6 @@ def test_absent_shard(folder: Path):
         f"shard `{shard.name}`: the file with {len(names)} tensors ({first} and {len(names) - 1} more) "
         f"is missing, in {folder}\nhint: download the checkpoint again, all files"
     )
-
-
-def test_an_index_that_names_files_which_are_not_there(folder: Path):
-    """Round 4, line 25: other ports began to load, and failed in the middle."""
-    path = home(folder, KDA_V)
-    path.unlink()
-    said = refusal(folder)
-    assert said.startswith(f"shard `{path.name}`: the file with ") and "hint: download the checkpoint again" in said
 
 
 def test_shard_that_the_index_does_not_know(folder: Path):
