@@ -1,4 +1,7 @@
-"""Built artifacts, loaded as the runner loads them, against the float64 reference, each other and transformers."""
+"""Built artifacts, loaded as the runner loads them, against the float64 reference, each other and transformers.
+
+Calls that are cut and packed at random are in tests/model/test_numerics.py.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -10,8 +13,8 @@ import pytest
 from tests.support.artifacts_fixture import RECIPES, Artifacts, digest_of, files_below
 from tests.support.direct import agreed, relative
 from tests.support.kept_reference import KeptReference
-from tests.support.probe import Part, Probe, Rows
-from tests.support.tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN, SAME
+from tests.support.probe import Probe
+from tests.support.tolerances import BFLOAT16_MEDIAN, FLOAT32, MARGIN
 from tests.support.transformers_peer import transformers_logits
 
 # Sixteen devices with a TP shard each, and one device with all four; tests/model has every TP, form and structure.
@@ -56,10 +59,6 @@ class Subject:
         """The largest of logits found by position."""
         return relative(np.array(list(found.values())), self.truth.expected[prompt][list(found)])
 
-    def packed_error(self, found: Rows, prompts: dict[int, int]) -> float:
-        """The largest of a call's rows; ``prompts`` says which prompt each slot holds."""
-        return max(self.error(prompts[slot], {position: logits}) for (slot, position), logits in found.items())
-
     def fill(self, lengths: Sequence[int]) -> list[np.ndarray]:
         """Prefills the first tokens of prompt n into slot n + 1; the logits after each."""
         cut = [prompt[:length] for prompt, length in zip(self.truth.prompts, lengths, strict=True)]
@@ -93,34 +92,6 @@ def test_prompts_of_every_length_through_every_padding(subject: Subject):
             found = dict(subject.probe.prompt(padding, ids[:length], slot=n % 8 + 1))
             assert max(found) == length - 1
             assert subject.error(0, found) <= FLOAT32, (padding, length)
-
-
-def test_prefill_cut_anywhere(subject: Subject):
-    """At random places: borders fall inside chunks, conv taps reach over them, pages are continued."""
-    rng = np.random.default_rng(5)
-    for padding in subject.paddings:
-        for n, ids in enumerate(subject.truth.prompts[1:3], 1):
-            cuts = np.sort(rng.choice(np.arange(1, len(ids)), 5, replace=False)).tolist()
-            found = dict(subject.probe.prompt(padding, ids, slot=n, cuts=cuts))
-            assert {cut - 1 for cut in cuts} < set(found)
-            assert subject.error(n, found) <= FLOAT32, (padding, cuts)
-
-
-def test_packed_equals_alone(subject: Subject):
-    """Several sequences in one call, then their continuations from inside a chunk in another order."""
-    probe, prompts = subject.probe, subject.truth.prompts
-    padding = subject.paddings[-1]
-    first: list[Part] = [(n + 3, 0, prompts[n][:size]) for n, size in enumerate((1, 20, 33, 16))]
-    second: list[Part] = [
-        (n + 3, start, prompts[n][start:end]) for n, start, end in ((2, 33, 50), (0, 1, 18), (3, 16, 35), (1, 20, 21))
-    ]
-    held = {n + 3: n for n in range(4)}
-    packed = probe.prefill(padding, first) | probe.prefill(padding, second)
-    assert len(packed) == 7 + 7
-    assert subject.packed_error(packed, held) <= FLOAT32
-    for part in (*first, *second):
-        for (slot, position), logits in probe.prefill(padding, [part]).items():
-            assert relative(packed[slot, position], logits) <= SAME
 
 
 def test_greedy_steps(subject: Subject):
