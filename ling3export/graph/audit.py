@@ -161,7 +161,9 @@ def _finding(rule: str, one: Operation, remedy: str) -> Finding:
 
 def _widened(one: Operation, limit: float) -> bool:
     wide = one.shapes and one.shapes[0].startswith("f32[") and one.kind in (ELEMENTWISE, LAYOUT)
-    return bool(wide and one.weights and sum(one.written.values()) > limit)
+    written = sum(one.written.values())
+    # Four bits become eight times as many; more is something else that a small weight takes part in.
+    return bool(wide and one.weights and limit < written <= 8 * one.read.get("weights", 0.0))
 
 
 def _laid_out(one: Operation, limit: float) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 from ling3export.foundation.tables import aligned, footnotes
 from ling3export.graph.context import classified_kind, scope_of
 from ling3export.graph.hlo import TYPE, WIDTHS, Computation, Instruction, Module, dims, parse
-from ling3export.graph.optimized import FREE
+from ling3export.graph.optimized import FREE, updated_by_call, updated_by_fusion
 
 # Results of these are no new buffers.
 VIEWS = {"while", "conditional", "call", *FREE}
@@ -119,40 +119,38 @@ class _Walk:
             sources = [root for name in one.operands for root in roots.get(name, set())]
             for root in sources:
                 ends[root] = place
-            if one.opcode in VIEWS:
-                roots[one.name] = set(sources)
-            elif one.opcode in IN_PLACE or self._updates(one):
-                roots[one.name] = roots.get(one.operands[0], set()) if one.operands else set()
-                if one.opcode == "fusion":
-                    roots[one.name] = set(sources)
-            elif size := self._made(computation, one):
+            reused, new = self._results(computation, one, [roots.get(name, set()) for name in one.operands])
+            if new:
                 scope = scope_of(self._module, one)
                 kind = classified_kind(scope, self._kinds)
-                made[one.name] = Tensor(one.name, size, "temporary", plain(one.shape), kind)
-                roots[one.name], ends[one.name] = {one.name}, place
+                made[one.name] = Tensor(one.name, new, "temporary", plain(one.shape), kind)
+                reused, ends[one.name] = reused | {one.name}, place
+            roots[one.name] = reused
             if one.root:
                 for root in roots.get(one.name, set()):
                     ends[root] = last + 1
         return made, ends
 
-    @staticmethod
-    def _made(computation: Computation, instruction: Instruction) -> int:
-        """Bytes of a result; the start of a move also returns its operand, which is no new buffer."""
-        made = padded_bytes(instruction.shape)
-        if instruction.opcode.endswith("-start"):
-            made -= sum(padded_bytes(computation.instructions[name].shape) for name in instruction.operands)
-        return max(0, made)
-
-    def _updates(self, instruction: Instruction) -> bool:
-        if instruction.opcode == "custom-call":
-            return "output_to_operand_aliasing" in instruction.attributes
-        if instruction.opcode != "fusion":
-            return False
-        inner = self._module.computations[instruction.called["calls"][0]]
-        root = inner.root
-        while root.opcode == "bitcast":
-            root = inner.instructions[root.operands[0]]
-        return root.opcode in IN_PLACE
+    def _results(
+        self, computation: Computation, one: Instruction, operands: Sequence[set[str]]
+    ) -> tuple[set[str], int]:
+        """The buffers of an instruction's ``operands`` that its results are in, and the bytes of its new ones."""
+        if one.opcode in VIEWS:
+            return set[str]().union(*operands), 0
+        if one.opcode in IN_PLACE:
+            return operands[0], 0
+        if one.opcode.endswith("-start"):  # it also returns its operand, which is no new buffer
+            moved = sum(padded_bytes(computation.instructions[name].shape) for name in one.operands)
+            return set(), max(0, padded_bytes(one.shape) - moved)
+        updated = None
+        if one.opcode == "fusion":
+            updated = updated_by_fusion(self._module, one, operands)
+        elif one.opcode == "custom-call" and "output_to_operand_aliasing" in one.attributes:
+            updated = updated_by_call(one, operands)
+        results = updated if isinstance(updated, tuple) else (updated,)
+        arrays = TYPE.findall(one.shape) if isinstance(updated, tuple) else [one.shape]
+        sizes = [padded_bytes(array) for array, result in zip(arrays, results, strict=True) if result is None]
+        return set[str]().union(*(result for result in results if result is not None)), sum(sizes)
 
 
 def _largest(points: Sequence[tuple[str, int]], alive: Sequence[list[Tensor]]) -> list[Tensor]:

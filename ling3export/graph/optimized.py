@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ling3export.graph.context import Context, attributed, enclosing, scope_of
 from ling3export.graph.flops import flops
@@ -146,9 +147,9 @@ class _Walk:
         if instruction.opcode in SAME_BUFFER:
             return operands[0]
         if instruction.opcode == "fusion":
-            return _of_fusion(self._module, instruction, operands)
+            return updated_by_fusion(self._module, instruction, operands)
         if instruction.opcode == "custom-call" and "output_to_operand_aliasing" in instruction.attributes:
-            return _of_aliases(instruction, operands)
+            return updated_by_call(instruction, operands)
         return None
 
     def _one(
@@ -291,8 +292,8 @@ def _bound(computation: Computation, operands: Sequence[Origin]) -> dict[str, Or
     }
 
 
-def _of_fusion(module: Module, fusion: Instruction, operands: Sequence[Origin]) -> Origin:
-    """The buffers that a fusion updates in place; None for each result that is new."""
+def updated_by_fusion(module: Module, fusion: Instruction, operands: Sequence[Any]) -> Any:
+    """The ``operands`` whose buffers a fusion updates in place: one, or a tuple; None for each result that is new."""
     inner = module.computations[fusion.called["calls"][0]]
 
     def origin(name: str) -> Origin:
@@ -305,8 +306,8 @@ def _of_fusion(module: Module, fusion: Instruction, operands: Sequence[Origin]) 
     return tuple(origin(name) for name in root.operands) if root.opcode == "tuple" else origin(root.name)
 
 
-def _of_aliases(call: Instruction, operands: Sequence[Origin]) -> Origin:
-    """The buffers that a custom call updates in place, by its result's element."""
+def updated_by_call(call: Instruction, operands: Sequence[Any]) -> Any:
+    """:func:`updated_by_fusion` for a custom call."""
     aliases = {result: operands[int(number)] for result, number, _ in ALIASES.findall(call.attributes)}
     if "" in aliases:
         return aliases[""]

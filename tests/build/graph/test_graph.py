@@ -243,3 +243,30 @@ def test_a_buffer_lives_until_its_last_reader_and_views_make_none():
     assert [(one.name, one.bytes, one.layer_kind) for one in alive.at_peak] == [("y", 4096, "kda")]
     assert dict(alive.points) == {"w": 0, "s": 0, "x": 0, "y": 4096, "z": 4096, "out": 4096}
     assert memory.padded_bytes("bf16[3,5,100]{2,1,0:T(8,128)(2,1)}") == 2 * 3 * 8 * 128
+
+
+UPDATED = """HloModule jit_body, is_scheduled=true
+
+%store (p.1: f32[9,64], p.2: f32[2,64], p.3: s32[2]) -> f32[9,64] {
+  %p.1 = f32[9,64]{1,0} parameter(0)
+  %p.2 = f32[2,64]{1,0} parameter(1)
+  %p.3 = s32[2]{0} parameter(2)
+  ROOT %scatter.1 = f32[9,64]{1,0} scatter(%p.1, %p.3, %p.2)
+}
+
+ENTRY %main (s: f32[9,64], at: s32[2], x: f32[2,64]) -> (f32[9,64], f32[2,64]) {
+  %s = f32[9,64]{1,0} parameter(0)
+  %at = s32[2]{0} parameter(1)
+  %x = f32[2,64]{1,0} parameter(2)
+  %new = f32[2,64]{1,0} add(%x, %x)
+  %pool = f32[9,64]{1,0} fusion(%s, %new, %at), kind=kLoop, calls=%store
+  %later = f32[2,64]{1,0} negate(%x)
+  ROOT %out = (f32[9,64]{1,0}, f32[2,64]{1,0}) tuple(%pool, %later)
+}
+"""
+
+
+def test_rows_that_a_fusion_writes_into_a_pool_end_there():
+    """The updates of a scatter once counted as parts of the pool, and lived as long as it did."""
+    alive = memory.timeline(UPDATED, ("state.kda_conv",), frozenset(LAYER_KINDS), None)
+    assert dict(alive.points) == {"s": 0, "at": 0, "x": 0, "new": 512, "pool": 0, "later": 512, "out": 512}
