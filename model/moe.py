@@ -255,7 +255,9 @@ class MixtureOfExperts(nnx.Module):
         return jax.nn.sigmoid(logits), bias
 
     def _router(self, layer: Index) -> tuple[Float32[Array, "E D"], Float32[Array, "E"]]:
-        return take(self.gate[...], layer, split=False), take(self.expert_bias[...], layer, split=False)
+        gate = of_layer(self.gate, layer, split=False)
+        assert isinstance(gate, jax.Array)
+        return gate, take(self.expert_bias[...], layer, split=False)
 
     @jax.named_scope("router")
     def local_weights(self, x: Float32[Array, "T D"], layer: Index) -> Float32[Array, "W T"]:

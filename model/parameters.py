@@ -348,8 +348,9 @@ def _tensors(rows: list[Weight], at: str) -> dict[str, TensorInfo]:
     return tensors
 
 
-# XLA:TPU would copy these out of their stacks in each step where layers are unrolled (docs/log/programs-tpu.md).
-LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj")
+# XLA:TPU would copy the first three out of their stacks in each step where layers are unrolled. It brings the last to
+# its fast memory as a whole stack, or not at all (docs/log/programs-tpu.md).
+LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj", "moe.gate")
 # XLA:GPU would copy every matrix whose layers lie between those of other TP shards: its products take one range.
 SPLIT = MATRICES | {"mla.w_uk", "mla.w_uv"}
 

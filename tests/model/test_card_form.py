@@ -39,7 +39,8 @@ def multiplied(direct: Quick, x: np.ndarray, layer: int, valid: np.ndarray) -> n
 def by_hand(direct: Quick, x: np.ndarray, layer: int, valid: np.ndarray) -> np.ndarray:
     """The same in float64, expert by expert."""
     config, params = direct.config, direct.params["moe"]
-    gate, bias = (np.asarray(params[name][layer], np.float64) for name in ("gate", "expert_bias"))
+    gate = np.asarray(params["gate"][f"{layer:03}"], np.float64)
+    bias = np.asarray(params["expert_bias"][layer], np.float64)
     scores = 1 / (1 + np.exp(-(x.astype(np.float64) @ gate.T)))
     chosen, weights = moe.route(jnp.asarray(scores, jnp.float32), jnp.asarray(bias, jnp.float32), config)
     up, down = (np.asarray(params[f"experts_{name}_proj"][f"{layer:03}"], np.float64) for name in ("gate_up", "down"))
