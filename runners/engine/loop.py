@@ -51,17 +51,12 @@ class Loop:
     ) -> None:
         self._transfers, self._store = transfers, store
         self._awaited: dict[int, Sequence] = {}  # whose states are being loaded
-        self._timings = timings
-        self._max_requests = max_requests
-        self._step_timeout = step_timeout
+        self._timings, self._max_requests = timings, max_requests
         self._changed = threading.Condition()
         self._watchdog: GuardedThread | None = None
         self._handles: dict[int, RequestHandle] = {}
         self._count = self._calls = 0
         self._closing = False
-        self._start(core)
-
-    def _start(self, core: EngineCore) -> None:
         self.core: EngineCore | None = core
         self._arrivals: list[Sequence] = []
         self._cancelled: list[int] = []
@@ -70,8 +65,8 @@ class Loop:
         self._failure: BaseException | None = None
         self._ended = threading.Event()
         self._thread = GuardedThread("ling3-engine", self._run, self._thread_failed)
-        if self._step_timeout is not None:
-            watch = partial(self._watch, core, self._ended, self._step_timeout)
+        if step_timeout is not None:
+            watch = partial(self._watch, core, self._ended, step_timeout)
             self._watchdog = GuardedThread("ling3-watchdog", watch, self._thread_failed)
 
     def _thread_failed(self, error: BaseException) -> None:

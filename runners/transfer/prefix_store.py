@@ -116,10 +116,6 @@ class PrefixStore:
         return hashlib.blake2b(block, digest_size=16).hexdigest()
 
     def _loaded_state(self, request: Any) -> TransferredState | None:
-        state = self._found(request)
-        return None if state is None else TransferredState((), state)
-
-    def _found(self, request: Any) -> SequenceState | None:
         size, prompt = self._layout.page, request.prompt_ids
         most = (len(prompt) - 1) // size
         names = list(self._cache.names(self._cache.start(request.cache_salt), prompt[: most * size]))
@@ -134,7 +130,7 @@ class PrefixStore:
             if (state := self._read(names[:count], prompt)) is not None:
                 self._loaded.append(weakref.ref(state))
                 self.counts["loaded"] += 1
-                return state
+                return TransferredState((), state)
         return None
 
     def _read(self, names: Sequence[bytes], prompt: Sequence[int]) -> SequenceState | None:

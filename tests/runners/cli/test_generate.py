@@ -183,6 +183,10 @@ def test_an_existing_logits_file_is_kept_unless_forced(tmp_path, artifact):
         (["--max-tokens", "1", "--prompt-ids", "1", "--top-p", "0"], 2, "0.0 is not in the range 0<x<=1"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--programs", "maybe"], 2, "'maybe' is not one of"),
         (["--max-tokens", "1", "--prompt-ids", "1", "--logits", "no/such/folder/x"], 1, "the folder does not exist"),
+        (["--prompt", "a\udcff"], 1, "error: prompt: expected text in Unicode, found half a character"),
+        (["--prompt", "a", "--logits", "/proc/out.npz"], 1, "error: write `out.npz`: expected a writable file"),
+        (["--prompt", "a", "--logits", "/dev/null", "--force"], 1, "--logits `/dev/null`: expected a file, found a"),
+        (["--prompt", "a", "--logits", "x" * 300], 1, "found File name too long"),
         (["--max-tokens", "1", "--prompt-ids", "320"], 1, "error: prompt: expected token ids from 0 to 319, found 320"),
         (["--max-tokens", "1", "--prompt", ""], 1, "error: prompt: expected a prompt of at least one token, found an"),
         (

@@ -216,20 +216,6 @@ def test_a_process_whose_step_failed_ends_with_1(copy):
     assert "error: engine: expected every step to run, found JaxRuntimeError: INVALID_ARGUMENT" in done.stderr
 
 
-@pytest.mark.parametrize(
-    ("requires", "message"),
-    [
-        ({"machine": "linux-s390x"}, "machine: built for linux-s390x, found "),
-        ({"platform": "tpu"}, "platform: built for tpu, found cpu"),
-        ({"device_kind": "abacus"}, "device kind: built for abacus, found cpu"),
-    ],
-)
-def test_another_machine_is_refused(copy, requires, message):
-    said = refusal(runner_cli.main, "generate", claiming(copy, **requires), "--prompt-ids", "1", "--max-tokens", "1")
-    assert message in said
-    assert "\nhint: " in said
-
-
 def test_fewer_devices_than_tp(whole):
     """A process whose jax runs with one device is told so; the command line makes its own devices."""
     script = (
@@ -248,17 +234,3 @@ def test_fewer_devices_than_tp(whole):
     )
     done = command_line("generate", whole, "--prompt-ids", "1,2", "--max-tokens", "1", JAX_NUM_CPU_DEVICES="1")
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--prompt", "a\udcff"], "error: prompt: expected text in Unicode, found half a character"),
-        (["--prompt", "a", "--logits", "/proc/out.npz"], "error: write `out.npz`: expected a writable file"),
-        (["--prompt", "a", "--logits", "/dev/null", "--force"], "--logits `/dev/null`: expected a file, found a"),
-        (["--prompt", "a", "--logits", "x" * 300], "found File name too long"),
-    ],
-)
-def test_requests(whole, options, message):
-    """``--logits /dev/null --force`` once replaced the device by a file. Other requests: tests/runners/cli."""
-    assert message in refusal(runner_cli.main, "generate", whole, *options, "--max-tokens", "2")
