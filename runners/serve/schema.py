@@ -266,7 +266,7 @@ class GenerationBody(ModelBody):
     @model_validator(mode="after")
     def _fit_together(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise refusal("stream_options", "it beside `stream: true` only", "it without")
+            raise refusal("stream_options", "it with `stream: true` only", "it without")
         if self.max_tokens == 0 and not getattr(self, "echo", False):
             raise refusal("max_tokens", COUNT, "0")
         one, other = self.max_tokens, self.max_completion_tokens
@@ -305,7 +305,7 @@ class TemplateBody(ModelBody):
     def _one_end(self) -> Self:
         both = self.continue_final_message and self.add_generation_prompt
         if both and "add_generation_prompt" in self.model_fields_set:
-            raise refusal("add_generation_prompt", "false beside `continue_final_message`", "true")
+            raise refusal("add_generation_prompt", "false with `continue_final_message`", "true")
         return self
 
 

@@ -48,7 +48,7 @@ class Problem:
 
 
 def problems() -> list[Problem]:
-    """Of the demo suite: the answer to each, and three wrong ones of other lengths."""
+    """Problems of the demo suite, each with its answer and three wrong ones of other lengths."""
     made = []
     for number, task in enumerate(load_suite("demo", limit=COUNT).tasks):
         wrong = [task.target.replace("\n####", tail + "\n####") for tail in ("0", "\n1+1=2", "9")]
@@ -61,7 +61,7 @@ def problems() -> list[Problem]:
 
 @dataclass(frozen=True)
 class Own:
-    """What the engine itself says."""
+    """The answers of the engine itself."""
 
     path: Path
     texts: list[str]
@@ -285,7 +285,7 @@ def test_both_models_pull_a_reference(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_inspect_edges(own: Own, inspect_model: Any):
-    """What is not modelled is refused by name; lengths are told apart; tokens are counted by our tokenizer."""
+    """Settings that the model does not have are refused by name; our tokenizer counts; each end has a reason."""
     from inspect_ai.model import ChatMessageSystem, ChatMessageUser, ContentImage, GenerateConfig
     from inspect_ai.tool import ToolInfo
 
@@ -331,7 +331,7 @@ def test_inspect_edges(own: Own, inspect_model: Any):
 
 
 def test_a_thought_is_no_part_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Both gave `I add.</think>The answer is 29.`; inspect's next message has the thought beside the answer again."""
+    """Both gave `I add.</think>The answer is 29.`; inspect's next message has the thought next to the answer again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from inspect_ai.model import ChatMessageUser, GenerateConfig

@@ -29,7 +29,7 @@ from tests.support.refusals import refusal, said
 
 
 class Run(NamedTuple):
-    """An artifact's copy with its calibration beside it, and what the command printed."""
+    """An artifact's copy with its calibration next to it, and the command's output."""
 
     folder: Path
     file: Path

@@ -67,7 +67,7 @@ def on_tpu(on_cpu):
 
 @pytest.fixture
 def problems(monkeypatch):
-    """The problems of a machine that fits apart from ``changes`` of what jax finds, with their exit codes."""
+    """The problems of a machine that fits except for ``changes`` of jax's report."""
 
     def found(fitting: Fitting, memory=4 * GB, platforms=None, **changes):
         monkeypatch.setattr(doctor, "platforms_here", lambda: platforms or fitting.platforms)

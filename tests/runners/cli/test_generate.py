@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from ling3export.runners.cli.chat import chat
 from ling3export.runners.cli.generate import generate, read_prompts
 from ling3export.runners.cli.main import main
-from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request, Sampling
 from ling3export.runners.serve.schema import GenerationBody
 from ling3export.runners.text.grammar import Grammar
@@ -37,12 +36,11 @@ def test_text_goes_to_stdout_and_nothing_else(artifact):
     assert done.stdout.endswith("\n")
 
 
-def test_without_max_tokens_an_answer_ends_with_the_context_at_the_latest(artifact):
+def test_without_max_tokens_an_answer_ends_with_the_context_at_the_latest(artifact, engine):
     """`--max-tokens` had to be given: the first command that a new user tries ended in a usage error."""
     done = run(artifact, "--prompt-ids", "1,2,3", "--ignore-eos", "--json")
     assert done.exit_code == 0, done.stderr
-    with Engine(artifact, report=lambda text: None) as engine:
-        assert len(json.loads(done.stdout)["token_ids"]) == min(256, engine.limits.context - 3)
+    assert len(json.loads(done.stdout)["token_ids"]) == min(256, engine.limits.context - 3)
     helped = " ".join(run("--help").stdout.split())
     assert "the end of the context ends an answer, too. [default: 256;" in helped
 
@@ -99,12 +97,11 @@ def test_what_the_api_takes_generate_takes_by_the_same_names():
     assert {"temperature", "top_k", "top_p", "min_p", "seed"} <= talked
 
 
-def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, tmp_path):
+def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, engine, tmp_path):
     """One by one: `generate` had none of them."""
     prompt, how = [1, 2, 3], {"max_tokens": 12, "ignore_eos": True}
     plain = toy_artifact.answer(prompt, 12)[0]
-    with Engine(artifact, report=lambda text: None) as engine:
-        stop = engine.files.tokenizer("test").decode(plain)[3:5]
+    stop = engine.files.tokenizer("test").decode(plain)[3:5]
     ask = ("--prompt-ids", "1,2,3", "--max-tokens", 12, "--ignore-eos", "--json")
     (tmp_path / "schema").write_text('{"enum": ["yes", "no"]}')
     (tmp_path / "lark").write_text('start: "x" "y"')
@@ -124,8 +121,7 @@ def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, 
         done = run(artifact, *ask, *arguments)
         assert done.exit_code == 0, done.stderr
         found = json.loads(done.stdout)
-        with Engine(artifact, report=lambda text: None) as engine:
-            (expected,) = engine.generate([prompt], **how, **settings)
+        (expected,) = engine.generate([prompt], **how, **settings)
         assert (found["token_ids"], found["text"]) == (expected.token_ids, expected.text), arguments
         if "logprobs" not in settings:
             assert found["token_ids"] != plain

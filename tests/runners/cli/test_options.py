@@ -1,4 +1,4 @@
-"""What every command of both command lines does alike: Ctrl-C, ``python -m``."""
+"""Every command of both command lines alike: Ctrl-C, ``python -m``, the options of settings."""
 
 import dataclasses
 import signal
@@ -107,7 +107,7 @@ def test_the_package_runs_as_a_module():
 
 
 def test_a_command_ends_after_its_exit_functions_without_destructors() -> None:
-    """Of 0.35 processor seconds that a command took to end, the search for cycles of garbage had taken 0.25."""
+    """A command took 0.35 processor seconds to end, 0.25 of them in the search for cycles of garbage."""
     code = (
         "import atexit\n"
         "from ling3export.runners.cli.main import main\n"
@@ -122,7 +122,7 @@ def test_a_command_ends_after_its_exit_functions_without_destructors() -> None:
 
 
 def test_every_setting_of_an_engine_and_of_a_server_has_an_option():
-    """Or stands in the list of those that have none."""
+    """Other settings stand in the list PYTHON_ONLY."""
     composed = ("prefix_store", "transfer")
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     assert fields == {*options.ENGINE, *composed, *options.PYTHON_ONLY}

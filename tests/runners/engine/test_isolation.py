@@ -1,4 +1,4 @@
-"""Whatever fails for one request ends that request by name: the others that run go on with the same tokens."""
+"""A failure of one request ends that request by name: the others that run go on with the same tokens."""
 
 import asyncio
 import threading
@@ -28,7 +28,7 @@ SIZES = [63, 64, 65, 127, 128, 129, 300]
 
 
 def applied(processor: LogitsProcessorState, row: np.ndarray) -> np.ndarray:
-    """What ``logits_processor`` makes of a row of logits (FORMAT.md)."""
+    """A row of logits after ``logits_processor`` (FORMAT.md)."""
     tokens, scales, addends = processor.edits
     assert len(set(tokens.tolist())) == len(tokens)
     out = row.astype(np.float64)
@@ -64,7 +64,7 @@ def test_an_engine_takes_any_number_of_biases(engine, size):
 
 
 class Panic(BaseException):
-    """As libraries in Rust raise it."""
+    """An error as libraries in Rust raise it."""
 
 
 GRAMMAR: dict[str, Any] = {"grammar": ("regex", "[a-z]{20}")}
@@ -155,7 +155,7 @@ def test_tokens_that_a_request_comes_with_may_fail_it_alone(monkeypatch):
 
 
 class Host(Rig):
-    """A host of several on the fake model; preparing a sequence raises what it is told to."""
+    """A host of several on the fake model; preparing a sequence raises ``error``."""
 
     def __init__(self, number: int, error: Exception | None) -> None:
         self.wire, self.error = Wire(number), error

@@ -223,7 +223,7 @@ def test_a_call_that_does_not_return_stops_the_engine_by_name():
 
 
 def test_steps_that_return_in_time_are_let_be():
-    """As many calls as take several times the timeout together, and idle time beyond it."""
+    """Calls that together take several times the timeout, and idle time beyond it."""
     with Rig(step_timeout=0.3) as rig:
         read = rig.backend.read
         rig.backend.read = lambda handle: time.sleep(0.02) or read(handle)

@@ -34,7 +34,7 @@ from tests.support.tolerances import FLOAT32, MARGIN
 
 
 def likelihood(tokens: list[int], following: int) -> float:
-    """What the fake model says of ``following`` behind ``tokens``: exact in fp32."""
+    """The log-probability of ``following`` after ``tokens`` in the fake model: exact in fp32."""
     return -float(hashlib.sha256(repr((tokens, following)).encode()).digest()[0]) / 16
 
 
@@ -209,7 +209,7 @@ def test_a_score_that_is_not_finite_fails_alone(value):
 
 
 def receipt(change, measure="largest"):
-    """Of two sequences of a model of 8 tokens, of which the second is changed."""
+    """The receipt of two sequences of a model of 8 tokens; the second one is changed."""
     rng = np.random.default_rng(3)
     sequences = [VectorSequence(tuple(rng.integers(0, 8, 6).tolist()), 1, (), "") for _ in range(2)]
     expected = {(n, at): rng.normal(size=8) for n in range(2) for at in range(6)}
@@ -272,7 +272,7 @@ def extended(artifact: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> P
 
 
 def test_the_engine_says_what_the_reference_says(extended: Path, artifact: Artifacts):
-    """Packed, over several calls, beside a request that generates; then nothing is held."""
+    """Packed, over several calls, with a request that generates; then nothing is held."""
     checkpoint = Checkpoint.open(artifact.checkpoint("micro-tp1"))
     reference = Reference(checkpoint.config, checkpoint.tensor)
     rng = np.random.default_rng(0)

@@ -60,7 +60,7 @@ def ids_of(artifact: Path) -> list[int]:
 
 
 def figures(a: np.ndarray, b: np.ndarray, tokens: list[int]) -> dict[str, float]:
-    """What the command prints of logits [T, V] and the tokens that follow, in float64."""
+    """The figures that the command prints of logits [T, V] and the tokens that follow, in float64."""
     p, q = (np.exp(x - x.max(-1, keepdims=True)) for x in (a.astype(np.float64), b.astype(np.float64)))
     p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
     kl, each = np.sum(p * np.log(p / q), -1), np.arange(len(tokens))
@@ -85,7 +85,7 @@ def wanted(toys: tuple[Path, Path], window: int, tokens: int) -> tuple[list[int]
 
 @pytest.mark.parametrize(("window", "tokens"), [(512, 4096), (16, 4096), (10, 33), (2, 3)])
 def test_every_token_behind_half_a_window_is_judged_by_a_whole_row(toys, loaded, window, tokens):
-    """Windows of the context, of one chunk, of parts of one, in batches of as many as there are slots."""
+    """Windows of the context, of one chunk, of parts of one, in batches of one for each slot."""
     ids, half, (rows, _) = wanted(toys, window, tokens)
     steps = [*compare_logits.steps(loaded, ids, half)]
     assert sorted(place for places, _ in steps for place in places) == [*range(len(ids) - half)]
@@ -112,7 +112,7 @@ def test_a_short_text_is_judged_from_its_middle_on(toys, tmp_path):
 
 
 def test_other_tokenizers_and_vocabularies_are_refused(toys, text, tmp_path, monkeypatch):
-    """The first of as many tokens: the logits could be compared, and mean something else."""
+    """With equally many tokens the logits could be compared, and would mean something else."""
     other = Path(shutil.copytree(toys[0], tmp_path / "other.ling3"))
     file = other / "tokenizer/tokenizer.json"
     said = json.loads(file.read_text())
@@ -139,7 +139,7 @@ def test_numbers_that_are_not_finite_are_refused():
 
 @pytest.mark.extras
 def test_models_are_compared_as_the_reference_in_float64_does(artifact, text):
-    """Of other weights, on one device and on two, with windows that pages and calls of prefill cut."""
+    """Artifacts of other weights, on one device and on two, with windows that pages and calls of prefill cut."""
     names = ("micro-tp2", "micro-tp1-seed2")
     folders = [artifact(name) for name in names]
     found = compared(*folders, "--text", text, "--window", 48, "--tokens", 60)

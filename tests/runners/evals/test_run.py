@@ -326,7 +326,7 @@ def test_files_that_cannot_be_read_or_written_are_named(evaluate, tmp_path):
 
 
 def test_a_run_is_not_written_through_a_link(tmp_path):
-    """Whoever could write the folder once had a file elsewhere appended to, and cut at its last line break."""
+    """A user who could write the folder once had a file elsewhere appended to, and cut at its last line break."""
     outside = tmp_path / "outside"
     outside.write_text("mine\nhalf a line")
     (tmp_path / "run").symlink_to(outside)

@@ -1,4 +1,4 @@
-"""Two hosts, one of which is killed, stopped, slowed or cut off; and a server on two hosts that is told to end."""
+"""One of two hosts is killed, stopped, slowed or cut off; and a server on two hosts gets SIGTERM."""
 
 import json
 import os

@@ -63,7 +63,7 @@ def hosts(count: int = 2, timeout: float = 20.0, **settings: Any) -> list[Hosts]
 
 
 def lead(place: Hosts) -> tuple[list[int], int]:
-    """What host 0 does: the hosts that it met, and the port for jax's service."""
+    """Host 0's part: the hosts that it met, and the port for jax's service."""
     peers, port = meet(place, IDENTITY)
     rendezvous.welcome(peers, port)
     for peer in peers.values():
@@ -72,7 +72,7 @@ def lead(place: Hosts) -> tuple[list[int], int]:
 
 
 def join(place: Hosts, identity: Identity = IDENTITY) -> int:
-    """What another host does: the port for jax's service."""
+    """Another host's part: the port for jax's service."""
     peers, port = meet(place, identity)
     peers[0].close()
     return port
@@ -92,7 +92,7 @@ def connected(lost: Lost, **settings: Any) -> Iterator[list[Channel]]:
 
 @pytest.fixture(autouse=True)
 def this_process_goes_on(monkeypatch):
-    """Whatever fails in a test: ``end_anyway`` would end all tests."""
+    """If something fails, ``end_anyway`` would end all tests."""
     monkeypatch.setattr(channels, "end_anyway", lambda seconds: None)
 
 
@@ -374,7 +374,7 @@ def test_a_host_that_ended_before_all_were_there_is_waited_for_again():
 
 
 def test_other_machines_are_met_with_a_secret_or_with_trust():
-    """Whoever reached the port could once be host 1."""
+    """Every caller that reached the port could once be host 1."""
     for coordinator in ("10.0.0.1:9", "node1:9", "[fe80::1]:9", "0.0.0.0:9"):
         with pytest.raises(Ling3Error) as caught:
             Hosts(coordinator, 2, 1)
@@ -464,7 +464,7 @@ def test_it_does_not_wait_for_them_for_long(monkeypatch):
 
 
 def test_who_outlives_another_host_says_so_first_and_ends_then(no_service, lost):
-    """As a server does: its clients hear why before it ends."""
+    """A server's clients hear why before it ends."""
     told: list[str] = []
     with connected(lost) as (one, two):
         one.outlive(told.append, 0.3)
@@ -563,7 +563,7 @@ def test_an_engine_that_fails_between_two_steps_ends_the_others(no_service, lost
 
 @pytest.mark.parametrize("lacks", ["took none of its steps", "gave no part of a step"])
 def test_a_host_that_gives_signs_of_life_alone_is_given_up_by_name(no_service, lost, lacks):
-    """What drives its devices does not go on. Host 0 once waited without end for a part of a state or of logits."""
+    """The thread of its devices does not go on. Host 0 once waited without end for a part of a state or of logits."""
     with connected(lost, host_timeout=2) as (one, two):
         one.send(STEP)
         two.take()

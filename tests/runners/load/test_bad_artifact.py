@@ -49,7 +49,7 @@ def kinds(folder: Path) -> list[Path]:
 
 
 def check(folder: Path) -> None:
-    """What ``verify`` does before it runs anything."""
+    """The checks of ``verify`` before it runs anything."""
     check_digests(folder, read_manifest(folder))
 
 
@@ -103,7 +103,7 @@ def test_the_runner_gives_no_damaged_file_to_anything(copy, monkeypatch):
 
 
 def load_all(folder: Path) -> None:
-    """Loads what a run loads: tokenizer files first, since the engine reads them behind the programs."""
+    """Loads what a run loads: tokenizer files first, since the engine reads them after the programs."""
     from ling3export.runners.text.tokenizer import TokenizerFiles
 
     tokenizer = TokenizerFiles(folder, read_manifest(folder).tokenizer)

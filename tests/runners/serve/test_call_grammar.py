@@ -160,7 +160,7 @@ def test_what_a_template_does_not_write_cannot_be_continued():
         ({"continue_final_message": 1}, "expected true or false, found 1"),
         (
             {"add_generation_prompt": True, "continue_final_message": True},
-            "expected false beside `continue_final_message`, found true",
+            "expected false with `continue_final_message`, found true",
         ),
     ],
 )
@@ -233,7 +233,7 @@ REFUSED = [
 @pytest.mark.parametrize("text", [*TAKEN, *REFUSED, ONE + ONE])
 @pytest.mark.parametrize("within", [False, True])
 def test_a_call_that_is_required_follows_the_schema(engine, prompted, text, within):
-    """And is read back, behind a thought, or in its place where it ends the thought."""
+    """And is read back, after a thought, or in its place where it ends the thought."""
     prompted("A<think>" if within else "A<think></think>")
     call = chat(SAID | TOOLS | {"tool_choice": "required"}, engine, "toy")
     for thought in ("so</think>\n\n", *(("so ",) if text[0] == "<" else ())) if within else ("",):
@@ -299,7 +299,7 @@ def test_calls_of_random_tokens_under_their_grammar_are_read_back(engine, prompt
 )  # fmt: skip
 @pytest.mark.parametrize("prompt", ["A<think>", "A<think></think>"])
 def test_schemas_that_no_grammar_can_have_are_refused(engine, prompted, schema, found, prompt):
-    """Whatever stands before the call: a trial takes the first tokens of a text, which may be any."""
+    """With any text before the call: a trial takes the first tokens of a text, which may be any."""
     prompted(prompt)
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with pytest.raises(ApiError) as caught:

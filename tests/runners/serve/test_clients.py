@@ -35,7 +35,7 @@ def written(call: dict[str, Any]) -> str:
 
 
 def script(prompt: str) -> str:
-    """Calls first; once there are results behind the last question, the answer."""
+    """Calls first; once there are results after the last question, the answer."""
     talk = prompt.rpartition("<role>HUMAN</role>")[2]
     results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", talk, re.DOTALL)
     thought = "" if prompt.endswith("</think>") else f"{THOUGHT}</think>"

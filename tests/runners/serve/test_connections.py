@@ -1,4 +1,4 @@
-"""What a connection may cost: deadlines, how many there may be, and that whatever is refused gets an error object."""
+"""Limits of connections: deadlines, how many there may be, and an error object for each refusal."""
 
 import json
 import socket

@@ -1,6 +1,6 @@
 """The conversation of the public checkpoints, each rule by a test that is named after it, on a model that is scripted.
 
-What prompts and answers have to be is said by tests/support/conversations.py, which knows nothing of the product.
+The right prompts and answers come from tests/support/conversations.py, which knows nothing of the product.
 """
 
 import json
@@ -68,7 +68,7 @@ def test_a_system_text_that_already_says_whether_to_think_keeps_it(talk, word):
 
 
 def test_earlier_turns_keep_their_thoughts_and_history_only_grows(talk):
-    """What a client sends back of an answer becomes the very text that the model wrote."""
+    """An answer that a client sends back becomes the very text that the model wrote."""
     messages, written = list(HI), "Let me see.</think>" + CALL
     message = talk.said(written, messages=messages, tools=[WEATHER.tool])
     before = talk.runner.prompts[-1]
@@ -320,7 +320,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 @pytest.mark.parametrize("fields", [{}, NOT_THINKING], ids=["thinking", "not thinking"])
 def test_with_tool_choice_required_or_named_a_grammar_makes_the_call(talk, choice, fields):
-    """What the model wants to write is written where the dialect allows it; text in the place of a call is not."""
+    """The model's text is written where the dialect allows it; text in the place of a call is not."""
     tool = json.loads(json.dumps(WEATHER.tool))
     tool["function"]["parameters"] |= {"required": ["city", "days"], "additionalProperties": False}
     fields = fields | {"tools": [tool, OTHER.tool], "tool_choice": choice, "max_tokens": 400}

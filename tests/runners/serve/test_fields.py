@@ -1,4 +1,4 @@
-"""What OpenAI's clients ask for beyond a text: choices, log-probabilities, penalties, structure, tools, thoughts."""
+"""Fields of OpenAI's clients beyond a text: choices, log-probabilities, penalties, structure, tools, thoughts."""
 
 import itertools
 import json

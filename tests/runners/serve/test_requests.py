@@ -154,7 +154,7 @@ WRONG = [
     ({"stop": "\ud800"}, f'`stop`: expected {STOP}, found "\\ud800"'),
     ({"stop": "a" * 1001}, f'`stop`: expected {STOP}, found "{"a" * 59}…'),
     ({"stream": "yes"}, '`stream`: expected true or false, found "yes"'),
-    ({"stream_options": {}}, "`stream_options`: expected it beside `stream: true` only, found it without"),
+    ({"stream_options": {}}, "`stream_options`: expected it with `stream: true` only, found it without"),
     ({"ignore_eos": 1}, "`ignore_eos`: expected true or false, found 1"),
     ({"cache_salt": 3}, "`cache_salt`: expected a text, found 3"),
     ({"return_token_ids": "x"}, '`return_token_ids`: expected true or false, found "x"'),
@@ -435,7 +435,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
 
 
 def test_a_client_hears_how_the_checkout_installs_structured_output(monkeypatch):
-    """It was told to install `ling3export[structured]`: a name on an index that is not this project's."""
+    """The message named `ling3export[structured]`, which is not on any index of this project."""
     monkeypatch.setattr("ling3export.foundation.extras.find_spec", lambda name: None)
     with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
         message, _, _ = refused(call(engine, COMPLETIONS, IDS | {"structured_outputs": {"regex": "a"}}), 400)
