@@ -6,7 +6,6 @@ held until it is whole. Once bytes of a stream are out nothing can take its plac
 """
 
 import asyncio
-import json
 import socket
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +25,15 @@ from starlette.types import Receive, Scope, Send
 
 from ling3export.foundation.errors import Ling3Error
 from ling3export.runners.endpoint import Endpoint, Reply
-from ling3export.runners.route.workers import BUSY, PrefillRefusedError, Worker, least_loaded, prefill_body, prefilled
+from ling3export.runners.route.workers import (
+    BUSY,
+    PrefillRefusedError,
+    Worker,
+    least_loaded,
+    prefill_body,
+    prefilled,
+    written,
+)
 from ling3export.runners.serve.answers import event, unless_left
 from ling3export.runners.serve.app import Policy, RequestMiddleware, check_kind, no_route, page_routes
 from ling3export.runners.serve.run import affordable, begin, http_server
@@ -107,7 +114,7 @@ class Router:
         if self.prefill and path != RESPONSES and self._goes_apart(body):  # /v1/responses has no kv_transfer_params
             params = await self._prefilled(path, body)
             body = body if params is None else body | {"kv_transfer_params": params}
-        data = (await self.beside(json.dumps, body)).encode()
+        data = await self.beside(written, body)
         tried: list[Worker] = []
         while (worker := least_loaded(self.decode, tried)) is not None:
             begun = False

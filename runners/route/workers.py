@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from ling3export.foundation.errors import Ling3Error
@@ -100,13 +101,21 @@ class PrefillRefusedError(Exception):
         self.wrong = 400 <= status < 500 and status not in BUSY
 
 
+def written(body: Mapping[str, Any]) -> bytes:
+    """A body as JSON, by msgspec unless it has half a character: json needs five times as long."""
+    try:
+        return msgspec.json.encode(body)
+    except ValueError:
+        return json.dumps(body).encode()
+
+
 def prefill_body(body: Mapping[str, Any]) -> bytes:
     """The body for the server that prefills a client's prompt."""
     fields = {name: value for name, value in body.items() if name not in ("stream_options", "max_completion_tokens")}
     fields |= {"max_tokens": 1, "stream": False, "n": 1, "kv_transfer_params": AWAY}
     if body.get("min_tokens"):
         fields["min_tokens"] = 1  # of the one token; D counts on
-    return json.dumps(fields).encode()
+    return written(fields)
 
 
 async def prefilled(endpoint: Endpoint, path: str, body: bytes) -> dict[str, Any]:
