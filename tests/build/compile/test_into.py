@@ -22,7 +22,7 @@ from ling3export.foundation.errors import PlanError
 from ling3export.runners.cli import main as runner_cli
 from ling3export.verify.verify import check_digests
 from tests.support.builds import copying, environment
-from tests.support.refusals import refusal
+from tests.support.refusals import refusal, said
 
 CELLS = ("prefill@128", "decode@8", "sample@8", "logits_processor@8")
 
@@ -52,10 +52,10 @@ def names(folder: Path) -> list[str]:
 
 def test_a_target_is_added_without_the_checkpoint_and_generates(whole, compiled):
     before = read_manifest(whole)
-    said = add(whole, "--target", "cpu@2")
-    assert "cpu-tp2: latent pool: 128 pages of 64 tokens (replicated)" in said
-    assert f"added cpu-tp2 to {whole} in " in said
-    assert "cpu-tp1 prefill" not in said
+    added = add(whole, "--target", "cpu@2")
+    assert "cpu-tp2: latent pool: 128 pages of 64 tokens (replicated)" in added
+    assert f"added cpu-tp2 to {whole} in " in added
+    assert "cpu-tp1 prefill" not in added
     manifest = read_manifest(whole)
     assert list(manifest.targets) == ["cpu-tp1", "cpu-tp2"]
     assert manifest.targets["cpu-tp1"] == before.targets["cpu-tp1"]
@@ -63,22 +63,12 @@ def test_a_target_is_added_without_the_checkpoint_and_generates(whole, compiled)
     assert sorted(manifest.targets["cpu-tp2"].cells) == sorted(CELLS)
     assert manifest.vectors.receipts["cpu-tp2"].passed
     assert manifest.vectors.receipts["cpu-tp1"] == before.vectors.receipts["cpu-tp1"]
-    assert (
-        check_digests(whole, manifest)[0] == check_digests(whole, before)[0] + 3 * len(CELLS) + 1
-    )  # the program that gives the state
+    more = 3 * len(CELLS) + 1  # and the program that gives the state
+    assert check_digests(whole, manifest)[0] == check_digests(whole, before)[0] + more
     assert names(whole.parent) == ["x.ling3"]
-    lines = []
-    for target in ("cpu@1", "cpu@2"):
-        arguments = ["generate", str(whole), "--target", target, "--prompt-ids", "5,6,7", "--max-tokens", "3", "--json"]
-        done = subprocess.run(
-            [sys.executable, "-m", "ling3export.runners.cli", *arguments],
-            capture_output=True,
-            text=True,
-            env=environment({}),
-        )
-        assert done.returncode == 0, done.stderr
-        lines.append(json.loads(done.stdout)["token_ids"])
-    assert lines[0] == lines[1]
+    words = ("generate", whole, "--prompt-ids", "5,6,7", "--max-tokens", "3", "--json", "--target")
+    one, other = (json.loads(said(runner_cli.main, *words, target)) for target in ("cpu@1", "cpu@2"))
+    assert one["token_ids"] == other["token_ids"]
 
 
 def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled):
@@ -154,7 +144,9 @@ cli.main()
 """
 
 
-@pytest.mark.parametrize("at", ["moved", "receipts", "manifest"])
+@pytest.mark.parametrize(
+    "at", [*(pytest.param(at, marks=pytest.mark.extras) for at in ("moved", "receipts")), "manifest"]
+)
 def test_killed_at_any_moment_the_artifact_is_whole_and_the_next_addition_cleans_up(at, whole, artifact, compiled):
     """Replaced with --force: the moment at which two targets' files of one name lie side by side."""
     other = artifact("micro-tp2")

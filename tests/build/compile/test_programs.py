@@ -2,6 +2,7 @@
 
 import math
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,12 @@ def geometry(form: str, **changes: Any) -> Geometry:
     return Geometry(**fields)
 
 
+@cache
+def plain(phase: str, padding: int) -> Lowered:
+    """A program for cpu, lowered once for all tests."""
+    return lower_cell(config(), geometry("loops"), phase, padding, "cpu")
+
+
 def text(lowered: Lowered) -> str:
     """The StableHLO that is in the file."""
     return portable.text(lowered.blob)
@@ -69,12 +76,11 @@ def test_two_collectives_a_layer_and_one_for_the_embedding(phase: str, padding: 
 @pytest.mark.parametrize(("phase", "padding"), CELLS)
 def test_a_loop_over_layers_holds_each_kind_once(phase: str, padding: int):
     """Two all-reduces of a KDA layer, two of an MLA layer, two of the layer past the last group, the embedding's."""
-    lowered = lower_cell(config(), geometry("loops"), phase, padding, "cpu")
-    assert collectives(text(lowered)) == {"all_reduce": 2 + 2 + 2 + 1}
+    assert collectives(text(plain(phase, padding))) == {"all_reduce": 2 + 2 + 2 + 1}
 
 
 def test_sampling_gathers_candidates_and_only_for_draws_exchanges_the_vocabulary():
-    module = text(lower_cell(config(), geometry("loops"), "sample", 3, "cpu"))
+    module = text(plain("sample", 3))
     assert collectives(module) == {"all_gather": 2, "all_to_all": 1}
     gathered = re.findall(r"stablehlo\.all_gather.*?-> tensor<([0-9x]+)x", module)
     rows = -(-3 // TP) * TP
@@ -99,8 +105,11 @@ def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():
 
 
 @pytest.mark.parametrize(("phase", "padding"), [*CELLS, ("sample", 3)])
-def test_no_program_holds_weights(phase: str, padding: int):
-    assert largest_constant(text(lower_cell(config(), geometry("loops"), phase, padding, "cpu"))) < CONSTANT_BYTES
+def test_no_program_holds_weights_or_a_path_of_this_checkout(phase: str, padding: int):
+    lowered = plain(phase, padding)
+    assert largest_constant(text(lowered)) < CONSTANT_BYTES
+    assert str(ROOT).encode() not in lowered.blob
+    assert b".py" not in lowered.blob
 
 
 def test_a_closed_over_weight_would_be_found():
@@ -121,13 +130,6 @@ def test_size_does_not_follow_experts_or_depth(phase: str, padding: int):
     )
     assert abs(wide / small - 1) < 0.02
     assert abs(deep / small - 1) < 0.02
-
-
-@pytest.mark.parametrize(("phase", "padding"), [*CELLS, ("sample", 3)])
-def test_no_path_of_this_checkout(phase: str, padding: int):
-    blob = lower_cell(config(), geometry("loops"), phase, padding, "cpu").blob
-    assert str(ROOT).encode() not in blob
-    assert b".py" not in blob
 
 
 def local_bytes(array: StateArray) -> int:
