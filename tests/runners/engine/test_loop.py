@@ -248,8 +248,14 @@ def test_a_full_engine_takes_none_of_what_is_too_much():
 def test_a_later_call_waits_for_a_row_or_two_of_a_large_one():
     """A plain call waited for all 40 rows of another client's call."""
     with Rig() as rig:
-        ended, deliver = [], rig.loop._deliver
-        rig.loop._deliver = lambda outputs: (ended.extend(s.number for s in outputs.ended), deliver(outputs))
+        ended, step = [], rig.core.step
+
+        def noted(inputs):
+            outputs = step(inputs)
+            ended.extend(sequence.number for sequence in outputs.ended)
+            return outputs
+
+        rig.core.step = noted
         rig.backend.hold()
         large = rig.submit(*(request([n], 3) for n in range(20)))
         rig.backend.reach()  # as many rows as there are slots have begun
