@@ -3,7 +3,7 @@
     python -m tools.campaigns.pd_kills ARTIFACT ANSWERS KILLS [CARRIER [SECONDS]]
 
 The artifact is in fp32 and can move states: each answer must have the tokens that one engine gives by itself. Prints
-how many answers were wrong or missing, and what was left behind. A kill counts if the server had requests. Answers and
+how many answers were wrong or missing, and what was not removed. A kill counts if the server had requests. Answers and
 kills go on until there are as many of both, or SECONDS are over.
 """
 
@@ -151,7 +151,7 @@ def main() -> None:
     """Prints a line of JSON.
 
     Raises:
-        SystemExit: An answer was wrong or missing, or something was left behind.
+        SystemExit: An answer was wrong or missing, or something was not removed.
     """
     artifact, count, kills = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
     carrier = sys.argv[4] if sys.argv[4:] else "file"
