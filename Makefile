@@ -1,5 +1,5 @@
 # Each target does its own set-up. A second run finds the stamp of the first and does none again.
-.PHONY: setup parity fmt lint types docs check test extras fuzz bench peers witness card budgets demo demo-pd runner
+.PHONY: setup parity fmt lint types docs check test extras fuzz bench peers witness card budgets demo demo-pd smoke runner
 .NOTPARALLEL:
 # Tests start a thousand processes: each would compile our sources again if none may keep their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
@@ -89,6 +89,10 @@ demo-pd: setup
 	$(BIN)/ling3export build build/demo-pd demo-pd.ling3 --dtype float32 --paddings 64 --tp 1 --decode-paddings 4 \
 		--max-running 4 --context 256 --page-size 16 --pages 28 --snapshots 6 --force
 	$(BIN)/python -m bench pd demo-pd.ling3 $(ARGS)
+
+# Twice: the second run compiles nothing, or fails.
+smoke: setup
+	$(BIN)/python -m tests.support.smoke $(ARGS)
 
 # One file that needs this machine's version of Python and nothing else.
 runner: setup
