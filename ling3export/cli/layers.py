@@ -26,15 +26,9 @@ from ling3export.runners.cli.references import ARTIFACT
 )
 @JSON
 def bisect(
-    artifact: Path,
-    other: str | None,
-    cell: str | None,
-    target: str | None,
-    target_other: str | None,
-    portable: bool,
-    tolerance: float | None,
-    as_json: bool,
-) -> None:
+    artifact: Path, other: str | None, cell: str | None, target: str | None, target_other: str | None,
+    portable: bool, tolerance: float | None, as_json: bool,
+) -> None:  # fmt: skip
     """Find the first layer of ARTIFACT that differs from OTHER. Exits with 3 if there is one.
 
     Runs the vectors through both and compares the residual stream after each attention and each MLP, and the state of

@@ -3,8 +3,6 @@
 import errno
 import hashlib
 import os
-import subprocess
-import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -327,12 +325,3 @@ def test_a_file_size_limit_is_named_and_leaves_nothing(tmp_path: Path) -> None:
         "hint: raise the limit (ulimit -f) or write to another volume"
     )
     assert list(tmp_path.iterdir()) == []
-
-
-def test_no_jax() -> None:
-    modules = sorted(path.stem for path in Path(writer_module.__file__).parent.glob("*.py") if path.stem != "__init__")
-    assert "manifest" in modules
-    imports = "; ".join(f"import ling3export.artifacts.{name}" for name in modules)
-    found = "import sys; print([m for m in sys.modules if m.split('.')[0] in ('jax', 'jaxlib', 'flax', 'safetensors')])"
-    done = subprocess.run([sys.executable, "-c", f"{imports}; {found}"], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"

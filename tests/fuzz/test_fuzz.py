@@ -32,7 +32,7 @@ def check(name: str, cases: range) -> None:
     assert record.counts.total() == len(cases)
 
 
-def faulty(name: str, cases: int = 6, seed: int = 0, limit: float = 1.0) -> Found:
+def faulty(name: str, cases: int = 6, seed: int = 0, limit: float = 0.5) -> Found:
     return run(name, range(cases), seed, table="tests.fuzz.faulty", limit=limit)
 
 
