@@ -19,6 +19,7 @@ constexpr int64_t kSpan = 512;    // cached tokens of a task
 constexpr int64_t kBlock = 512;   // logits between two looks at the largest
 constexpr int64_t kLogits = 1 << 14;  // logits of a task
 constexpr int64_t kScores = 16;   // experts of a task of the router
+constexpr int64_t kAhead = 16;    // rows of a state that are asked for before they are read
 
 // <x, w> of fp32 numbers, in fp32.
 float Product(const float* x, const float* w, int64_t depth) {
@@ -81,6 +82,7 @@ void Delta(float* __restrict state, int64_t keys, int64_t values, const float* d
   for (int64_t i = 0; i < keys; ++i) {
     float* __restrict row = state + i * values;
     const float kept = decay[i], key = k[i];
+    for (int64_t j = 0; j < values; j += 16) __builtin_prefetch(row + kAhead * values + j, 1, 3);
     for (int64_t j = 0; j < values; ++j) {
       const float each = row[j] * kept;
       row[j] = each;

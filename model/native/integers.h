@@ -7,7 +7,6 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <numeric>
 
 #include "shared.h"
 #include "vectors.h"
@@ -16,7 +15,8 @@ namespace {
 
 constexpr int64_t kStream = 5;   // rows of x up to which one row of w is read after the other
 constexpr int64_t kLong = 256;   // most outputs of a task that adds up parts: what it reads of each follows itself
-// Bytes of a row of w that the second cache is asked for before they are read.
+// Bytes of a row of w that are asked for before they are read: for once, so that they displace nothing from the second
+// cache, where a step's code and small arrays stay.
 template <Form kForm> constexpr int64_t kFar = kForm == kInt8 ? 2048 : 8192;
 constexpr int64_t kFarScales = 512;  // groups whose scales are asked for ahead
 
@@ -52,27 +52,36 @@ template <Form kForm> class Rows {
     }
   }
 
+  // Every loop does one thing, so that compilers make vectors of it.
   void Set(int64_t t, int64_t g, const Bf16* x) {
-    constexpr float kRounder = 12582912;  // a number of this size has no digits behind the point
+    constexpr float kRounder = 12582912;   // a number of this size has no digits behind the point
+    constexpr int32_t kBits = 0x4b400000;  // the bits of kRounder: those of a sum say by how much it is larger
+    constexpr int64_t kEach = kGroup / kHalves<kForm>;
     uint16_t most = 0;
     for (int64_t i = 0; i < kGroup; ++i) most = std::max<uint16_t>(most, x[i] & 0x7fff);
     const bool finite = most < 0x7f80;
     const float scale = Widen(most) / 127, by = finite && scale > 0 ? scale : std::numeric_limits<float>::infinity();
+    float values[kGroup];
+    int32_t whole[kGroup];
     int8_t own[kGroup];
-    for (int64_t i = 0; i < kGroup; ++i) {
-      const float value = finite ? Widen(x[i]) / by : 0;
-      own[i] = int8_t(std::min(std::max(value, -127.0f), 127.0f) + kRounder - kRounder);
-    }
+    for (int64_t i = 0; i < kGroup; ++i) values[i] = Widen(x[i]) / by;
+    for (int64_t i = 0; i < kGroup; ++i) values[i] = values[i] < -127 ? -127 : values[i];
+    for (int64_t i = 0; i < kGroup; ++i) values[i] = (values[i] > 127 ? 127 : values[i]) + kRounder;
+    std::memcpy(whole, values, sizeof whole);
+    for (int64_t i = 0; i < kGroup; ++i) whole[i] = finite ? whole[i] - kBits : 0;
+    for (int64_t i = 0; i < kGroup; ++i) own[i] = int8_t(whole[i]);
     int8_t* const to = q_ + t * padded_ * kGroup + First<kForm>(g);
     std::memcpy(to, own, kHalf);
     std::memcpy(to + kSecond<kForm>, own + kHalf, kHalf);
-    scales_[t * padded_ + g] = finite ? scale : std::numeric_limits<float>::quiet_NaN();
-    constexpr int64_t kEach = kGroup / kHalves<kForm>;
+    const float factor = finite ? scale : std::numeric_limits<float>::quiet_NaN();
+    scales_[t * padded_ + g] = factor;
     for (int h = 0; h < kHalves<kForm>; ++h) {
+      int32_t sum = 0;
+      for (int64_t i = 0; i < kEach; ++i) sum += whole[h * kEach + i];
       int32_t* const offset = offsets_ + h * apart + (t * padded_ + g) * kOwn<kForm>;
       std::fill_n(offset, kOwn<kForm>, 0);
-      offset[0] = -kOffset<kForm> * std::accumulate(own + h * kEach, own + (h + 1) * kEach, 0);
-      shifts_[(t * kHalves<kForm> + h) * padded_ + g] = float(offset[0]) * scales_[t * padded_ + g];
+      offset[0] = -kOffset<kForm> * sum;
+      shifts_[(t * kHalves<kForm> + h) * padded_ + g] = float(offset[0]) * factor;
     }
   }
 
@@ -150,14 +159,14 @@ void Stream(const uint8_t* q, const Bf16* scale, const uint8_t* ahead, const Row
   int64_t g = 0;
   for (; g + kBlock <= x.groups; g += kBlock) {
     scale_by(g, Words(scale + g));
-    __builtin_prefetch(scale + g + kFarScales, 0, 2);
+    __builtin_prefetch(scale + g + kFarScales, 0, 0);
 #pragma GCC unroll 8
     for (int64_t i = 0; i < kPieces; ++i) {
-      if (i * kStep<kForm> % 64 == 0) __builtin_prefetch(ahead + g * kBytes<kForm> + i * kStep<kForm>, 0, 2);
+      if (i * kStep<kForm> % 64 == 0) __builtin_prefetch(ahead + g * kBytes<kForm> + i * kStep<kForm>, 0, 0);
       piece(g, i, kStep<kForm>);
     }
     for (int64_t at = kBlock * kLow<kForm>; at < kBlock * kBytes<kForm>; at += 64) {
-      __builtin_prefetch(ahead + g * kBytes<kForm> + at, 0, 2);
+      __builtin_prefetch(ahead + g * kBytes<kForm> + at, 0, 0);
     }
   }
   if (const int64_t rest = x.groups - g; rest) {
@@ -189,9 +198,9 @@ template <Form kForm> class Parts {
       for (int64_t g = 0; g < step; g += kBlock) {
         const int64_t at = from + g, own = std::min(kBlock, step - g);
         for (int64_t byte = 0; byte < own * kBytes<kForm>; byte += 64) {
-          __builtin_prefetch(next + at * kBytes<kForm> + byte, 0, 2);
+          __builtin_prefetch(next + at * kBytes<kForm> + byte, 0, 0);
         }
-        __builtin_prefetch(next_scale + at, 0, 2);
+        __builtin_prefetch(next_scale + at, 0, 0);
         const Scales<kForm> wide(own == kBlock ? Words(scale + at) : SomeWords(scale + at, own));
         for (int64_t t = 0; t < count_; ++t) {
           const int8_t* const own_x = joined_ ? x_[t] : x.q(rows[t]) + g * kGroup;

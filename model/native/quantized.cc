@@ -88,7 +88,7 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, S scale, Ints layer_of, f
   const int64_t most = std::clamp(few ? stack.rows / (3 * Cores(devices)) / kOutputs * kOutputs : 0, kOutputs, kLong);
   const int64_t tasks = (stack.rows + most - 1) / most;
   float* const out = y->typed_data();
-  std::fill_n(out, count * out_width, 0.0f);
+  std::fill_n(out + used * out_width, (count - used) * out_width, 0.0f);
   Rows<kForm> rows(used * each, stack.groups);
   Fill(pool, devices, from, used * each, &rows);
   std::vector<int32_t> at(used * each);  // of each s the rows of x one after the other
@@ -108,6 +108,7 @@ ffi::Error Product(ffi::ThreadPool pool, Bf16s x, Q q, S scale, Ints layer_of, f
       return sums.Give(to, out_width);
     }
 #endif
+    for (int64_t t = 0; t < used; ++t) std::fill_n(to + t * out_width, own, 0.0f);
     for (int64_t part = 0; part < each; ++part) {
       const int64_t row = stack.first_row(task / tasks + part, layer) + o;
       Outer(stack.values(row), stack.scales(row), own, rows, at.data() + part * used, used, to, out_width);
