@@ -272,7 +272,7 @@ def test_a_stranger_is_dropped_counted_and_told_nothing(monkeypatch, capsys, sai
 def test_a_caller_has_one_deadline_for_all_its_bytes(monkeypatch):
     """One byte now and then once outlasted the start timeout."""
     monkeypatch.setattr(rendezvous, "GREETING", 0.5)
-    first, _ = hosts(2, timeout=3.0)
+    first, _ = hosts(2, timeout=2.0)
 
     def slow() -> float:
         with called(first) as caller:
@@ -284,9 +284,9 @@ def test_a_caller_has_one_deadline_for_all_its_bytes(monkeypatch):
             return time.monotonic() - begun
 
     one, seconds = in_threads(lambda: lead(first), slow)
-    assert seconds < 3
+    assert seconds < 2
     assert one.message == (
-        "hosts: expected 2 within 3 s, found no word of host 1; callers dropped that were no hosts of this start: 1"
+        "hosts: expected 2 within 2 s, found no word of host 1; callers dropped that were no hosts of this start: 1"
     )
 
 
@@ -307,10 +307,10 @@ def test_silent_callers_delay_nobody(monkeypatch):
 
 
 def test_hosts_of_different_secrets_do_not_meet(capsys):
-    first, second = hosts(2, timeout=2.0, secret=SECRET)
+    first, second = hosts(2, timeout=1.0, secret=SECRET)
     one, two = in_threads(lambda: lead(first), lambda: join(replace(second, secret=SECRET[::-1]), IDENTITY))
     assert one.message == (
-        "hosts: expected 2 within 2 s, found no word of host 1; callers dropped that were no hosts of this start: 1"
+        "hosts: expected 2 within 1 s, found no word of host 1; callers dropped that were no hosts of this start: 1"
     )
     assert two.message == "host 0: expected it to have this host's secret, found that it has another one"
 
