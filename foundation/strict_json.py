@@ -70,7 +70,7 @@ def parse_json(
     if brackets.count(b"[") > depth or (brackets and brackets.count(b"[") == brackets.count(b"]")):
         raise ValueError(f"more than {depth} levels of objects and lists")
     quick = most is None or len(marks) <= QUICK
-    value = _round_trip(data) if quick else UNREAD
+    value = round_trip(data) if quick else UNREAD
     if value is UNREAD:
         decoder = json.JSONDecoder if quick else _Patient
         value = json.loads(
@@ -81,7 +81,7 @@ def parse_json(
     return value
 
 
-def _round_trip(data: bytes) -> Any:
+def round_trip(data: bytes) -> Any:
     """The value of a text that msgspec writes alike, but for blanks, so no key stands twice; UNREAD for others.
 
     Valid texts are among the others: with escapes, or with numbers in another notation.

@@ -124,7 +124,7 @@ def test_values_are_those_of_json_and_no_key_stands_twice_at_any_level():
         indent, separators = rng.choice(((None, None), (None, (",", ":")), (1, (" , ", " :\t"))))
         text = json.dumps(value, ensure_ascii=rng.random() < 0.5, indent=indent, separators=separators)
         assert repr(parse_json(text.encode())) == repr(json.loads(text))
-        read += strict_json._round_trip(text.encode()) is not strict_json.UNREAD
+        read += strict_json.round_trip(text.encode()) is not strict_json.UNREAD
         for doubled in (f'{{"d": {text}, "d": {text}}}', f'[1, {{"e": {{"d":1 ,"d":{text}}}}}]'):
             with pytest.raises(DoubledKeyError) as caught:
                 parse_json(doubled.encode())

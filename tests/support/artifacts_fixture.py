@@ -136,7 +136,6 @@ RECIPES = {
     "micro-tp1-snapshots": Recipe(1, "micro", paddings=(64,), decode=4, snapshots=6),
     "micro-tp2-snapshots": Recipe(2, "micro", paddings=(64,), decode=4, snapshots=2),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
-    "micro-tp1-experts": Recipe(1, "micro", overrides={"num_experts": 32}),
     "demo-tp1": Recipe(1, "demo", dtype="bfloat16", score=(128,), context=4096, optimized=True),
     # Compiled for four chips that are not here (20 s).
     "micro-v6e": Recipe(4, "micro", dtype="bfloat16", paddings=(16,), decode=16, score=(16,), target="tpu:v6e:2x2"),
