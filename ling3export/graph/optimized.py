@@ -241,7 +241,7 @@ class _Walk:
             flops=flops(module, computation, instruction),
             weights=_weights(instruction, origins),
             overlapped=opcode in MOVED,
-            copied=_copied(instruction, operands),
+            copied=_copied(module, instruction, operands),
             read=read,
             written=written,
         )
@@ -321,9 +321,14 @@ def plain(attributes: str) -> str:
     return CHANNEL.sub("", CALLED.sub("", attributes) if "=%" in attributes or "={%" in attributes else attributes)
 
 
-def _copied(instruction: Instruction, operands: Sequence[Instruction]) -> int:
-    """A copy that begins or ends in the fast memory is a prefetch or a writing back, and no copy."""
+def _copied(module: Module, instruction: Instruction, operands: Sequence[Instruction]) -> int:
+    """Bytes of a copy; 0 for one that begins or ends in the fast memory, a prefetch or a writing back.
+
+    A copy of one repeated value is none either: XLA fills equal results of a branch so, each in a buffer of its own.
+    """
     if instruction.opcode not in ("copy", "copy-start"):
+        return 0
+    if {*(_fused(module, operands[0]) or (operands[0].opcode,))} == {"broadcast"}:
         return 0
     return operands[0].bytes if all(FAST not in one.shape for one in (instruction, *operands)) else 0
 

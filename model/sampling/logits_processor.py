@@ -26,8 +26,9 @@ def adjusted(
     """The logits that tokens are drawn from where rows have edits or a mask of allowed tokens.
 
     An edit makes ``x`` to ``(x / scale if x > 0 else x * scale) + add``: a repetition penalty is a scale, and the
-    presence penalty, the frequency penalty and a logit bias are parts of the addend. Then what is not allowed becomes
-    -inf. A logit that is not finite stays: the row has no token, whatever is allowed.
+    presence penalty, the frequency penalty and a logit bias are parts of the addend. Scales are above 0 and addends
+    finite. What is not allowed becomes -inf. A logit that is not finite stays: the row has no token, whatever is
+    allowed.
 
     Args:
         logits: This device's part of the vocabulary.
@@ -37,26 +38,26 @@ def adjusted(
     """
     width = logits.shape[1]
     first = lax.axis_index(AXIS) * width
-    row = jnp.arange(len(logits))[:, None]
-
-    def edit(block: jax.Array, values: jax.Array) -> jax.Array:
-        token, scale, add = lax.dynamic_slice_in_dim(edits, block * BLOCK, BLOCK, axis=2)
-        counts = block * BLOCK + jnp.arange(BLOCK) < fields["edited"][:, None]
-        place = jnp.where(counts & (token >= first) & (token < first + width), token - first, width)
-        old = jnp.take_along_axis(logits, jnp.minimum(place, width - 1), axis=1)
-        scale, add = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (scale, add))
-        return values.at[row, place].set(jnp.where(old > 0, old / scale, old * scale) + add, mode="drop")
-
-    blocks = (jnp.max(fields["edited"]) + BLOCK - 1) // BLOCK
-    with jax.named_scope("edits"):
-        changed = lax.fori_loop(0, blocks, edit, logits)
     # The words that hold this device's tokens, then their bits; the first bits may belong to earlier tokens.
     words = jnp.pad(mask, ((0, 0), (0, width // 32 + 2)))
     words = lax.dynamic_slice_in_dim(words, first // 32, width // 32 + 2, axis=1)
     bits = (words[:, :, None] >> jnp.arange(32)) & 1
     bits = lax.dynamic_slice_in_dim(bits.reshape(len(mask), -1), first % 32, width, axis=1)
     allowed = (bits == 1) | (fields["masked"] == 0)[:, None] | ~jnp.isfinite(logits)
-    return jnp.where(allowed, changed, -jnp.inf)
+    # Masked first, for the edits then need no copy of the logits. They leave -inf as it is.
+    row, masked = jnp.arange(len(logits))[:, None], jnp.where(allowed, logits, -jnp.inf)
+
+    def edit(block: jax.Array, values: jax.Array) -> jax.Array:
+        token, scale, add = lax.dynamic_slice_in_dim(edits, block * BLOCK, BLOCK, axis=2)
+        counts = block * BLOCK + jnp.arange(BLOCK) < fields["edited"][:, None]
+        place = jnp.where(counts & (token >= first) & (token < first + width), token - first, width)
+        old = jnp.take_along_axis(values, jnp.minimum(place, width - 1), axis=1)
+        scale, add = (lax.bitcast_convert_type(bits, jnp.float32) for bits in (scale, add))
+        return values.at[row, place].set(jnp.where(old > 0, old / scale, old * scale) + add, mode="drop")
+
+    blocks = (jnp.max(fields["edited"]) + BLOCK - 1) // BLOCK
+    with jax.named_scope("edits"):
+        return lax.fori_loop(0, blocks, edit, masked)
 
 
 def ranked(

@@ -207,6 +207,12 @@ def test_operations_of_two_paddings_are_partners():
     assert difference.unmatched_share == 0 and difference.matched == 2
 
 
+@pytest.mark.parametrize(("maker", "copied"), [("add(%x, %x)", 4096), ("broadcast(%x), dimensions={}", 0)])
+def test_a_copy_of_one_repeated_value_is_a_fill(maker: str, copied: int):
+    text = TEXT.replace("add(%y, %x)", "copy(%v)").replace("  %z =", f"  %v = f32[16,64]{{1,0}} {maker}\n  %z =")
+    assert graph(text).operations[-1].copied == copied
+
+
 @pytest.mark.parametrize(
     "text", ["x", "[rules]\nnothing = 1", '[cells."a"]\nflops = "x"', "[other]\na = 1", "rules = 1", "cells = {a = 1}"]
 )
