@@ -109,9 +109,9 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: 
 @main.command()
 @click.argument("artifact", type=PATH)
 @click.option("--only", multiple=True, metavar="ATTACK", help="One of them; may be repeated.  [default: all]")
-@click.option("--turns", type=click.IntRange(1), default=3, show_default=True, help="Turns of each arm.")
-@click.option("--seconds", default=8.0, show_default=True, help="Length of a turn.")
-@click.option("--rate", default=5.0, show_default=True, help="Plain calls a second.")
+@click.option("--turns", type=click.IntRange(1), default=4, show_default=True, help="Turns of each arm.")
+@click.option("--seconds", default=5.0, show_default=True, help="Length of a turn.")
+@click.option("--rate", default=10.0, show_default=True, help="Plain calls a second.")
 def attack(artifact: Path, only: tuple[str, ...], turns: int, seconds: float, rate: float) -> None:
     """Plain calls while another client sends hostile ones."""
     from bench.attack import ATTACKS
