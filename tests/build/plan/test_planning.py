@@ -102,19 +102,9 @@ def test_an_artifact_gives_back_the_plan_that_it_was_built_for(artifact):
     assert asdict(again.geometry) == manifest.targets["cpu-tp2"].geometry
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--memory-fraction", "1.5"], "error: --memory-fraction: expected above 0 and at most 1, found 1.5\n"),
-        (["--target", "tpu:v6e:3x3"], "error: target `tpu:v6e:3x3`: expected a topology of 1x1, 2x2, 2x4, 4x4 for v6e"),
-        (
-            ["--target", "cpu@2", "--tp", "2", "--target", "cpu"],
-            "error: --target: expected each target once, found cpu-tp2 twice\n",
-        ),
-    ],
-)
-def test_what_cannot_be_built_cannot_be_planned(options, message):
-    assert refusal(cli.main, "plan", *options).startswith(message)
+def test_what_cannot_be_built_cannot_be_planned():
+    said = refusal(cli.main, "plan", "--target", "cpu@2", "--tp", "2", "--target", "cpu")
+    assert said == "error: --target: expected each target once, found cpu-tp2 twice\n"
 
 
 def test_a_config_that_is_not_there_is_named(tmp_path):

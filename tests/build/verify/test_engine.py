@@ -70,7 +70,6 @@ def test_a_wrong_token_or_logit_is_found(artifact, engine, call, change):
     prompts = prompts_of(manifest, manifest.targets[engine.target])
     first, wrong, _, _ = answers(Wrong(engine, call, change), prompts, moves=False)
     assert wrong > 0
-    assert answers(engine, prompts, moves=False)[1] == 0
     if change is other_logits:
         assert max(judged(manifest, folder, prompts, first)[0]) > 0.1
 
