@@ -62,7 +62,7 @@ def weighted_sum(
     experts: int,
     multiply: Callable[[Float[Array, "E C D"]], Float32[Array, "E C D"]],
 ) -> Float32[Array, "T D"]:
-    """The sum of what its chosen experts ``multiply`` each row to, weighted by ``share``.
+    """The results of each row's chosen experts, which ``multiply`` computes, added up with the weights ``share``.
 
     ``chosen`` is ``experts`` where a row takes no expert. A batch has C rows of each expert. The first batch holds all
     rows unless the router is uneven; a loop multiplies the others, so that no row is dropped.

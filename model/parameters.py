@@ -5,9 +5,10 @@ the checkpoint's reader, the writer of synthetic checkpoints and the conversion 
 tensors of the store and the parameters of programs (artifacts/parameters.py); from these follow abstract values,
 shardings and the manifest.
 
-Layers of one kind are stacked, so a program has some forty weight arguments whatever its depth, and a loop over layers
-slices what it needs. A split parameter has a leading axis of TP shards (``Config.tp_shards``): a device at tensor
-parallelism TP owns ``tp_shards / TP`` neighbouring ones, one contiguous range of the store.
+Layers of one kind are stacked in the store. A program for cpu takes whole stacks, so it has some thirty weight
+arguments whatever its depth, and a loop over layers slices what it needs. Programs for accelerators take matrices by
+layer. A split parameter has a leading axis of TP shards (``Config.tp_shards``): a device at tensor parallelism TP owns
+``tp_shards / TP`` neighbouring ones, one contiguous range of the store.
 
 Matrices are kept ``[..., out, in]`` where the output is split and ``[..., in, out]`` where the input is split, so that
 merging TP shards is a reshape at every TP. On CPU the first form is also the faster one (docs/log/kernels-cpu.md).
@@ -348,23 +349,32 @@ def _tensors(rows: list[Weight], at: str) -> dict[str, TensorInfo]:
     return tensors
 
 
-# XLA:TPU would copy the first three out of their stacks in each step where layers are unrolled. It brings the last to
-# its fast memory as a whole stack, or not at all (docs/log/programs-tpu.md).
+# Arguments by layer in every form of the weights: XLA:TPU would copy the first three out of their stacks in each step
+# where layers are unrolled (docs/log/programs-tpu.md).
 LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj", "moe.gate")
-# XLA:GPU would copy every matrix whose layers lie between those of other TP shards: its products take one range.
-SPLIT = MATRICES | {"mla.w_uk", "mla.w_uv"}
+
+
+def is_by_layer(row: Weight, geometry: Geometry) -> bool:
+    """Whether each layer of a weight is an argument of a target's programs, and not the stack of all.
+
+    XLA:TPU brings a stack to its fast memory as a whole, or not at all. XLA:GPU copies each layer of a stack whose
+    layers lie between those of other TP shards.
+    """
+    if not geometry.tiled or not row.layers:
+        return False
+    if row.name in LAYERED or row.name in ("mla.w_uk", "mla.w_uv"):
+        return True
+    # On one chip 8-bit matrices are worth it, too; on a slice a scale of its own would be laid out anew.
+    alike = row.form == PLAIN or (row.form == "int8-channel" and geometry.tp == 1) or geometry.form == "card"
+    return row.name in MATRICES and alike
 
 
 def parameters(config: Config, geometry: Geometry) -> list[Parameter]:
     """The parameters of a target's programs, in flattening order."""
     rows = []
     for row in weight_table(config, geometry.weights):
-        # On one chip 8-bit matrices are worth it, too; on a slice a scale of its own would be laid out anew.
-        by_channel = geometry.sum_by_matmul and geometry.tp == 1 and row.form == "int8-channel"
-        on_card = geometry.form == "card" and row.name in SPLIT and row.split is not None
-        layered = geometry.tiled and (row.name in LAYERED or by_channel or on_card) and row.layers
         axis = row.stack_axis
-        for layer in range(len(row.layers)) if layered else (None,):
+        for layer in range(len(row.layers)) if is_by_layer(row, geometry) else (None,):
             for name, tensor in row.tensors(geometry.dtype).items():
                 part, key = name.removeprefix(row.name), "" if layer is None else f".{layer:03}"  # so that names sort
                 shape = tensor.shape if layer is None else (*tensor.shape[:axis], *tensor.shape[axis + 1 :])

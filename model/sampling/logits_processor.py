@@ -27,8 +27,8 @@ def adjusted(
 
     An edit makes ``x`` to ``(x / scale if x > 0 else x * scale) + add``: a repetition penalty is a scale, and the
     presence penalty, the frequency penalty and a logit bias are parts of the addend. Scales are above 0 and addends
-    finite. What is not allowed becomes -inf. A logit that is not finite stays: the row has no token, whatever is
-    allowed.
+    finite. Tokens that are not allowed become -inf. A logit that is not finite stays: the row has no token, whatever
+    is allowed.
 
     Args:
         logits: This device's part of the vocabulary.

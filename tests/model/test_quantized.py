@@ -116,9 +116,10 @@ def test_one_chip_takes_8_bit_matrices_a_layer_at_a_time(case):
         geometry = Quick(case.config, case.read, tp=tp, form="tiles", weights=weights).geometry
         return {".".join(row.path[:2]) for row in parameters(case.config, geometry) if row.layer is not None}
 
-    quantized = {row.name for row in weight_table(case.config, "int8-channel") if row.form != "bf16" and row.layers}
-    assert by_layer(1, "int8-channel") == quantized | {"moe.gate"} > set(LAYERED)
-    assert by_layer(4, "int8-channel") == by_layer(1, "bf16") == set(LAYERED)
+    always = {*LAYERED, "mla.w_uk", "mla.w_uv"}
+    matrices = {row.name for row in weight_table(case.config, "int8-channel") if row.form != "bf16" and row.layers}
+    assert by_layer(1, "int8-channel") == by_layer(1, "bf16") == by_layer(4, "bf16") == matrices | always > always
+    assert by_layer(4, "int8-channel") == always
 
 
 def test_what_is_held_of_a_layer_is_widened_alone(case):
