@@ -121,7 +121,7 @@ RECIPES = {
     "micro-tp1": Recipe(1, "micro", optimized=True),
     # With everything that may stand beside quantized weights.
     "micro-tp2-int4": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4", afd=True, snapshots=2),
-    "micro-tp2-int4-small": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4-small"),
+    "micro-tp2-int4-small": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4-small", afd=True, snapshots=2),
     "micro-tp1-kernels": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on"),
     "micro-tp1-kernels-int4": Recipe(
         1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on", weights="int4"

@@ -23,7 +23,8 @@ from tests.support.hosting import hosting
 from tests.support.refusals import said
 from tests.support.transfers import moved
 
-NAME = "micro-tp2-int4"
+NAMES = ["micro-tp2-int4", pytest.param("micro-tp2-int4-small", marks=pytest.mark.extras)]
+SIZES = {"int4": "0.84 MB in 6 files, 43 tensors", "int4-small": "0.70 MB in 6 files, 43 tensors"}
 PROMPT, TOKENS = [*range(1, 19)], 6
 QUIET = {"check": "programs", "report": lambda text: None}
 
@@ -33,45 +34,53 @@ def answer(engine: Engine) -> list[int]:
     return [*done.token_ids]
 
 
+@pytest.fixture(scope="module", params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    """The artifact of a form."""
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def expected(artifact: Artifacts) -> list[int]:
+def expected(artifact: Artifacts, name: str) -> list[int]:
     """The tokens of one engine."""
-    with Engine(artifact(NAME), **QUIET) as engine:
+    with Engine(artifact(name), **QUIET) as engine:
         return answer(engine)
 
 
 @pytest.mark.extras
-def test_decode_cut_at_the_experts_has_receipts(artifact: Artifacts):
-    receipts = artifact.manifest(NAME).vectors.receipts["cpu-tp2"]
+def test_decode_cut_at_the_experts_has_receipts(artifact: Artifacts, name: str):
+    receipts = artifact.manifest(name).vectors.receipts["cpu-tp2"]
     phases = {name.partition("@")[0] for name, each in receipts.cells.items() if each.status == "passed"}
     assert {*SPLIT, "offload", "onload", "copy"} <= phases
     assert max(receipts.agreement.values()) < 1e-5
 
 
-def test_a_worker_computes_int4_experts_for_an_attention_process(artifact: Artifacts, expected: list[int]):
-    name = f"int4-{os.getpid()}"
-    thread = threading.Thread(target=FfnWorker(artifact(NAME), name, **QUIET).run)
+def test_a_worker_computes_quantized_experts_for_an_attention_process(
+    artifact: Artifacts, name: str, expected: list[int]
+):
+    shared = f"quantized-{os.getpid()}"
+    thread = threading.Thread(target=FfnWorker(artifact(name), shared, **QUIET).run)
     thread.start()
-    with Engine(artifact(NAME), ffn=name, **QUIET) as engine:
+    with Engine(artifact(name), ffn=shared, **QUIET) as engine:
         assert answer(engine) == expected
     thread.join(60)
     assert not thread.is_alive()
 
 
-def test_a_prompt_of_one_server_is_answered_by_another(artifact: Artifacts, expected: list[int]):
+def test_a_prompt_of_one_server_is_answered_by_another(artifact: Artifacts, name: str, expected: list[int]):
     how = Transfer("shm", deadline=60.0)
-    with Engine(artifact(NAME), transfer=how, **QUIET) as give, Engine(artifact(NAME), transfer=how, **QUIET) as take:
+    with Engine(artifact(name), transfer=how, **QUIET) as give, Engine(artifact(name), transfer=how, **QUIET) as take:
         _, taking = moved(give, Request(tuple(PROMPT), TOKENS, ignore_eos=True))
         (done,) = take.complete([taking])
         assert (done.token_ids, done.cached_tokens) == (expected, len(PROMPT))
 
 
 @pytest.mark.extras
-def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Artifacts, expected: list[int]):
+def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Artifacts, name: str, expected: list[int]):
     """The weights in bf16 would continue other numbers."""
     how = Transfer("shm", deadline=60.0)
     other = artifact("micro-tp2-snapshots")
-    with Engine(artifact(NAME), transfer=how, **QUIET) as give, Engine(other, transfer=how, **QUIET) as take:
+    with Engine(artifact(name), transfer=how, **QUIET) as give, Engine(other, transfer=how, **QUIET) as take:
         _, taking = moved(give, Request(tuple(PROMPT), TOKENS, ignore_eos=True))
         take.complete([taking])
         assert take.stats()["transfer"]["other_state"] == 1
@@ -81,11 +90,11 @@ def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Art
 @pytest.mark.hosts
 @pytest.mark.extras
 def test_hosts_load_their_own_shards_of_q_and_scale_and_answer_as_one(
-    artifact: Artifacts, tmp_path: Path, expected: list[int]
+    artifact: Artifacts, name: str, tmp_path: Path, expected: list[int]
 ):
     """The target of two hosts is added to an artifact that is there; each host loads its own part of the weights."""
     both = tmp_path / "both.ling3"
-    shutil.copytree(artifact(NAME), both)
+    shutil.copytree(artifact(name), both)
     said(main, "build", "--into", both, "--target", "cpu:2x1")
     assert read_manifest(both).vectors.receipts["cpu-2x1-tp2"].passed
     ids = ",".join(map(str, PROMPT))
@@ -98,10 +107,11 @@ def test_hosts_load_their_own_shards_of_q_and_scale_and_answer_as_one(
 
 
 @pytest.mark.usefixtures("unoptimized")
-def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifacts, tmp_path: Path):
+def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifacts, name: str, tmp_path: Path):
     """Dummy weights are rounded to the form, too, and are not kept."""
-    options, whole, alone = RECIPES[NAME].options(), artifact.manifest(NAME), tmp_path / "alone.ling3"
-    config = artifact.checkpoint(NAME) / "config.json"
+    form = RECIPES[name].weights
+    options, whole, alone = RECIPES[name].options(), artifact.manifest(name), tmp_path / "alone.ling3"
+    config = artifact.checkpoint(name) / "config.json"
     said(main, "build", config, alone, "--no-weights", "--dummy-weights", 3, *options)
     before = read_manifest(alone)
     cells, wanted = (each.targets["cpu-tp2"].cells for each in (before, whole))
@@ -109,22 +119,23 @@ def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifac
         each.stablehlo for each in wanted.values()
     ]
     assert before.vectors.receipts["cpu-tp2"].passed
-    assert before.vectors.source.endswith("on dequantized int4 weights; dummy weights of seed 3, not kept")
-    assert "none: ling3export attach writes those of a checkpoint, as int4" in said(main, "inspect", alone)
-    said(main, "attach", alone, artifact.checkpoint(NAME))
+    assert before.vectors.source.endswith(f"on dequantized {form} weights; dummy weights of seed 3, not kept")
+    assert f"none: ling3export attach writes those of a checkpoint, as {form}" in said(main, "inspect", alone)
+    said(main, "attach", alone, artifact.checkpoint(name))
     assert read_manifest(alone).weights == whole.weights
     assert read_manifest(alone).vectors.receipts["cpu-tp2"].passed
 
 
-def test_a_calibration_and_the_doctor_take_it(artifact: Artifacts, tmp_path: Path):
+def test_a_calibration_and_the_doctor_take_it(artifact: Artifacts, name: str, tmp_path: Path):
     folder = tmp_path / "micro.ling3"
-    shutil.copytree(artifact(NAME), folder)
+    shutil.copytree(artifact(name), folder)
     said(main, "verify", folder, "--time")
     found = read_calibration(beside(folder))
     assert found.cells.keys() == read_manifest(folder).targets["cpu-tp2"].cells.keys() and found.receipts.passed
     assert "micro.ling3, target cpu-tp2: fits this machine" in said(runner, "doctor", folder)
     shown = said(main, "inspect", folder)
-    assert "weights     int4: 0.84 MB in 6 files, 43 tensors" in shown
+    form = RECIPES[name].weights
+    assert f"weights     {form}: {SIZES[form]}" in shown
 
 
 @pytest.mark.tpu
