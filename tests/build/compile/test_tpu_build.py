@@ -81,7 +81,8 @@ def test_inspect_shows_estimates_and_that_nothing_was_executed(tpu_artifact):
 def test_verify_checks_digests_and_says_why_it_ran_nothing(tpu_artifact):
     done = CliRunner().invoke(cli.main, ["verify", str(tpu_artifact)])
     assert done.exit_code == 0, done.output
-    assert f"{TARGET}: not run here: compiled, not executed; it needs 4 devices of tpu:v6e:2x2 on 1 host" in done.output
+    why = "compiled, not executed (stablehlo, on cpu); it needs 4 devices of tpu:v6e:2x2 on 1 host"
+    assert f"{TARGET}: not run here: {why}" in done.output
     record = json.loads(CliRunner().invoke(cli.main, ["verify", str(tpu_artifact), "--json"]).stdout)
     assert "reason" in record["targets"][TARGET]
 
