@@ -350,8 +350,8 @@ def _tensors(rows: list[Weight], at: str) -> dict[str, TensorInfo]:
 
 
 # Arguments by layer in every form of the weights: XLA:TPU would copy the first three out of their stacks in each step
-# where layers are unrolled (docs/log/programs-tpu.md).
-LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj", "moe.gate")
+# where layers are unrolled (docs/log/programs-tpu.md). The others are never quantized.
+LAYERED = ("moe.experts_gate_up_proj", "moe.experts_down_proj", "kda.qkvfg_proj", "moe.gate", "mla.w_uk", "mla.w_uv")
 
 
 def is_by_layer(row: Weight, geometry: Geometry) -> bool:
@@ -362,7 +362,7 @@ def is_by_layer(row: Weight, geometry: Geometry) -> bool:
     """
     if not geometry.tiled or not row.layers:
         return False
-    if row.name in LAYERED or row.name in ("mla.w_uk", "mla.w_uv"):
+    if row.name in LAYERED:
         return True
     # On one chip 8-bit matrices are worth it, too; on a slice a scale of its own would be laid out anew.
     alike = row.form == PLAIN or (row.form == "int8-channel" and geometry.tp == 1) or geometry.form == "card"

@@ -13,11 +13,10 @@ import asyncio
 import json
 import random
 import sys
-import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +29,10 @@ from ling3export.runners.endpoint import Endpoint
 from ling3export.runners.engine.engine import Engine
 from ling3export.runners.engine.request import Request
 from ling3export.runners.serve.app import GENERATING, Policy, application
-from ling3export.runners.serve.run import bound, http_server
 from ling3export.verify.reference import Reference
 from ling3export.verify.stored import stored_reference
 from tests.support.choosing import changed
+from tests.support.serving import serving
 
 BATCH = 500  # requests between two comparisons
 CLIENTS = 24
@@ -187,22 +186,6 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     }
 
 
-@contextmanager
-def served(engine: Engine) -> Iterator[str]:
-    """The address of a server of this engine, in a thread of this process."""
-    with bound("127.0.0.1", 0) as listener:
-        listener.listen()
-        server = http_server(application(engine, Policy("m", None, 4096, 1 << 22)), 512, 20)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        try:
-            host, port = listener.getsockname()
-            yield f"http://{host}:{port}"
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
 def main() -> None:
     """Prints how many answers part, and the gaps at which they do.
 
@@ -216,8 +199,8 @@ def main() -> None:
         reference = stored_reference(
             artifact, engine.manifest.weights, config_of(engine.manifest), engine.manifest.plan
         )
-        with served(engine) as url:
-            server = Endpoint(url, key=None, timeout=600)
+        with serving(application(engine, Policy("m", None, 4096, 1 << 22))) as (host, port):
+            server = Endpoint(f"http://{host}:{port}", key=None, timeout=600)
             for batch in range(-(-count // BATCH)):
                 dice = random.Random(f"{seed} {batch}")
                 size = min(BATCH, count - batch * BATCH)

@@ -61,7 +61,7 @@ def check_tokenizer(folder: Path, records: Sequence[FileRecord]) -> None:
 
 @contextmanager
 def _loaded(artifact: Path, **options: Any) -> "Iterator[Loaded]":
-    """A target for the block, at whose end the other hosts are told to end."""
+    """Loads a target. After the block it ends the other hosts."""
     from ling3export.runners.load.loader import load
 
     loaded = load(artifact, report=lambda _: None, **options)
