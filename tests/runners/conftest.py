@@ -1,4 +1,4 @@
-"""What the tests of the runner share."""
+"""Fixtures that the runner's tests share."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,7 @@ from tests.support import toy_artifact
 
 @pytest.fixture(scope="module")
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    """The toy artifact's, with the options that the module has as OPTIONS_OF_ENGINE."""
+    """An engine of the toy artifact. A module sets its options with OPTIONS_OF_ENGINE."""
     options = getattr(request.module, "OPTIONS_OF_ENGINE", {})
     with Engine(toy_artifact.shared(), report=lambda text: None, **options) as engine:
         yield engine

@@ -1,10 +1,10 @@
-"""Artifacts and probes that test files share: each is built once, through the command line, and kept between runs.
+"""Artifacts and probes that test files share. The command line builds each once; they are kept between runs.
 
-They are kept in ``.cache/tests``, or in LING3_TEST_CACHE, under a digest of what they are made of: the recipe, the
-sources that building imports, the versions of the toolchain and this machine's processor. A lock serves parallel runs.
-What a killed run left, or a test changed, is built again: beside each kept folder stands a digest of its files.
-``cache`` is the build cache of all builds of tests but those that name another, and where runners keep what they
-compile: a second run compiles nothing that the first did. What no run has used for 14 days is removed.
+They are kept in ``.cache/tests``, or in LING3_TEST_CACHE, under a digest of the recipe, of the sources that building
+imports, of the toolchain's versions and of this machine's processor. A lock serves parallel runs. Each kept folder has
+a file with the digest of its content: a folder that a killed run left or a test changed is built again. ``cache`` is
+the build cache of all tests that do not set one, and runners keep their compiled programs in it: a second run compiles
+nothing that the first compiled. Entries that no run has used for 14 days are removed.
 """
 
 import ast
@@ -39,7 +39,7 @@ from tests.support.builds import UNOPTIMIZED
 from tests.support.probe import ROOT, Probe
 
 DEMO = ROOT / "ling3export" / "demo"
-# Where sources are followed from by their imports: what builds an artifact, makes a checkpoint, compiles in a runner.
+# Modules from which imports are followed: those that build an artifact, write a checkpoint, and compile in a runner.
 BUILDING, MAKING = "ling3export.compile.build", "ling3export.checkpoint.synth"
 RECOMPILING = "ling3export.runners.load.recompile"
 TOOLCHAIN = ("jax", "jaxlib", "flax", "numpy", "ml_dtypes", "libtpu", "orbax_export", "tensorflow_cpu")
@@ -49,10 +49,10 @@ KEPT_BYTES = 4_000_000_000  # of programs: a run of all tests makes a tenth of i
 
 @dataclass(frozen=True)
 class Recipe:
-    """How an artifact is built: few cells, since compiling them is what takes the time.
+    """Options of an artifact's build. It has few cells, since compiling them takes most of the time.
 
-    Pages are small, so that sequences hold many; rows of prefill and decode are as many, so that one ``sample`` serves
-    both.
+    Pages are small, so that sequences have many of them. Prefill and decode have the same number of logits rows, so
+    that one ``sample`` program serves both.
     """
 
     tp: int
@@ -70,17 +70,17 @@ class Recipe:
     snapshots: int = 0
     kernels: str = "off"
     weights: str = "bf16"
-    optimized: bool = False  # by LLVM: where its numbers are compared, or many tokens computed
+    optimized: bool = False  # by LLVM: for artifacts whose numbers are compared, or that compute many tokens
 
     @property
     def checkpoint(self) -> str:
-        """The name of its checkpoint; artifacts that differ in the build alone share one."""
+        """Name of the checkpoint; artifacts that differ only in build options share it."""
         changes = "".join(f"-{name}-{value}" for name, value in sorted(self.overrides.items()))
         return f"{self.preset}-{self.seed}{changes}"
 
     @property
     def variables(self) -> dict[str, str]:
-        """Of the environment that it is built in."""
+        """Environment variables of the build."""
         return {} if self.optimized or self.kernels == "on" or not self.target.startswith("cpu") else UNOPTIMIZED
 
     def options(self) -> list[str]:
@@ -102,7 +102,7 @@ class Recipe:
             numbers["--score-paddings"] = ",".join(map(str, self.score))
         if self.afd:
             numbers["--afd-dtype"] = self.afd_dtype
-        if self.snapshots:  # blocks of 16 tokens, and not enough of them for all sequences that may run
+        if self.snapshots:  # blocks of 16 tokens; the pool is too small for the blocks of all sequences that may run
             numbers |= {"--max-running": 4, "--context": 256, "--page-size": 16, "--pages": 28}
             numbers["--snapshots"] = self.snapshots
         if self.target.startswith("tpu"):
@@ -114,12 +114,12 @@ class Recipe:
 RECIPES = {
     "small-tp16": Recipe(16, paddings=(16, 128), optimized=True),
     "micro-4x1": Recipe(4, "micro", target="cpu:4x1"),
-    # Two hosts of one device each: the cheapest artifact of several hosts.
+    # Two hosts of one device each: the cheapest artifact for several hosts.
     "micro-2x1-snapshots": Recipe(2, "micro", paddings=(16,), decode=2, target="cpu:2x1", snapshots=2),
     "micro-tp4": Recipe(4, "micro"),
     "micro-tp2": Recipe(2, "micro"),
     "micro-tp1": Recipe(1, "micro", optimized=True),
-    # With everything that may stand beside quantized weights.
+    # Quantized weights with every other option that they can be combined with.
     "micro-tp2-int4": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4", afd=True, snapshots=2),
     "micro-tp2-int4-small": Recipe(2, "micro", paddings=(16,), decode=2, weights="int4-small", afd=True, snapshots=2),
     "micro-tp1-kernels": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on"),
@@ -130,14 +130,14 @@ RECIPES = {
         1, "micro", dtype="bfloat16", paddings=(16,), decode=1, kernels="on", weights="int4-small"
     ),
     "micro-tp4-flat": Recipe(4, "micro", overrides={"q_lora_rank": None}),
-    # Decode cut at the experts: micro batches of two tokens.
+    # Decode is split before the experts, with micro batches of two tokens.
     "micro-tp1-afd": Recipe(1, "micro", paddings=(16,), decode=2, afd=True),
     "micro-tp1-afd-int8": Recipe(1, "micro", dtype="bfloat16", paddings=(16,), decode=2, afd=True, afd_dtype="int8"),
     "micro-tp1-snapshots": Recipe(1, "micro", paddings=(64,), decode=4, snapshots=6),
     "micro-tp2-snapshots": Recipe(2, "micro", paddings=(64,), decode=4, snapshots=2),
     "micro-tp1-seed2": Recipe(1, "micro", seed=2),
     "demo-tp1": Recipe(1, "demo", dtype="bfloat16", score=(128,), context=4096, optimized=True),
-    # Compiled for four chips that are not here (20 s).
+    # Compiled for four chips that this machine does not have (20 s).
     "micro-v6e": Recipe(4, "micro", dtype="bfloat16", paddings=(16,), decode=16, score=(16,), target="tpu:v6e:2x2"),
 }
 
@@ -145,7 +145,7 @@ RECIPES = {
 def run(
     *command: object, code: int = 0, folder: Path = ROOT, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command, by default in the checkout's root; it has to end with ``code``."""
+    """Runs a command, by default in the checkout's root, and checks that its exit code is ``code``."""
     parts = [str(part) for part in command]
     done = subprocess.run(parts, cwd=folder, env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == code, f"{command}: ended with {done.returncode}, not {code}\n{done.stdout}{done.stderr}"
@@ -166,9 +166,9 @@ def files_below(folder: Path) -> dict[str, Path]:
 
 @functools.cache
 def sources_of(module: str) -> str:
-    """Digest of a module of ours and of all of ours that it imports, in functions too, at any depth.
+    """Digest of one of our modules and of all our modules that it imports, directly or not, at the top or in functions.
 
-    Modules of a command line count by themselves, without what they import: they hand options down.
+    Imports of a command line module are not followed: such modules only pass options on.
     """
     package, found, left = ROOT / "ling3export", dict[str, Path](), [module]
     while left:
@@ -192,7 +192,7 @@ def sources_of(module: str) -> str:
 
 @functools.cache
 def versions() -> dict[str, str | None]:
-    """What decides programs besides the sources."""
+    """Versions that decide the compiled programs, next to the sources."""
     installed = {each.name.lower().replace("-", "_"): each.version for each in metadata.distributions()}
     return {
         "python": sys.version,
@@ -203,14 +203,14 @@ def versions() -> dict[str, str | None]:
 
 
 def remove_old(folder: Path) -> None:
-    """Removes what no run has used for KEPT_DAYS, and the least recently used programs if all take too much.
+    """Removes entries that no run has used for KEPT_DAYS, and the least recently used programs if all are too large.
 
-    What a run in another process has just used stays: its entries and folders are young.
-    Runners keep what they compile under a key without our sources: other ones remove it.
+    Entries that a run in another process is using are young, and stay. Runners keep compiled programs under keys that
+    do not depend on our sources, so that a change of the sources removes these programs.
     """
     seconds, programs = KEPT_DAYS * 24 * 3600, kept_programs(folder)
     for each in [*folder.glob("*-*"), *folder.glob("jit/*"), *programs.glob("*/*")]:
-        with contextlib.suppress(FileNotFoundError):  # another run removes it, too
+        with contextlib.suppress(FileNotFoundError):  # another run removed it
             if time.time() - each.stat().st_mtime > seconds:
                 shutil.rmtree(each, ignore_errors=True) if each.is_dir() else each.unlink()
     clean_up(programs, max_bytes=KEPT_BYTES)
@@ -222,10 +222,11 @@ def remove_old(folder: Path) -> None:
 
 
 class Artifacts:
-    """Gives what is asked for, built at most once. Called with a name of RECIPES it gives the artifact's folder.
+    """Gives built artifacts. Called with a name of RECIPES, it returns the artifact's folder and builds it at most
+    once.
 
     Args:
-        folder: Where everything is kept.
+        folder: The folder in which everything is kept.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -235,7 +236,7 @@ class Artifacts:
         folder.mkdir(parents=True, exist_ok=True)
 
     def kept(self, name: str, made_of: object, build: Callable[[Path], object]) -> Path:
-        """The folder ``name`` that ``build`` makes; from an earlier run if that had the same ``made_of`` (JSON)."""
+        """The folder ``name``: an earlier run's if that had the same ``made_of`` (JSON), else ``build`` makes it."""
         key = hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()[:16]
         home = self.folder / f"{name}-{key}"
         if str(home) not in self._ready:
@@ -252,7 +253,7 @@ class Artifacts:
         return self._ready[str(home)]
 
     def checkpoint(self, name: str) -> Path:
-        """The checkpoint that an artifact is built from."""
+        """The checkpoint from which the artifact is built."""
         recipe = RECIPES[name]
         if recipe.preset == "demo":
             return DEMO
@@ -270,48 +271,49 @@ class Artifacts:
     def built(
         self, name: str, checkpoint: Path, *options: str, variables: Mapping[str, str] = MappingProxyType({})
     ) -> Path:
-        """What ``ling3export build CHECKPOINT NAME OPTIONS`` makes, with ``variables`` in its environment."""
+        """Runs ``ling3export build CHECKPOINT NAME OPTIONS`` with ``variables`` in its environment."""
 
         def build(path: Path) -> None:
             if "--kernels" in options:
                 kept_kernels()
             words = ("build", checkpoint, path, *options, "--cache-dir", self.programs)
-            one = ("--jobs", 1)  # other tests run beside it, and each process costs more than a small program
+            # several tests may run at once, and another process costs more than it saves on small programs
+            one = ("--jobs", 1)
             run(sys.executable, "-m", "ling3export.cli", *words, *one, environment=os.environ | variables)
 
-        source = digest_of(files_below(checkpoint) or {checkpoint.name: checkpoint})  # or a config alone
+        source = digest_of(files_below(checkpoint) or {checkpoint.name: checkpoint})  # a config.json without weights
         return self.kept(name, [sources_of(BUILDING), source, options, dict(variables), versions()], build)
 
     def manifest(self, name: str) -> Manifest:
         return read_manifest(self(name))
 
     def probe(self, name: str) -> Probe:
-        """A process that has the artifact loaded, for a ``with``."""
+        """A process that has loaded the artifact; use it in a ``with`` statement."""
         return Probe(self(name), self.manifest(name))
 
 
 @contextlib.contextmanager
 def locked(home: Path) -> Iterator[None]:
-    """The kernel gives the lock of a killed process back."""
+    """Holds a file lock; the kernel releases the lock of a killed process."""
     with open(home / "lock", "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def kept_folder() -> Path:
-    """Where tests keep what they build."""
+    """The folder in which tests keep what they build."""
     return Path(os.environ.get("LING3_TEST_CACHE") or ROOT / ".cache" / "tests").resolve()
 
 
 def kept_programs(folder: Path) -> Path:
-    """The build cache in the folder of what tests keep."""
+    """The build cache in that folder."""
     return folder / "cache"
 
 
 def kept_kernels(kernels: str | None = None) -> bytes:
-    """The library of native kernels, by default of this processor's best level, from the cache that builds use.
+    """The library of native kernels from the cache that builds use, by default for this processor's best level.
 
-    However many processes want one at the same time, one compiles it.
+    Processes that need it at the same time wait for one of them to compile it.
     """
     from ling3export.cache.cells import Cells
     from ling3export.cache.store import CacheUse
@@ -329,7 +331,7 @@ def kept_kernels(kernels: str | None = None) -> bytes:
 
 @pytest.fixture(scope="session")
 def artifact() -> Artifacts:
-    """``artifact("small-tp16")`` is a folder; ``.checkpoint``, ``.manifest`` and ``.probe`` take a name as well."""
+    """``artifact("small-tp16")`` returns a folder; ``.checkpoint``, ``.manifest`` and ``.probe`` take a name, too."""
     return Artifacts(kept_folder())
 
 

@@ -1,4 +1,4 @@
-"""A headless Chromium that opens pages and answers questions about them, through the DevTools protocol on two pipes."""
+"""A headless Chromium that opens pages and evaluates scripts in them, through the DevTools protocol over two pipes."""
 
 import contextlib
 import json
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-LONG = 120  # seconds: a machine may be busy
+LONG = 120  # seconds; the machine may be busy
 PROGRAM = "chromium"
 FLAGS = (
     "--headless=new",
@@ -30,7 +30,7 @@ FLAGS = (
 
 
 class Page:
-    """One tab. What goes wrong in it is collected in ``errors``, what it loads in ``requests``."""
+    """One tab. Its errors are collected in ``errors``, the URLs that it loads in ``requests``."""
 
     def __init__(self, read: int, write: int) -> None:
         self._read, self._write = read, write
@@ -45,7 +45,7 @@ class Page:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **parameters: Any) -> dict[str, Any]:
-        """One command of the protocol and its result; what happens meanwhile is noted."""
+        """Sends one command of the protocol and returns its result; events that arrive meanwhile are recorded."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if self._session:
@@ -57,7 +57,7 @@ class Page:
         return dict(reply["result"])
 
     def open(self, where: Path | str) -> None:
-        """Opens a file or a URL and waits until it is loaded."""
+        """Opens a file or a URL and waits until the page has loaded."""
         before = self._loaded
         self.call("Page.navigate", url=where if isinstance(where, str) else where.resolve().as_uri())
         while self._loaded == before:
@@ -69,7 +69,7 @@ class Page:
         self.call("Emulation.setEmulatedMedia", media=medium, features=features)
 
     def until(self, script: str) -> Any:
-        """The value of an expression once that is true."""
+        """Waits until an expression is true, and returns its value."""
         end = time.monotonic() + LONG
         while not (value := self.evaluate(script)):
             assert time.monotonic() < end, f"{script}: expected it to become true, found {value}"
@@ -81,7 +81,7 @@ class Page:
         self.call("Emulation.setDeviceMetricsOverride", width=pixels, height=900, deviceScaleFactor=1, mobile=False)
 
     def evaluate(self, script: str) -> Any:
-        """The value of an expression in the page."""
+        """Evaluates an expression in the page."""
         found = self.call("Runtime.evaluate", expression=script, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
@@ -112,16 +112,17 @@ class Page:
 
 @contextmanager
 def browser(profile: Path) -> Iterator[Page]:
-    """A page of a fresh browser, which ends with the block.
+    """Starts a browser with one page; it ends with the block.
 
     Args:
-        profile: A folder for its files; made.
+        profile: Folder for the browser's files; it is created.
     """
     program = shutil.which(PROGRAM)
     assert program is not None, f"expected `{PROGRAM}` on PATH, found none\nhint: apt-get install {PROGRAM}"
     theirs_in, ours_out = os.pipe()
     ours_in, theirs_out = os.pipe()
-    # The browser reads commands from descriptor 3 and answers on 4, whatever the pipes' numbers are here.
+    # The browser reads commands from descriptor 3 and writes results to 4, whatever numbers the pipes have in this
+    # process.
     line = f'exec "$@" 3<&{theirs_in} 4>&{theirs_out}'
     with open(profile.with_suffix(".log"), "wb") as log, contextlib.ExitStack() as stack:
         process = subprocess.Popen(
@@ -141,7 +142,7 @@ def browser(profile: Path) -> Iterator[Page]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends the browser and all that it started; its helpers stand in its own session."""
+    """Ends the browser and its helper processes, which run in a session of their own."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait(LONG)

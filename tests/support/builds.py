@@ -1,4 +1,4 @@
-"""Builds in processes of their own, small enough to be killed by the dozen; and the traces that they leave."""
+"""Builds in processes of their own, small enough to be killed often, and checks for what they leave."""
 
 import os
 import shutil
@@ -19,13 +19,13 @@ from tests.support.waiting import until
 
 ROOT = Path(__file__).parents[2]
 MARK = "LING3_TEST_MARK"
-# The smallest artifact: four cells, always compiled anew, by one process: a second one costs more than it saves.
+# The smallest artifact: four cells, compiled without a cache by one process; a second process costs more than it saves.
 SMALLEST = (
     "--cache off --jobs 1 --tp 1 --paddings 16 --decode-paddings 1 --max-running 1 --context 64 --page-size 16 "
     "--dtype float32"
 ).split()
-# Runs the module that its second argument names; the first one is the largest file that it may write, 0 for any. A test
-# that runs with SIGINT ignored hands that down.
+# Runs the module named by its second argument. The first argument is the largest file that it may write, 0 for no
+# limit. The module runs with the default handler of SIGINT, even if the tests ignore SIGINT.
 SCRIPT = """
 import resource, runpy, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -34,21 +34,21 @@ if limit:
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
-LONG = 300  # seconds: a machine may be busy
-# A quarter of the processor seconds of compiling: without LLVM's optimization, and without XLA's emitters of fusions in
-# MLIR, which are then half of the rest (docs/log/tests.md).
+LONG = 300  # seconds; the machine may be busy
+# These flags cut the time of compiling to a quarter: no optimization by LLVM, and none of XLA's MLIR emitters of
+# fusions, which take half of the remaining time (docs/log/tests.md).
 QUICKLY = "--xla_backend_optimization_level=0 --xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"
 UNOPTIMIZED = {"XLA_FLAGS": f"{PATIENCE} {QUICKLY}"}
 
 
 def environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Ours with ``variables``; a process of it finds the package from any working directory."""
+    """Our environment with ``variables`` added, in which Python finds the package from any working directory."""
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **variables}
 
 
 def python(*words: object, **variables: str) -> subprocess.CompletedProcess[str]:
-    """An interpreter of ours that was given these words, and has ended."""
+    """Runs our Python interpreter with these arguments until it ends."""
     command, env = [sys.executable, *map(str, words)], environment(variables)
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=LONG)
 
@@ -63,18 +63,18 @@ def building(
     cwd: Path | None = None,
     variables: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[subprocess.Popen[str]]:
-    """``ling3export build`` of SMALLEST, running; killed at the end of the block. Its children carry the mark.
+    """Starts ``ling3export build`` of SMALLEST and kills it at the end of the block. Its children carry the mark.
 
     Args:
-        checkpoint: What to build.
-        artifact: Where to; its name is the mark.
-        options: More of the command line.
-        limit: Largest file that it may write, in bytes; 0 for any.
-        cwd: Where it runs.
-        variables: Of its environment.
+        checkpoint: The checkpoint to build.
+        artifact: The output; its name is the mark.
+        options: Further options of the command.
+        limit: Largest file that it may write, in bytes; 0 for no limit.
+        cwd: Its working directory.
+        variables: Its additional environment variables.
     """
     module = "ling3export.cli"
-    # -P: the working directory is not on the path.
+    # -P: do not import from the working directory
     command = [sys.executable, "-P", "-c", SCRIPT, limit, module, "build", checkpoint, artifact, *SMALLEST, *options]
     process = subprocess.Popen(
         [str(part) for part in command],
@@ -92,21 +92,21 @@ def building(
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    """The exit code and stderr of a build that ends by itself; it must have written nothing to stdout."""
+    """Waits for a build to end; returns its exit code and stderr, and checks that stdout is empty."""
     out, err = process.communicate(timeout=LONG)
     assert out == ""
     return process.returncode, err
 
 
 def wait_for(folder: Path, pattern: str, process: subprocess.Popen[Any]) -> Path:
-    """The first file of ``pattern`` below ``folder``, as soon as it is there."""
+    """Waits until a file below ``folder`` matches ``pattern``, and returns the first one."""
     found = until(lambda: next(iter(folder.glob(pattern)), None), of=process, seconds=LONG)
     assert found is not None
     return found
 
 
 def marked(artifact: Path, containing: str = "") -> list[int]:
-    """Ids of the processes that belong to a build of ``artifact``, by their environment and command line."""
+    """Ids of the processes of a build of ``artifact``, found by their environment and command line."""
     found = []
     for entry in Path("/proc").iterdir():
         try:
@@ -116,7 +116,7 @@ def marked(artifact: Path, containing: str = "") -> list[int]:
             if f"{MARK}={artifact}".encode() in variables and containing.encode() in (entry / "cmdline").read_bytes():
                 found.append(int(entry.name))
         except OSError:
-            continue  # it has ended, or is another user's
+            continue  # the process has ended, or belongs to another user
     return found
 
 
@@ -126,12 +126,12 @@ def wait_until_gone(artifact: Path, seconds: float = 120) -> None:
 
 
 def kill_one(artifact: Path, module: str) -> None:
-    """SIGKILL for a process of the build that runs ``module``."""
+    """Sends SIGKILL to a process of the build that runs ``module``."""
     os.kill(marked(artifact, module)[0], signal.SIGKILL)
 
 
 def copying(programs: Path, target: Target):
-    """In place of ``Compilers.run``: gives the programs that were compiled for another artifact."""
+    """Replaces ``Compilers.run``: returns the programs that were compiled for another artifact."""
 
     def run(self, wanted, done):
         built = {}

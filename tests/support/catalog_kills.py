@@ -1,8 +1,8 @@
-"""Publications and pulls that are killed at random moments, and two publishers at once: what is left is whole.
+"""Kills publications and pulls at random moments, and runs two publishers at once; no partial version may be visible.
 
-``python -m tests.support.catalog_kills ARTIFACT COUNT [SEED]`` kills COUNT of each, and prints what became of them.
-SPAN, in the environment, is the seconds within which they are killed: of their beginning, or of that of a publication's
-last step, the change of the index, with AT=index.
+``python -m tests.support.catalog_kills ARTIFACT COUNT [SEED]`` kills COUNT of each and prints counts of the outcomes.
+The environment variable SPAN is the interval in seconds in which they are killed. It begins with the process, or with
+AT=index at the last step of a publication, the change of the index.
 """
 
 import json
@@ -26,7 +26,7 @@ from ling3export.artifacts.catalog.pull import verify
 from ling3export.foundation.errors import CatalogError
 from tests.support.builds import environment
 
-# Small blocks, so that there are many moments.
+# small blocks give many moments at which a process can be killed
 SCRIPT = """
 import sys
 from pathlib import Path
@@ -49,7 +49,7 @@ NONE = ("expected an OCI image layout, found No such file", "expected it in the 
 
 
 def started(*arguments: object) -> subprocess.Popen[str]:
-    """``publish`` or ``pull``, a folder, a store and a version, in a process that has imported all that it needs."""
+    """Starts ``publish`` or ``pull`` of a folder, a store and a version; returns once the process has its imports."""
     process = subprocess.Popen(
         [sys.executable, "-c", SCRIPT, *map(str, arguments)],
         env=environment({}),
@@ -62,12 +62,12 @@ def started(*arguments: object) -> subprocess.Popen[str]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """Every file by its path."""
+    """Content of every file by its path."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def killed(process: subprocess.Popen[str], after: float, line: str = "") -> bool:
-    """Kills a process after so many seconds, from the ``line`` on that it says; whether it was still running."""
+    """Kills a process ``after`` seconds, or so long after its output ``line``; returns whether it was running."""
     assert process.stdout is not None
     assert not line or process.stdout.readline().strip() == line
     time.sleep(after)
@@ -78,7 +78,7 @@ def killed(process: subprocess.Popen[str], after: float, line: str = "") -> bool
 
 
 def seen(store: OciLayout) -> bool:
-    """Whether a reader finds the version; then every byte of it is read and compared."""
+    """Whether a reader finds the version. If it does, every byte of the version is read and its digest checked."""
     try:
         found = store.find("toy")
     except CatalogError as error:
@@ -90,10 +90,10 @@ def seen(store: OciLayout) -> bool:
 
 @contextmanager
 def reading(where: str, found: Counter[str]) -> Iterator[None]:
-    """A thread that looks for the version all the time until the block ends; counts how often it was there.
+    """A thread that looks up the version until the block ends, and counts how often it was there.
 
     Raises:
-        CatalogError: It found half a version, or half an index.
+        CatalogError: The thread read an incomplete version or index.
     """
     done, failed = threading.Event(), list[BaseException]()
 
@@ -117,7 +117,7 @@ def reading(where: str, found: Counter[str]) -> Iterator[None]:
 
 
 def kill_publishers(toy: Path, root: str, count: int, rng: random.Random, span: float) -> Counter[str]:
-    """Every version that the index has then or afterwards is whole; the next publication and ``gc`` leave no more."""
+    """Every version in the index is complete; the next publication and ``gc`` remove everything else."""
     found: Counter[str] = Counter()
     for number in range(count):
         store = parse_store(where := f"{root}/store-{number}")
@@ -136,7 +136,7 @@ def kill_publishers(toy: Path, root: str, count: int, rng: random.Random, span: 
 
 
 def kill_pulls(toy: Path, root: str, count: int, rng: random.Random, span: float) -> Counter[str]:
-    """The folder is there whole or not at all; the last pull succeeds, whatever the others left."""
+    """The folder is complete or absent; the last pull succeeds, whatever the killed ones left."""
     where, out, found = f"{root}/pulled", toy.with_name("out"), Counter[str]()
     publish(toy, parse_store(where), "toy", "1.0.0", Words())
     for _ in range(count):
@@ -152,7 +152,6 @@ def kill_pulls(toy: Path, root: str, count: int, rng: random.Random, span: float
 
 
 def main(artifact: str, count: str, seed: str = "0") -> None:
-    """Prints counts of what was found."""
     rng, span = random.Random(int(seed)), float(os.environ.get("SPAN", "0.3"))
     with tempfile.TemporaryDirectory() as folder:
         toy = Path(shutil.copytree(artifact, Path(folder, "x.ling3")))

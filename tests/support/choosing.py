@@ -1,4 +1,4 @@
-"""What sampling has to give with penalties, biases and masks: the rules by numpy, one token at a time."""
+"""Expected results of sampling with penalties, biases and masks: the rules in numpy, one token at a time."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +16,7 @@ def changed(
     repetition: float = 1,
     bias: Mapping[int, float] | None = None,
 ) -> np.ndarray:
-    """Logits as they are sampled from."""
+    """The logits after penalties, biases and masks."""
     out = logits.astype(np.float64)
     for token in {*prompt, *generated}:
         out[token] = out[token] / repetition if out[token] > 0 else out[token] * repetition
@@ -30,7 +30,6 @@ def changed(
 def greedy(
     logits: Callable[[list[int]], np.ndarray], prompt: Sequence[int], count: int, **how: float | Mapping[int, float]
 ) -> list[int]:
-    """Greedy tokens."""
     generated: list[int] = []
     for _ in range(count):
         row = changed(logits([*prompt, *generated]), prompt, generated, **how)  # type: ignore[arg-type]
@@ -45,5 +44,5 @@ def log_softmax(row: np.ndarray) -> np.ndarray:
 
 
 def most_likely(row: np.ndarray, count: int) -> list[int]:
-    """The best tokens; among equals the lowest id comes first."""
+    """The tokens with the highest logits; equal logits are ordered by id."""
     return np.argsort(-row, kind="stable")[:count].tolist()

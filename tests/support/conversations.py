@@ -1,7 +1,7 @@
-"""Random conversations and answers of the public checkpoints' dialect, with what has to be read from each.
+"""Random conversations and answers in the dialect of the public checkpoints, with the expected result of parsing each.
 
-Written from the description of the dialect alone: nothing here comes from the product. ``TEMPLATE`` renders prompts in
-jinja2, ``Conversation.prompt`` says in Python what the text of one has to be.
+They are written from the description of the dialect; no code of the product is used. ``TEMPLATE`` renders prompts in
+jinja2, ``Conversation.prompt`` is the expected text of a prompt, written in Python.
 """
 
 import json
@@ -11,7 +11,7 @@ from random import Random
 from typing import Any
 
 ON, OFF = "detailed thinking on", "detailed thinking off"
-# What ends a string argument early, wherever it stands in it: it cannot be told from the end.
+# Marks that end a string argument wherever they occur in it: a reader cannot tell them from its end.
 CLOSES = re.compile(r"</arg_value>.*(<arg_key>|</tool_call>)", re.DOTALL)
 
 TEMPLATE = """\
@@ -49,7 +49,7 @@ WORDS = (
     '"quoted"', "it's", "\\n", "\\", "{", "}", "[1, 2]", "🙂", "👩‍👩‍👧", "e\u0301", "<", ">", "</", "<tool", "```",
     "\t", "\n", "\n\n", " ", "<role>", "#", "%", "$x", "\u2028", "\u00a0", "</arg", "_>",
 )  # fmt: skip
-# Strings that would be something else if they were read as JSON.
+# Strings that would become another value if they were parsed as JSON.
 LOOKALIKES = ("3", "-1.5e3", "true", "false", "null", '"a"', '{"a": 1}', "[]", " 3 ", "", "0", "NaN", "''")
 NAMES = ("f", "get_weather", "search-web", "a.b", "Tool9", "计算", "get_weather_by_day")
 KEYS = ("a", "city", "max-results", "x.y", "größe", "_k", "arguments", "name")
@@ -63,7 +63,7 @@ def words(rng: Random, most: int, marks: tuple[str, ...] = ()) -> str:
 
 
 def prose(rng: Random, most: int) -> str:
-    """A text that begins and ends with a letter, without a mark that opens or ends anything."""
+    """A text that begins and ends with a letter and has no mark that opens or closes a part."""
     return f"A{words(rng, most, ('</tool_call>', '<arg_key>', '</arg_value>', '<tool_calls>'))}z"
 
 
@@ -76,7 +76,7 @@ def text_value(rng: Random) -> str:
 
 
 def json_value(rng: Random, depth: int = 3) -> Any:
-    """What JSON can say."""
+    """A random JSON value."""
     kind = rng.randrange(5 + 2 * (depth > 0))
     if kind < 5:
         plain = (rng.randint(-(10**12), 10**20), rng.uniform(-9, 9), rng.choice((True, False)), None, words(rng, 3))
@@ -99,17 +99,17 @@ SCHEMAS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of a function: its JSON type, or None where the schema does not say one or does not know it."""
+    """A parameter of a function. Its JSON type is None where the schema has no type or an unknown one."""
 
     kind: str | None
     known: bool = True
 
     def value(self, rng: Random) -> tuple[Any, str]:
-        """A value, and how the model writes it: strings bare, anything else as JSON."""
+        """A value and its text as the model writes it: strings without quotes, anything else as JSON."""
         if self.kind == "string":
             value = text_value(rng)
             return value, value
-        if rng.random() < 0.1:  # no JSON at all: kept as text
+        if rng.random() < 0.1:  # not JSON: the parser keeps it as text
             value = rng.choice(("three", "True", "{'a': 1}", "1,5", "[1, 2", "NaN", "-Infinity", '"open', "01"))
             return value, value
         value = json_value(rng) if self.kind is None else SCHEMAS[self.kind](rng)
@@ -120,21 +120,21 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Function:
-    """A function that a caller offers."""
+    """A function that a client offers."""
 
     name: str
     parameters: dict[str, Parameter]
 
     @property
     def tool(self) -> dict[str, Any]:
-        """It as OpenAI's API has it."""
+        """The function in the form of OpenAI's API."""
         known = {key: {"type": each.kind} if each.kind else {} for key, each in self.parameters.items() if each.known}
         schema = {"type": "object", "properties": known}
         return {"type": "function", "function": {"name": self.name, "description": "Does ü.", "parameters": schema}}
 
 
 def functions(rng: Random, most: int = 4) -> list[Function]:
-    """One function or several, of different names."""
+    """One or several functions with different names."""
     found = []
     for name in rng.sample(NAMES, rng.randint(1, most)):
         kinds = [rng.choice([*SCHEMAS, "string", None]) for _ in range(rng.randint(0, 4))]
@@ -146,7 +146,7 @@ def functions(rng: Random, most: int = 4) -> list[Function]:
 
 @dataclass(frozen=True)
 class Call:
-    """A call: what it has to be read as, and the text that the model writes for it."""
+    """A call: the parsed call that is expected, and the text that the model writes for it."""
 
     name: str
     arguments: dict[str, Any]
@@ -154,7 +154,7 @@ class Call:
 
     @classmethod
     def of(cls, rng: Random, function: Function) -> "Call":
-        """A random call, with white space wherever it may be."""
+        """A random call, with white space in all places that allow it."""
         arguments, parts = {}, []
         for key, parameter in function.parameters.items():
             if rng.random() < 0.8:
@@ -166,13 +166,13 @@ class Call:
         return cls(function.name, arguments, f"<tool_call>{head}{inner}{blanks[-1]}</tool_call>")
 
     def said(self, number: int) -> dict[str, Any]:
-        """It as a message of an earlier turn has it."""
+        """The call in a message of an earlier turn."""
         function = {"name": self.name, "arguments": json.dumps(self.arguments, ensure_ascii=False)}
         return {"id": f"call_{number}", "type": "function", "function": function}
 
     @property
     def written(self) -> str:
-        """It as the template writes an earlier one."""
+        """The text that the template writes for a call of an earlier turn."""
         rows = (
             f"<arg_key>{key}</arg_key>\n<arg_value>{plain(value)}</arg_value>" for key, value in self.arguments.items()
         )
@@ -185,16 +185,16 @@ def plain(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model writes behind its prompt, and what has to be read from it.
+    """The text that a model generates after its prompt, and the parsed message that is expected.
 
     Attributes:
-        thinks: Whether the prompt ended within an open thought.
-        text: What the model writes.
+        thinks: Whether the prompt ends inside an open thought.
+        text: The generated text.
         reasoning: The thought.
         content: The text of the answer, joined.
-        calls: Its calls, in order.
-        tools: What the caller offered.
-        mixed: Whether text stands on both sides of a call: how its parts are joined is left open.
+        calls: The calls, in order.
+        tools: The functions that the client offers.
+        mixed: Whether there is text before and after a call; the dialect does not define how such parts are joined.
     """
 
     thinks: bool
@@ -207,11 +207,11 @@ class Answer:
 
     @property
     def offered(self) -> dict[str, Any]:
-        """The field of a body that offers the functions."""
+        """The request's field that offers the functions."""
         return {"tools": [each.tool for each in self.tools]} if self.tools else {}
 
     def assert_read(self, message: dict[str, Any]) -> None:
-        """A message of OpenAI's API says what was written, up to white space around its parts."""
+        """Checks a message of OpenAI's API against the expected one, except for white space around its parts."""
         found = [(each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls") or []]
         expected = [(each.name, json.dumps(each.arguments)) for each in self.calls]
         assert [(name, json.dumps(strict(given))) for name, given in found] == expected, self.text
@@ -224,7 +224,7 @@ class Answer:
 
 
 def strict(text: str) -> Any:
-    """JSON, without the words that only Python takes for it."""
+    """Parses JSON and refuses NaN and Infinity, which only Python accepts."""
 
     def refuse(word: str) -> None:
         raise AssertionError(f"{word} is no JSON: {text}")
@@ -237,7 +237,7 @@ def joined(text: str) -> str:
 
 
 def answer(rng: Random) -> Answer:
-    """A random answer: a thought or none, text, calls, text between and behind them."""
+    """A random answer: perhaps a thought, then text and calls in any order."""
     thinks, tools = rng.random() < 0.6, tuple(functions(rng)) if rng.random() < 0.8 else ()
     calls = tuple(Call.of(rng, rng.choice(tools)) for _ in range(rng.choice((0, 1, 1, 2, 3)))) if tools else ()
     thought = prose(rng, 8) if thinks and rng.random() < 0.9 else ""
@@ -257,7 +257,7 @@ def answer(rng: Random) -> Answer:
 
 
 def broken(rng: Random) -> Answer:
-    """An answer whose only call is none: cut, or without one of its marks. It is text, whole."""
+    """An answer with an invalid call: it is cut off, or lacks one of its marks. The whole answer is text."""
     function = Function("f", {"a": Parameter("string")})
     value = rng.choice(("1", "A b", "x\ny", "<b>"))
     blank = rng.choice(("", "\n"))
@@ -275,10 +275,10 @@ def broken(rng: Random) -> Answer:
 
 @dataclass
 class Conversation:
-    """Messages and tools as a client sends them, and the text of the prompt that they have to become.
+    """Messages and tools as a client sends them, and the expected text of the prompt.
 
     Attributes:
-        body: The fields of a body of /v1/chat/completions.
+        body: The fields of a request to /v1/chat/completions.
         prompt: The text.
     """
 
@@ -287,7 +287,7 @@ class Conversation:
 
 
 def parts(rng: Random, text: str) -> Any:
-    """Content, sometimes as a list of parts."""
+    """Message content, sometimes as a list of parts."""
     if rng.random() < 0.8:
         return text
     at = rng.randint(0, len(text))
@@ -295,7 +295,7 @@ def parts(rng: Random, text: str) -> Any:
 
 
 def conversation(rng: Random, turns: int = 3) -> Conversation:
-    """A random conversation that ends with what a model has to answer."""
+    """A random conversation; its last message is for the model to answer."""
     messages: list[dict[str, Any]] = []
     thinks, tools = rng.choice((None, None, True, False)), functions(rng) if rng.random() < 0.6 else []
     on = thinks is not False
@@ -339,7 +339,7 @@ def conversation(rng: Random, turns: int = 3) -> Conversation:
 
 
 def assistant(rng: Random, calls: list[Call], turn: int) -> tuple[dict[str, Any], str]:
-    """An earlier turn of the model: the message, and its text in the prompt."""
+    """An earlier turn of the model: the message and its text in the prompt."""
     thought, text = prose(rng, 5) if rng.random() < 0.6 else None, prose(rng, 5) if rng.random() < 0.6 else ""
     said: dict[str, Any] = {"role": "assistant", "content": text or (None if calls else "")}
     if thought is not None:
@@ -350,7 +350,7 @@ def assistant(rng: Random, calls: list[Call], turn: int) -> tuple[dict[str, Any]
     return said, f"<role>ASSISTANT</role>{written}<|role_end|>"
 
 
-# A call that tests write out.
+# A call for tests that need a fixed one.
 WEATHER = Function("get_weather", {"city": Parameter("string"), "days": Parameter("integer")})
 ARGUMENTS = "<arg_key>city</arg_key>\n<arg_value>Paris</arg_value><arg_key>days</arg_key>\n<arg_value>3</arg_value>"
 CALL = f"<tool_call>get_weather\n{ARGUMENTS}\n</tool_call>"

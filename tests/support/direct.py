@@ -1,6 +1,6 @@
-"""Runs the steps under plain jit, without artifact, store or runner: for tests of the numerics alone.
+"""Runs the steps under plain jit, without an artifact, a store or a runner, for tests of the numerics only.
 
-Slots, pages and chunks are handed out by hand here, so that a test can cut and pack calls as it likes.
+The tests assign slots, pages and chunks themselves, so that they can cut and pack calls freely.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ from ling3export.runners.engine.inputs import Span, decode_fields, prefill_field
 def assemble(
     config: Config, read: Callable[[str], np.ndarray], dtype: str, geometry: Geometry | None = None
 ) -> dict[str, dict[str, np.ndarray]]:
-    """All parameters in memory, by the same pieces that the store is written from."""
+    """All parameters in memory, made by the functions that also write the store."""
     whole: dict[str, np.ndarray] = {}
     table = weight_table(config) if geometry is None else weight_table(config, geometry.weights)
     for row in table:
@@ -47,7 +47,7 @@ def assemble(
 
 
 def pack(fields: Any, **values: Any) -> np.ndarray:
-    """Packs named fields as the manifest's offsets say; what is not given is zero."""
+    """Packs named fields at the manifest's offsets; fields that are not given are zero."""
     packed = np.zeros(packed_size(fields), np.int32)
     for field in fields:
         if field.name in values:
@@ -96,7 +96,7 @@ class Direct:
         return jax.tree.map(lambda value, spec: jax.device_put(value, NamedSharding(self.mesh, spec)), tree, specs)
 
     def reset(self) -> None:
-        """Fresh pools, filled with ones: nothing may depend on what a freed slot or page held."""
+        """Makes new pools filled with ones: results must not depend on old contents of a slot or page."""
         values, specs = state_tree(self.config, self.geometry)
         self.state = self._put(jax.tree.map(lambda v: np.ones(v.shape, v.dtype), values), specs)
 
@@ -108,13 +108,13 @@ class Direct:
 
     @property
     def tables(self) -> np.ndarray:
-        """The pages of each slot, in an order that is not the natural one; slot 0 has none."""
+        """Block table of each slot, with pages in a shuffled order; slot 0 has no pages."""
         shape = self.geometry.slots, self.geometry.max_pages
         tables = np.arange(1, shape[0] * shape[1] + 1, dtype=np.int32).reshape(shape)[:, ::-1]
         return np.concatenate([np.zeros((1, shape[1]), np.int32), tables])
 
     def call(self, phase: str, padding: int, spans: Sequence[Span]) -> dict[str, np.ndarray]:
-        """One call of prefill or score; what it gives, and ``ends``: the row of ``logits`` of each span."""
+        """Runs one call of prefill or score. Adds ``ends``: the row of ``logits`` of each span."""
         step, call = self.step(phase, padding)
         fields = prefill_fields(padding, spans, CHUNK, self.tables, score=phase == "score")
         inside = np.arange(CHUNK) < fields["chunk_len"][:, None]
@@ -124,12 +124,15 @@ class Direct:
         return {name: np.asarray(value) for name, value in out.items()} | {"ends": ends}
 
     def prefill(self, padding: int, parts: Sequence[tuple[int, int, Sequence[int]]]) -> dict[int, np.ndarray]:
-        """One call. ``parts``: (slot, start position, tokens). Returns the logits of each part's last token by slot."""
+        """Runs one call.
+
+        ``parts`` are (slot, start position, tokens). Returns the logits of each part's last token by slot.
+        """
         out = self.call("prefill", padding, [Span(*part) for part in parts])
         return {slot: out["logits"][row] for (slot, _, _), row in zip(parts, out["ends"], strict=True)}
 
     def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> list[np.ndarray]:
-        """One step. ``rows``: (slot, position, token)."""
+        """Runs one step. ``rows`` are (slot, position, token)."""
         step, call = self.step("decode", padding)
         slots, positions, tokens = zip(*rows, strict=True)
         packed = pack(step.fields, **decode_fields(padding, slots, positions, self.tables, tokens))
@@ -137,7 +140,7 @@ class Direct:
         return list(np.asarray(out["logits"])[: len(rows)])
 
     def sequence(self, padding: int, ids: Sequence[int], *, cut: int | None = None, slot: int = 1) -> np.ndarray:
-        """Logits after the last of ``ids``, prefilled in calls of at most ``cut`` (default: padding) tokens."""
+        """Logits after the last of ``ids``, prefilled in calls of at most ``cut`` tokens (default: the padding)."""
         size = cut or padding
         for at in range(0, len(ids), size):
             logits = self.prefill(padding, [(slot, at, ids[at : at + size])])[slot]
@@ -151,7 +154,7 @@ def relative(found: np.ndarray, expected: np.ndarray) -> float:
 
 
 def agreed(tokens: Sequence[int], expected: np.ndarray, tolerance: float) -> int:
-    """How many tokens were compared with the reference's best ones: up to the first that rounding may turn round."""
+    """Number of tokens compared with the reference's best ones, up to the first near-tie that rounding may flip."""
     for step, (token, logits) in enumerate(zip(tokens, expected, strict=True)):
         second, first = np.sort(logits)[-2:]
         if first - second < tolerance * np.linalg.norm(logits):

@@ -1,4 +1,4 @@
-"""The runner, on a host whose tokens come out wrong once: ``diverging.py AT eval run …`` spoils the read number AT."""
+"""The runner on a host that computes one wrong token: ``diverging.py AT eval run …`` changes the read number AT."""
 
 import sys
 
@@ -7,7 +7,7 @@ from ling3export.runners.engine.executor import HostsExecutor
 
 
 def spoil(at: int) -> None:
-    """From now on, the read number ``at`` of this process gives another token."""
+    """Replaces a token in the read number ``at`` of this process."""
     read, count = HostsExecutor.read, 0
 
     def spoiled(self, call):

@@ -1,4 +1,4 @@
-"""The commands that a page of documentation shows, and what they are shown to print."""
+"""Reads the commands of a documentation page and the output that the page shows for them."""
 
 import re
 import subprocess
@@ -9,11 +9,11 @@ BLOCK = re.compile(r"^```(console|python)\n(.*?)^```$", re.MULTILINE | re.DOTALL
 
 @dataclass
 class Command:
-    """A ``$`` line of a console block with what it goes on to, or a whole Python block.
+    """A ``$`` line of a console block with its continuation lines, or a whole Python block.
 
     Attributes:
         text: The command, or the source.
-        shown: The lines below it in its block: what is printed.
+        shown: The expected output: the lines below the command in its block.
         python: Whether it is Python.
     """
 
@@ -23,7 +23,7 @@ class Command:
 
 
 def commands(page: str) -> list[Command]:
-    """Every command of a page in order. A command goes on to the next line while bash finds it unfinished."""
+    """Every command of a page in order. A command continues on the next line while bash finds it incomplete."""
     found: list[Command] = []
     for kind, block in BLOCK.findall(page):
         if kind == "python":
@@ -47,7 +47,7 @@ def is_whole(command: str) -> bool:
 
 
 def matches(shown: list[str], printed: str) -> bool:
-    """Whether ``printed`` is what the lines ``shown`` say: ``…`` is any text in a line, alone any number of lines."""
+    """Whether ``printed`` matches ``shown``. ``…`` is any text in a line; as a whole line, any number of lines."""
     pattern = "".join(
         "(?:.*\n)*" if line == "…" else ".*".join(map(re.escape, line.split("…"))) + "\n" for line in shown
     )

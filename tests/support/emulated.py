@@ -1,7 +1,7 @@
-"""Kernels of processors that are not this machine's, run by an emulator: numbers, and no speed.
+"""Runs kernels of other processors in an emulator: this gives their numbers, not their speed.
 
-The library is what a build on such a processor makes. A small program under ``qemu-user`` loads it and calls one kernel
-as XLA would (``emulated.cc``); :func:`calling` puts that in the place of XLA's own calls, outside of ``jit``.
+A build for such a processor makes the library. A small program under ``qemu-user`` (``emulated.cc``) loads it and calls
+one kernel as XLA would; :func:`calling` replaces XLA's own calls with it, outside of ``jit``.
 """
 
 import math
@@ -25,12 +25,12 @@ from ling3export.plan.kernels import Level
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 PACKAGES = "apt-get install g++-aarch64-linux-gnu qemu-user"
-# By level, a processor that has no more than it asks for.
+# By level, a processor of qemu that has only the features of that level.
 PROCESSORS = {"neon_dotprod": "neoverse-n1", "neon": "cortex-a72"}
 LEVELS = [level for level in kernels.LEVELS if level.machines == kernels.ARM]
-# In XLA's foreign function interface.
+# Numbers of dtypes in XLA's foreign function interface.
 TYPES = {"int8": 2, "int32": 4, "uint8": 6, "uint16": 7, "float32": 11, "bfloat16": 16}
-LIMIT = 600  # seconds of a call
+LIMIT = 600  # seconds for a call
 
 
 def _numbers(*values: int) -> bytes:
@@ -56,7 +56,7 @@ def _request(arguments: Sequence[np.ndarray], out: Sequence[Any], aliases: dict[
 
 @contextmanager
 def calling(level: Level, name: str, folder: Path) -> Iterator[None]:
-    """Has the kernels whose names end in ``name`` called in an emulator, with what is compiled in ``folder``."""
+    """Calls kernels whose names end in ``name`` in an emulator; its program is compiled in ``folder``."""
     if not shutil.which(COMPILER) or not shutil.which(EMULATOR):
         pytest.skip(f"no {COMPILER} or {EMULATOR}: {PACKAGES}")
     library, program = folder / "kernels.so", folder / "emulated"
@@ -80,8 +80,8 @@ def calling(level: Level, name: str, folder: Path) -> Iterator[None]:
             command = [*emulator, symbol]
             done = subprocess.run(command, input=request, capture_output=True, timeout=LIMIT)
             if done.returncode == -signal.SIGSEGV:
-                # qemu-user 7.2 crashed once (2026-11-27), and not in three more runs of the same request. A kernel that
-                # reads beyond its buffers faults both times.
+                # qemu-user 7.2 crashed once (2026-11-27), and not in three further runs of the same request. A kernel
+                # that reads past its buffers crashes both times.
                 done = subprocess.run(command, input=request, capture_output=True, timeout=LIMIT)
             if done.returncode:
                 raise jax.errors.JaxRuntimeError(f"exit code {done.returncode}: {done.stderr.decode()}")

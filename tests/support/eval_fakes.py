@@ -1,4 +1,4 @@
-"""Backends and agents of the evaluation tests: no jax, no artifact. Run as a program: a run that can be killed."""
+"""Backends and agents for the evaluation tests, without jax or an artifact. The program is a run to be killed."""
 
 import re
 import sys
@@ -31,12 +31,12 @@ ENVIRONMENT = {
 
 
 class FakeBackend(EngineBackend):
-    """Answers a prompt by a function; tokens are the text's code points, times are constant.
+    """Answers a prompt with a function; tokens are the text's code points, times are constant.
 
     Args:
-        answer: Text of a prompt; what it raises is raised for the whole batch.
-        stop_reason: Of every completion.
-        delay: Seconds a batch.
+        answer: Returns the answer to a prompt's text; an exception of it is raised for the whole batch.
+        stop_reason: The stop reason of every completion.
+        delay: Seconds for each batch.
     """
 
     def __init__(self, answer: Callable[[Any], str], stop_reason: str = "eos", delay: float = 0.0) -> None:
@@ -72,20 +72,20 @@ class FakeBackend(EngineBackend):
 
 
 def numbered(count: int, **fields: Any) -> list[Task]:
-    """Tasks ``t0`` … whose prompts are ``0`` … and whose answer is 42."""
+    """Tasks ``t0``, ``t1``, … with the prompts ``0``, ``1``, … and the answer 42."""
     common = {"target": "42", "graders": [NUMERIC], **fields}
     return [Task.model_validate({"id": f"t{n}", "input": {"prompt": str(n)}, **common}) for n in range(count)]
 
 
 def half(prompt: str) -> str:
-    """42 for even prompts, 41 for odd ones."""
+    """Answers 42 to even prompts, 41 to odd ones."""
     number = re.match(r"\d+", prompt)
     assert number, prompt
     return f"The answer is {42 if int(number.group()) % 2 == 0 else 41}."
 
 
 def main() -> None:
-    """Runs 40 tasks in batches of one, slowly enough to be killed: ``eval_fakes.py RUN DELAY``."""
+    """``eval_fakes.py RUN DELAY`` runs 40 tasks in batches of one, slowly enough to be killed."""
     backend = FakeBackend(half, delay=float(sys.argv[2]))
     run_suite(Suite("slow", numbered(40)), backend, Path(sys.argv[1]), RunConfig(batch=1))
 

@@ -1,8 +1,8 @@
 """A backend without jax whose tokens depend on every byte that the step contract moves.
 
-Its "model" remembers a sequence only through the pools: each position's token is written to the page that the call's
-table names, and the next token is a hash of all that the pages then hold. A wrong page, slot, position or order, or a
-page shared by two sequences, changes what comes out.
+Its "model" keeps a sequence only in the pools: a call writes each position's token to the page in the block table, and
+the next token is a hash of the tokens in the sequence's pages. A wrong page, slot, position or order, or a page that
+two sequences share, changes the tokens.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ VOCAB = 97
 
 
 def next_token(tokens: list[int], seed: int = 0, temperature: float = 0.0) -> int:
-    """What the fake model says after ``tokens``."""
+    """The token that the fake model samples after ``tokens``."""
     key = repr((tokens, seed if temperature > 0 else 0)).encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:4], "little") % VOCAB
 
@@ -23,7 +23,7 @@ def next_token(tokens: list[int], seed: int = 0, temperature: float = 0.0) -> in
 def answer(
     prompt: list[int], count: int, eos: frozenset[int] = frozenset(), seed: int = 0, temperature: float = 0.0
 ) -> list[int]:
-    """The oracle: one sequence, one token at a time, no pools."""
+    """The expected tokens: one sequence, one token at a time, without pools."""
     tokens = list(prompt)
     while len(tokens) < len(prompt) + count:
         tokens.append(next_token(tokens, seed, temperature))
@@ -33,10 +33,10 @@ def answer(
 
 
 class FakeBackend:
-    """Checks each call against the step contract, and keeps state only where the contract does.
+    """Checks each call against the step contract, and keeps state only where the contract allows it.
 
     Attributes:
-        poison: A sequence that has this token has logits that are not usable: then ``marked`` is sampled.
+        poison: The logits of a sequence that has this token are not finite, and ``marked`` is sampled.
     """
 
     poison: int | None = None

@@ -1,4 +1,4 @@
-"""A tiny server of OpenAI's completions on loopback, whose answers and faults a test chooses."""
+"""A small server of OpenAI's completions API on loopback. The test chooses its answers and faults."""
 
 import asyncio
 import json
@@ -8,12 +8,13 @@ from contextlib import contextmanager
 from typing import Any
 
 Body = dict[str, Any]
-Answer = Callable[[Body], "list[bytes | float]"]  # what is written after the status line, and seconds to wait between
+# bytes to write after the status line, and seconds to wait between them
+Answer = Callable[[Body], "list[bytes | float]"]
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 def event(value: object) -> bytes:
-    """A server-sent event as a chunk of HTTP."""
+    """A server-sent event as an HTTP chunk."""
     data = b"data: " + (value if isinstance(value, bytes) else json.dumps(value).encode()) + b"\n\n"
     return chunk(data)
 
@@ -23,7 +24,7 @@ def chunk(data: bytes) -> bytes:
 
 
 def words(body: Body, *, gap: float = 0.0, ids: bool = False) -> "list[bytes | float]":
-    """An answer of as many words as were asked for, with the numbers of tokens at its end."""
+    """A streamed answer of the requested number of words, with the token counts at its end."""
     parts: list[bytes | float] = [HEAD]
     for number in range(body["max_tokens"]):
         more = {"token_ids": [number + 1]} if ids else {}
@@ -33,14 +34,14 @@ def words(body: Body, *, gap: float = 0.0, ids: bool = False) -> "list[bytes | f
 
 
 def whole(value: object, status: str = "200 OK") -> bytes:
-    """A response that is JSON."""
+    """A JSON response."""
     data = json.dumps(value).encode()
     return f"HTTP/1.1 {status}\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 @contextmanager
 def serving(answer: Answer, models: object = None) -> Iterator[tuple[str, list[Body]]]:
-    """A server in a thread: its address, and the bodies that came."""
+    """Runs the server in a thread; gives its address and the bodies of the requests that it received."""
     bodies: list[Body] = []
     listed = {"data": [{"id": "fake", "owned_by": "tests"}]} if models is None else models
 
@@ -77,7 +78,7 @@ def serving(answer: Answer, models: object = None) -> Iterator[tuple[str, list[B
         for each in others:
             each.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await asyncio.sleep(0)  # transports close in the loop's next turn
+        await asyncio.sleep(0)  # transports close in the next turn of the loop
 
     stop = asyncio.Event()
     thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))

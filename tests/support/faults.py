@@ -1,4 +1,4 @@
-"""Faults of one of two hosts: what the hosts say, and how long it takes until all have ended."""
+"""Faults of one of two hosts: the errors that the hosts print, and the time until all have ended."""
 
 import re
 import signal
@@ -17,7 +17,7 @@ from ling3export.foundation.processes import free_port
 from tests.support.builds import environment
 
 START_TIMEOUT, HOST_TIMEOUT = 12, 4
-STATED = 10  # seconds beyond the timeout of the phase, as docs/hosts.md says
+STATED = 10  # seconds beyond the timeout of the phase, as in docs/hosts.md
 SLOWED = """
 import sys, time
 from ling3export.runners.cli.main import main
@@ -35,13 +35,13 @@ main()
 
 
 class Fault(NamedTuple):
-    """What happens to which host, and when.
+    """A fault of one host at one moment.
 
     Attributes:
         kind: ``killed``, ``stopped``, ``slowed`` or ``partitioned``.
-        phase: ``starting``, ``loading`` or ``running``: before the hosts meet, while they load, while they take steps.
-        victim: Number of the host; a partition lies between both.
-        wait: Seconds after the beginning of the phase; of a slowed host, the step.
+        phase: ``starting`` (before the hosts meet), ``loading`` or ``running`` (while they take steps).
+        victim: Number of the host; a partition cuts the link between both.
+        wait: Seconds after the beginning of the phase; for a slowed host, the number of the step.
     """
 
     kind: str
@@ -51,12 +51,13 @@ class Fault(NamedTuple):
 
 
 class End(NamedTuple):
-    """How it ended.
+    """How the hosts ended.
 
     Attributes:
-        seconds: From the fault until every process had ended; of a stopped one, from when it went on, if that is more.
+        seconds: From the fault until every process had ended. For a stopped host: from its continuation, if that is
+            later.
         said: The last error of each host.
-        wrong: What is not as docs/hosts.md says.
+        wrong: Deviations from docs/hosts.md.
     """
 
     seconds: float
@@ -65,7 +66,7 @@ class End(NamedTuple):
 
 
 class Link:
-    """A proxy in front of host 0 that can stop to forward, without closing anything before ``close``."""
+    """A proxy in front of host 0 that can stop forwarding while its connections stay open until ``close``."""
 
     def __init__(self, port: int) -> None:
         self._there = ("127.0.0.1", port)
@@ -75,7 +76,7 @@ class Link:
         threading.Thread(target=self._accept, daemon=True).start()
 
     def cut(self) -> None:
-        """From now on nothing passes."""
+        """Stops forwarding."""
         self._cut.set()
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ class _Pair:
                 )
 
     def until(self, number: int, text: str) -> bool:
-        """Waits until a host says ``text``; whether it does before it ends."""
+        """Waits until a host prints ``text`` or ends; returns whether it printed it."""
         while text not in self.logs[number].read_text():
             if self.processes[number].poll() is not None:
                 return False
@@ -168,7 +169,7 @@ def _pair(artifact: Path, fault: Fault) -> Iterator[_Pair]:
 
 
 def inject(artifact: Path, fault: Fault) -> End:
-    """Runs two hosts into a fault, and waits for their end."""
+    """Runs two hosts, injects the fault, and waits for their end."""
     with _pair(artifact, fault) as pair:
         awaited = {"starting": "waiting for", "loading": "are there", "running": "following host 0"}[fault.phase]
         number = 1 if fault.phase == "running" else fault.victim
@@ -200,7 +201,7 @@ def inject(artifact: Path, fault: Fault) -> End:
     return End(seconds, [_last(text) for text in texts], wrong)
 
 
-# An error that names a host and, where it waited, the time.
+# an error that names a host and, after a wait, the time
 CLEAR = re.compile(
     r"^error: (?:host \d: (?:expected its process to run, found that it ended|no sign of life for \S+ s|"
     r"took none of its steps for \S+ s|gave no part of a step for \S+ s|expected it at \S+ within \S+ s, found .+)|"

@@ -1,8 +1,8 @@
-"""llama.cpp's Q8_0, Q4_0, Q4_K and Q6_K in numpy, by the definitions that it publishes (ggml-quants.c).
+"""llama.cpp's Q8_0, Q4_0, Q4_K and Q6_K in numpy, written from its published definitions (ggml-quants.c).
 
-``python -m tests.support.gguf_forms CHECKPOINT TEXT`` says what they and this project's forms do to the plain model in
-float64. A scale is stored in fp16; products are taken in fp32. ``Q4_K_M`` mixes Q4_K and Q6_K by the rules of
-``llama-quantize``.
+``python -m tests.support.gguf_forms CHECKPOINT TEXT`` compares the plain model in float64 with weights rounded to these
+forms and to this project's forms. A scale is stored in fp16; products are computed in fp32. ``Q4_K_M`` mixes Q4_K and
+Q6_K by the rules of ``llama-quantize``.
 """
 
 import re
@@ -26,7 +26,7 @@ WINDOW = 512
 
 
 def _half(scale: Array) -> Array:
-    """As fp16 keeps it."""
+    """Rounds a scale to fp16."""
     return scale.astype(np.float16).astype(np.float32)
 
 
@@ -36,7 +36,7 @@ def _inverse(scale: Array) -> Array:
 
 
 def _away(x: Array) -> Array:
-    """C's ``roundf``: the nearest whole number, halves away from zero."""
+    """C's ``roundf``: the nearest integer, halves away from zero."""
     return np.copysign(np.floor(np.abs(x) + np.float32(0.5)), x)
 
 
@@ -47,7 +47,7 @@ def q8_0(x: Array) -> Array:
 
 
 def q4_0(x: Array) -> Array:
-    """Blocks [B, 32]: d = m / -8 for the value m of the largest magnitude, q from -8 to 7."""
+    """Blocks [B, 32]: d = m / -8, where m is the value with the largest magnitude; q from -8 to 7."""
     largest = np.take_along_axis(x, np.argmax(np.abs(x), axis=1)[:, None], axis=1)
     d = largest / np.float32(-8)
     q = np.minimum(np.trunc(x * _inverse(d) + np.float32(8.5)), 15)
@@ -59,9 +59,9 @@ def _total(x: Array) -> Array:
 
 
 def _scales_and_least(x: Array) -> tuple[Array, Array]:
-    """Of blocks [B, 32] a scale and a magnitude: ``x`` is near ``scale * q - magnitude``, q from 0 to 15.
+    """A scale and a minimum of each block [B, 32], such that ``x`` is near ``scale * q - minimum`` with q from 0 to 15.
 
-    Tried are 22 scales; each is fitted by least squares, weighted by the block's root mean square plus magnitude.
+    It tries 22 scales and fits each by least squares, weighted by the block's root mean square plus the magnitude of x.
     """
     weight = np.sqrt(np.mean(x * x, axis=1, keepdims=True)) + np.abs(x)
     least = np.minimum(np.min(x, axis=1, keepdims=True), 0)
@@ -86,7 +86,7 @@ def _scales_and_least(x: Array) -> tuple[Array, Array]:
 
 
 def q4_k(x: Array) -> Array:
-    """Blocks [B, 256]: eight parts of 32 with a scale and a least value of six bits each."""
+    """Blocks [B, 256]: eight parts of 32, each with a scale and a minimum of six bits."""
     parts = x.reshape(-1, 32)
     scales, least = (each.reshape(-1, 8) for each in _scales_and_least(parts))
     d, dmin = (np.max(each, axis=1, keepdims=True) / np.float32(63) for each in (scales, least))
@@ -97,9 +97,10 @@ def q4_k(x: Array) -> Array:
 
 
 def q6_k(x: Array) -> Array:
-    """Blocks [B, 256]: sixteen parts of 16, each with a scale of eight bits, q from -32 to 31, and d of the block.
+    """Blocks [B, 256]: sixteen parts of 16, each with a scale of eight bits; q from -32 to 31, and d for the block.
 
-    Of a part's 19 tried scales that is best which fits best by least squares, weighted by the squares.
+    For each part, it tries 19 scales and takes the one with the least squared error, weighted by the squares of the
+    values.
     """
     parts = x.reshape(-1, 16)
     extreme = np.take_along_axis(parts, np.argmax(np.abs(parts), axis=1)[:, None], axis=1)
@@ -123,15 +124,15 @@ FORMS: dict[str, tuple[int, Callable[[Array], Array]]] = {
     "Q4_K": (256, q4_k),
     "Q6_K": (256, q6_k),
 }
-MIXES = ("Q4_0", "Q4_K_M")  # files of several forms
+MIXES = ("Q4_0", "Q4_K_M")  # files that mix several forms
 _LAYER = re.compile(r"model\.layers\.([0-9]+)\.")
 
 
 def form_in(mix: str, name: str, layers: int) -> str:
-    """The form of a matrix in a file of ``mix``, by its published name.
+    """Form of a matrix in a file of ``mix``, by the matrix's published name.
 
-    The output head has six bits in a file of four. In Q4_K_M so have the value and down projections of the first and
-    the last eighth of all layers, and of every third layer between.
+    The output head has six bits in a file of four bits. In Q4_K_M, so do the value and down projections of the first
+    and the last eighth of the layers, and of every third layer between them.
     """
     if mix not in MIXES:
         return mix
@@ -148,10 +149,10 @@ def form_in(mix: str, name: str, layers: int) -> str:
 
 
 def rounded(values: NDArray[np.generic], form: str) -> Array:
-    """What is left of values ``[..., in]`` of any float dtype.
+    """Rounds values ``[..., in]`` of any float dtype to a form and back.
 
-    ``in`` is a whole number of blocks of 32. Blocks of 256 go on in the next row, so that small models have them, too;
-    llama.cpp takes another form there.
+    ``in`` must be a multiple of 32. A block of 256 may continue in the next row, so that small models can use these
+    forms; llama.cpp uses another form for such rows.
     """
     size, through = FORMS[form]
     flat = values.astype(np.float32).reshape(-1)
@@ -160,9 +161,10 @@ def rounded(values: NDArray[np.generic], form: str) -> Array:
 
 
 class Rounded:
-    """A checkpoint of which matrices are read as a form keeps them, in fp32, as ``Dequantized`` is for this project's.
+    """A checkpoint whose matrices are rounded to a form, in fp32; ``Dequantized`` does this for the project's own
+    forms.
 
-    The router, convolutions, and matrices whose rows are no whole number of blocks stay as they are.
+    The router, the convolutions, and matrices whose rows are not a multiple of 32 are not rounded.
     """
 
     def __init__(self, source: WeightSource, form: str) -> None:
@@ -170,7 +172,7 @@ class Rounded:
         self._source, self._form = source, form
 
     def tensor(self, name: str) -> NDArray[np.generic]:
-        """A tensor by its published name."""
+        """Reads a tensor by its published name."""
         values = self._source.tensor(name)
         if values.ndim != 2 or not name.endswith(".weight") or name.endswith(KEPT) or values.shape[1] % 32:
             return values
@@ -178,7 +180,7 @@ class Rounded:
 
 
 def compared(checkpoint: Checkpoint, ids: Sequence[int], forms: Sequence[str]) -> Iterator[LogitsComparison]:
-    """What each form does to the plain model in float64, on windows of 512 tokens of which the later half is judged."""
+    """Error of each form against the plain model in float64, over the later half of windows of 512 tokens."""
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids) - WINDOW + 1, WINDOW // 2)]
     places = [range(WINDOW // 2 - 1, WINDOW - 1)] * len(windows)
 

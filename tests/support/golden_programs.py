@@ -1,9 +1,9 @@
-"""The golden programs: cells of the true Ling3-Tiny and of Ling-3.0-flash for a TPU slice, and budgets for them.
+"""The golden programs: cells of the true Ling3-Tiny and of Ling-3.0-flash for a TPU slice, and their budgets.
 
-    python -m tests.support.golden_programs   compiles them and writes a budgets file a model, 5 % above what they cost
+    python -m tests.support.golden_programs   compiles them and writes a budgets file for each model, 5 % above the cost
 
-`make budgets` does that. ``ling3export graph audit --budgets`` reads the same files; each begins with the toolchain
-that it was recorded for. No checkpoint is needed: programs depend on the configuration only.
+`make budgets` runs this. ``ling3export graph audit --budgets`` reads the same files; each begins with the versions of
+the toolchain that it was recorded with. No checkpoint is needed: programs depend on the configuration only.
 """
 
 import sys
@@ -33,23 +33,23 @@ from ling3export.report.cells import expected, input_names
 BUDGETS = Path(__file__).parents[1] / "budgets"
 TARGET = "tpu:v6e:4x4"
 TINY = Options(decode_paddings=(16, 64))
-# By model: the preset, the options, and the cells with a budget; without cells, all that move states.
+# By model: the preset, the options, and the cells that get a budget; an empty list means all cells that move states.
 MODELS = {
     "tiny": ("full", TINY, ("prefill@512", "decode@64")),
     "snapshots": ("full", Options(snapshots=32), ()),
     "int8-channel": ("full", replace(TINY, weights="int8-channel"), ("decode@16",)),
     "flash": ("flash", Options(), ("decode@16",)),
 }
-# Of flash, layer 39's `kda.o_proj` is sliced out of its stack first: 21 MB, some 13 µs of 8 ms a call.
+# In flash, `kda.o_proj` of layer 39 is first sliced out of its stack: 21 MB, some 13 µs of 8 ms a call.
 RULES = {"flash": {"weight-layout": 22_000_000}}
-ALLOWED = 1.05  # times what a program cost when its budget was recorded
+ALLOWED = 1.05  # times the cost of a program when its budget was recorded
 LIMITED = ("seconds", "peak_bytes", "collectives", "fusions")
-MOVED = 1.2  # bytes through the large memory, times those that must move, of copy, fetch and store
+MOVED = 1.2  # bytes through the large memory, relative to the bytes that copy, fetch and store have to move
 
 
 @dataclass(frozen=True)
 class Golden:
-    """A compiled cell: its record, its graph, and the expectation of its plan."""
+    """A compiled cell: its record, its graph, and its expectation in the plan."""
 
     program: Program
     graph: Graph
@@ -57,12 +57,12 @@ class Golden:
 
 
 def toolchain() -> str:
-    """The versions that decide a TPU program, as the first line of a budgets file."""
+    """The versions that decide a TPU program, written as the first line of a budgets file."""
     return "# " + ", ".join(f"{name} {metadata.version(name)}" for name in ("jax", "libtpu"))
 
 
 def compile_cells(model: str) -> dict[str, Golden]:
-    """The cells of a model by name, compiled for the whole slice or from the cache."""
+    """The cells of a model by name, compiled for the whole slice or read from the cache."""
     preset, options, names = MODELS[model]
     config = Config.from_dict(config_fields(preset, {}))
     plan = make_plan(config, options, TARGET)
@@ -83,13 +83,13 @@ def compile_cells(model: str) -> dict[str, Golden]:
 
 
 def moved(program: Program) -> float:
-    """Bytes through the large memory over those that must move."""
+    """Bytes through the large memory, divided by the bytes that the program has to move."""
     assert program.floor is not None
     return (program.bytes_accessed or 0) / program.floor.moved
 
 
 def limits(model: str, cells: Mapping[str, Golden]) -> str:
-    """A budgets file for a model's cells: each quantity may grow by 5 %, a count not at all."""
+    """A budgets file for a model's cells: each quantity may grow by 5 %, a count may not grow."""
     lines = [toolchain()]
     if model in RULES:
         lines += ["", "[rules]", *(f"{rule} = {limit}" for rule, limit in RULES[model].items())]
@@ -103,7 +103,7 @@ def limits(model: str, cells: Mapping[str, Golden]) -> str:
 
 
 def main(models: list[str]) -> None:
-    """Compiles the cells of the models, or of all that have a budget, and writes their budgets files."""
+    """Compiles the cells of the models (default: all that have budgets) and writes their budgets files."""
     for model in models or [name for name, (_, _, cells) in MODELS.items() if cells]:
         text = limits(model, compile_cells(model))
         (BUDGETS / f"{model}.toml").write_text(text)

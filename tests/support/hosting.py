@@ -1,4 +1,4 @@
-"""``ling3-runner`` on several hosts: a process each, on this machine."""
+"""Runs ``ling3-runner`` on several hosts: one process for each host, all on this machine."""
 
 import subprocess
 import sys
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from ling3export.foundation.processes import free_port
 from tests.support.builds import environment
 
-FAULTS = {"PYTHONFAULTHANDLER": "1"}  # a crash in C++ says where
+FAULTS = {"PYTHONFAULTHANDLER": "1"}  # prints the stacks after a crash in C++
 ENDED = (
     "error: host {}: expected its process to run, found that it ended\n"
     "hint: hosts live and die together: start the command on all of them again\n"
@@ -26,12 +26,12 @@ def hosting(
     folders: Sequence[Path] | None = None,
     more: Mapping[str, str] = MappingProxyType({}),
 ) -> Iterator[list[subprocess.Popen[str]]]:
-    """A command of the runner on every host; killed at the end of the block.
+    """Runs a command of the runner on every host, and kills the processes at the end of the block.
 
     Args:
-        commands: Of each host.
-        programs: What stands in for the runner, of each host.
-        folders: Where each runs; where the tests run, by default.
+        commands: Arguments of each host.
+        programs: For each host, a program that replaces the runner.
+        folders: Working directory of each host; by default the directory in which the tests run.
         more: Environment variables of all hosts.
     """
     address, processes = f"127.0.0.1:{free_port()}", []
@@ -59,7 +59,7 @@ def hosting(
 
 
 def wait_until_following(process: subprocess.Popen[str]) -> None:
-    """Until a host that does not lead has loaded its part."""
+    """Waits until a host other than host 0 has loaded its part."""
     assert process.stderr is not None
     for line in process.stderr:
         if "following host 0" in line:
@@ -68,7 +68,7 @@ def wait_until_following(process: subprocess.Popen[str]) -> None:
 
 
 class NoService:
-    """Stands in the place of jax's service, for tests of the connections between hosts."""
+    """Replaces jax's distributed service, for tests of the connections between hosts."""
 
     def __init__(self, host: str, port: int, count: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""What the forms of KDA are compared with: the delta rule as a loop over tokens in float64, for gates of many kinds."""
+"""The oracle for all forms of KDA: the delta rule as a loop over tokens in float64, and inputs with various gates."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import numpy as np
 from ling3export.model.kda import recurrence as delta
 
 Gate = Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
-# Log decays a token; the first four respect the bound of -5.
+# Log decays of a token; the first four respect the bound of -5.
 GATES: dict[str, Gate] = {
     "published": lambda rng, shape: -5 / (1 + np.exp(-rng.normal(-1, 2, shape))),
     "saturated": lambda rng, shape: np.full(shape, -5.0),
@@ -22,14 +22,14 @@ BOUNDED = ("published", "saturated", "-2.6", "all or nothing", "none")
 
 
 def close(found: Any, expected: np.ndarray) -> float:
-    """Largest error in units of the largest element."""
+    """Largest error, relative to the largest element."""
     return float(np.max(np.abs(np.asarray(found, np.float64) - expected)) / np.max(np.abs(expected)))
 
 
 def random_rows(
     rng: np.random.Generator, gate: str, shape: tuple[int, ...], key: int, value: int, repeated: bool
 ) -> delta.Inputs:
-    """Inputs in float64 of ``shape [..., H]``; where ``repeated``, one key all along, at full strength."""
+    """Inputs in float64 of ``shape [..., H]``. If ``repeated``, all tokens have one key, written at full strength."""
     q, k = rng.normal(size=(2, *shape, key))
     if repeated:
         k[:] = k.reshape(-1, *k.shape[-2:])[0]
@@ -40,7 +40,7 @@ def random_rows(
 
 
 def delta_rule(state: np.ndarray, x: delta.Inputs) -> tuple[np.ndarray, np.ndarray]:
-    """The recurrence of recurrence.py's docstring, token by token, from any state [H, K, V]: (state, o [T, H, V])."""
+    """The recurrence in recurrence.py's docstring, token by token, from a state [H, K, V]: (state, o [T, H, V])."""
     out = []
     for q, k, v, g, beta in zip(*x, strict=True):
         state = np.exp(g)[:, :, None] * state

@@ -1,4 +1,4 @@
-"""What the reference says of a checkpoint, kept between runs: its sources, the tensors and the tokens decide it."""
+"""Keeps results of the reference between runs, under a digest of its sources, the tensors and the tokens."""
 
 from collections.abc import Sequence
 from importlib import metadata
@@ -16,7 +16,7 @@ REFERENCE = "ling3export.verify.reference"
 
 
 class KeptReference(Reference):
-    """The float64 reference over a checkpoint's folder; it computes what no run before it did.
+    """The float64 reference for a checkpoint's folder; it computes only what no earlier run computed.
 
     Args:
         folder: The checkpoint.
@@ -36,7 +36,7 @@ class KeptReference(Reference):
     def logits_many(
         self, sequences: Sequence[Sequence[int]], positions: Sequence[Sequence[int]] | None = None
     ) -> list[Array]:
-        """As the reference does, ``margins`` included."""
+        """Like the reference's method, including ``margins``."""
 
         def write(path: Path) -> None:
             path.mkdir()

@@ -1,4 +1,4 @@
-"""Limits of this process, for a while."""
+"""Temporary resource limits of this process."""
 
 import resource
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """No file grows beyond ``size`` bytes: a write fails as it does on a full disk."""
+    """No file may grow beyond ``size`` bytes: a write then fails like one on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

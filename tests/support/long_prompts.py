@@ -1,6 +1,7 @@
-"""Long prompts: a model whose attention over 100,000 tokens takes seconds, and what the plain model says of a few.
+"""Long prompts: a model whose attention over 100,000 tokens takes seconds, and the plain model's logits at some of
+them.
 
-No layer routes: among so many tokens some would be so close to a tie that rounding decides.
+The model has no routed experts: among 100,000 tokens, some choices would be so close to a tie that rounding decides.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,15 @@ FIELDS = {
 
 
 def prompt(length: int, seed: int = 0) -> list[int]:
-    """Random tokens; a shorter prompt of the same seed is the beginning of a longer one."""
+    """Random tokens; a shorter prompt with the same seed is the beginning of a longer one."""
     return np.random.default_rng(seed).integers(0, FIELDS["vocab_size"], length).tolist()
 
 
 def logits_at(reference: Reference, ids: Sequence[int], positions: Sequence[int]) -> np.ndarray:
     """The plain model's logits at ``positions``.
 
-    Its last layer attends at these positions alone, where no other counts: 100,000 tokens have 5e9 pairs a head.
+    The last layer attends only at these positions, since no later layer reads the others: all pairs of 100,000 tokens
+    are 5e9 for each head.
     """
     plain = formulas.causal_attention
 

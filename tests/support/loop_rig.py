@@ -1,4 +1,4 @@
-"""The engine's loop on the fake model, which can be held where it waits for the devices."""
+"""The engine's loop on the fake model, which a test can hold where the loop waits for the devices."""
 
 import threading
 import time
@@ -15,11 +15,11 @@ from tests.support.scheduler_rig import Rig as CoreRig
 SLOTS, PAGES, PAGE, CONTEXT = 4, 24, 4, 64
 LETTERS = tokenizers.Tokenizer(tokenizers.models.WordLevel({chr(65 + i): i for i in range(VOCAB)}, "A"))
 LETTERS.decoder = tokenizers.decoders.Fuse()
-WAIT = 30  # seconds, for what takes milliseconds
+WAIT = 30  # seconds, for operations of milliseconds
 
 
 class GatedBackend(FakeBackend):
-    """Can be held where it waits for the devices; and fails where a test says so."""
+    """A backend that a test can hold where the loop waits for the devices, and that fails where a test chooses."""
 
     def __init__(self, *sizes):
         super().__init__(*sizes)
@@ -29,23 +29,23 @@ class GatedBackend(FakeBackend):
         self._allowed = 0
 
     def hold(self):
-        """From now on it stops at each wait."""
+        """Stops the loop at each wait from now on."""
         with self._changed:
             self._shut = True
 
     def let_go(self):
-        """It stops no more."""
+        """Lets the loop run freely again."""
         with self._changed:
             self._shut = False
             self._changed.notify_all()
 
     def reach(self):
-        """Waits until it stands."""
+        """Waits until the loop is held."""
         with self._changed:
             assert self._changed.wait_for(lambda: self._standing and not self._allowed, WAIT)
 
     def let_one(self):
-        """Lets it through one wait, until it stands at the next."""
+        """Lets the loop pass one wait, and returns when it is held at the next one."""
         with self._changed:
             self._allowed += 1
             self._changed.notify_all()
@@ -69,7 +69,7 @@ class GatedBackend(FakeBackend):
 
 
 class Rig(CoreRig):
-    """A loop on a fake backend; text of a token is a letter."""
+    """An engine's loop on a fake backend; the text of a token is a letter."""
 
     def __init__(self, ahead=1, max_requests=None, step_timeout=None):
         super().__init__(SLOTS, PAGES, PAGE, context=CONTEXT, ahead=ahead, backend=GatedBackend)
@@ -84,7 +84,7 @@ class Rig(CoreRig):
         return self.loop.submit(requests)
 
     def until_ended(self):
-        """Waits for the end of the loop's thread."""
+        """Waits until the loop's thread has ended."""
         end = time.monotonic() + WAIT
         while any(thread.name == "ling3-engine" for thread in threading.enumerate()):
             assert time.monotonic() < end

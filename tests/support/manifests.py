@@ -1,4 +1,4 @@
-"""Manifests that a test changes: as records that a build could write, or as a crafted one with right digests."""
+"""Changes to manifests: as records that a build could write, or as edited JSON with right digests."""
 
 import hashlib
 import json
@@ -21,12 +21,12 @@ def changed_targets(folder: Path, change: Callable[[Target], Target]) -> Manifes
 
 
 def noted(folder: Path, note: str) -> Manifest:
-    """Writes the manifest again with another note: other programs with the same weights."""
+    """Writes the manifest again with another note: other programs for the same weights."""
     return write_manifest(folder, replace(read_manifest(folder), notes=(note,)))
 
 
 def sealed(raw: dict[str, Any]) -> bytes:
-    """The text of a manifest, every digest right, whatever else is in it."""
+    """The text of a manifest with right digests, whatever else is in it."""
     body = {key: value for key, value in raw.items() if key not in ("programs_digest", "weights_digest", "sha256")}
     programs = {name: body.get(name) for name in PROGRAMS}
     if isinstance(programs["config"], dict):
@@ -41,7 +41,7 @@ def sealed(raw: dict[str, Any]) -> bytes:
 
 
 def crafted(folder: Path, edit: Callable[[dict[str, Any]], object]) -> None:
-    """Replaces the manifest as somebody would who knows the format: edited as JSON, its digests right."""
+    """Replaces the manifest with an edited one whose digests are right, as an attacker who knows the format could."""
     raw = json.loads((folder / MANIFEST).read_text())
     edit(raw)
     (folder / MANIFEST).write_bytes(sealed(raw))

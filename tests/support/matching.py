@@ -1,4 +1,4 @@
-"""Which texts a grammar takes, and which calls an answer makes."""
+"""Checks which texts a grammar accepts, and which calls an answer makes."""
 
 import random
 from typing import Any
@@ -14,7 +14,7 @@ from tests.support import toy_artifact
 
 
 def followed(engine: Engine, grammar: Grammar | None, text: str) -> tuple[bool, bool]:
-    """Whether a text is the begin of one that a grammar takes, and whether nothing can follow it."""
+    """Whether a text is a prefix of one that the grammar accepts, and whether the grammar is complete after it."""
     assert grammar is not None
     matcher = engine.files.grammars(toy_artifact.VOCAB).matcher(grammar)
     for id in engine.files.tokenizer("test").encode(text, special=False):
@@ -27,7 +27,7 @@ def followed(engine: Engine, grammar: Grammar | None, text: str) -> tuple[bool, 
 
 
 def drawn(engine: Engine, grammar: Grammar | None, draw: random.Random) -> str:
-    """A text that a grammar takes, of tokens at random; marks are written out where they may be."""
+    """A random text that the grammar accepts; marks are written out where the grammar allows them."""
     assert grammar is not None
     matcher, ids = engine.files.grammars(toy_artifact.VOCAB).matcher(grammar), []
     while not matcher.over:
@@ -46,6 +46,6 @@ def message_of(call: GenerationCall, text: str) -> dict[str, Any]:
 
 
 def written(name: str, *arguments: tuple[str, str]) -> str:
-    """A call in the dialect of the public checkpoints, with these pairs of a key and a value."""
+    """A call in the dialect of the public checkpoints, with these pairs of key and value."""
     pairs = (f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>" for key, value in arguments)
     return f"<tool_call>{name}\n{''.join(pairs)}\n</tool_call>"

@@ -1,4 +1,4 @@
-"""A synthetic micro model whose steps run under plain jit, beside what the float64 reference says of its prompts."""
+"""A synthetic micro model whose steps run under plain jit, and the float64 reference's logits for its prompts."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +15,10 @@ from tests.support.tolerances import MARGIN
 
 
 class Case:
-    """A synthetic micro model, prompts, and what the reference says of every position of each.
+    """A synthetic micro model, prompts, and the reference's logits at every position of each.
 
-    KDA heads are 32 wide: at the preset's 16 the output norm of a head that reads almost nothing lifts rounding, the
-    reference's own in float32 too, to 1e-5.
+    KDA heads are 32 wide. At the preset's 16, the output norm of a head that reads almost nothing amplifies rounding to
+    1e-5, in the reference's own float32 form too.
     """
 
     def __init__(self, folder: Path, lengths: Sequence[int], seed: int = 3, **overrides: Any) -> None:
@@ -30,7 +30,7 @@ class Case:
         self.prompts = [rng.integers(0, self.config.vocab_size, length).tolist() for length in lengths]
 
     def expect(self) -> "Case":
-        """Runs the reference; asserts that no routing decision is so close that rounding may flip it."""
+        """Runs the reference, and checks that no routing decision is so close that rounding may flip it."""
         reference = Reference(self.config, self.read)
         self.expected = reference.logits_many(self.prompts)
         assert min(reference.margins) > MARGIN
@@ -40,7 +40,7 @@ class Case:
         return Direct(self.config, self.read, **options)
 
     def error_of_prompt(self, direct: Direct, padding: int, rows: int, *, lengths: Sequence[int], until: int) -> float:
-        """Largest error: prompt 0 prefilled to each of ``lengths``, the last of them decoded on to ``until``."""
+        """Largest error for prompt 0, prefilled to each of ``lengths`` and decoded from the last to ``until``."""
         ids, expected, errors = self.prompts[0], self.expected[0], []
         for length in lengths:
             errors.append(relative(direct.sequence(padding, ids[:length]), expected[length - 1]))
@@ -50,7 +50,7 @@ class Case:
 
 
 class Quick(Direct):
-    """Compiled without optimization, which takes half the time."""
+    """Compiles without optimization, which takes half the time."""
 
     def step(self, phase: str, padding: int) -> Any:
         if (phase, padding) not in self.steps:

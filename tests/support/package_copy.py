@@ -15,7 +15,7 @@ PARTS = {
 
 
 def copied(folder: Path) -> Path:
-    """A copy of what is to be packaged, so that building leaves nothing in the checkout, nor finds leftovers there."""
+    """Copies what is packaged, so that a build neither leaves files in the checkout nor uses old ones there."""
     folder.mkdir()
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)

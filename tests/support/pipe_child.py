@@ -1,4 +1,4 @@
-"""A child process for the tests of ``processes.py``: answers each message with itself, until it is told otherwise."""
+"""A child process for the tests of ``processes.py`` that sends each message back."""
 
 import os
 import sys
@@ -7,7 +7,7 @@ from ling3export.foundation.processes import Parent
 
 
 def main() -> None:
-    """Echoes; ``noise`` is printed to stdout first, ``die`` ends the process with that code."""
+    """Echoes messages. ``noise`` is first printed to stdout; ``die`` ends the process with this exit code."""
     parent = Parent()
     while True:
         message = parent.receive()

@@ -1,9 +1,9 @@
-"""Random families of prompts with the prefix cache on and off: tokens must be the same, and everything must come back.
+"""Compares tokens with and without the prefix cache, over random families of prompts, and checks that nothing leaks.
 
     python -m tests.support.prefix_campaign ARTIFACT [REQUESTS] [SEED]
 
-ARTIFACT has snapshots. Some requests are cancelled, some ask for a next turn, some are sampled; families do not fit the
-cache, and answers do not fit the pages, so that there are evictions and pre-emptions.
+ARTIFACT has snapshots. Some requests are cancelled, some continue with a next turn, some are sampled. The families do
+not fit into the cache, nor the answers into the pages, so that there are evictions and pre-emptions.
 """
 
 import json
@@ -19,7 +19,7 @@ from ling3export.runners.engine.request import Request, Sampling
 
 @dataclass(frozen=True)
 class Asked:
-    """A request of a campaign: what is asked, and after how many seconds it is cancelled; None for never."""
+    """A request of a campaign, and the seconds after which it is cancelled; None for never."""
 
     request: Request
     cancelled: float | None
@@ -35,7 +35,7 @@ def requests(engine: Engine, count: int, seed: int) -> list[Asked]:
     heads = [some(rng.randint(8, context // 2)) for _ in range(max(3, count // 60))]
     asked = []
     for _ in range(count):
-        if asked and rng.random() < 0.2:  # as a next turn begins
+        if asked and rng.random() < 0.2:  # a next turn: the prompt continues an earlier one
             last = rng.choice(asked[-20:]).request.prompt_ids
             ids = [*last[: rng.randint(1, len(last))], *some(rng.randint(1, 20))]
         else:
@@ -50,7 +50,7 @@ def requests(engine: Engine, count: int, seed: int) -> list[Asked]:
 
 
 def answers(engine: Engine, asked: list[Asked], together: int = 12) -> list[list[int]]:
-    """The tokens of every request; of those that are cancelled nothing is compared, so an empty list."""
+    """The tokens of every request; an empty list for cancelled ones, which are not compared."""
     found: list[list[int]] = []
     for first in range(0, len(asked), together):
         part = asked[first : first + together]
@@ -66,10 +66,10 @@ def answers(engine: Engine, asked: list[Asked], together: int = 12) -> list[list
 
 
 def campaign(artifact: Path, count: int, seed: int) -> dict[str, object]:
-    """Compares the tokens of ``count`` requests; returns what the cache did.
+    """Compares the tokens of ``count`` requests; returns the counters of the cache.
 
     Raises:
-        AssertionError: A token differs, or something was not given back.
+        AssertionError: A token differs, or a slot or page was not given back.
     """
     told = {"report": lambda text: None, "check": "programs"}
     with Engine(artifact, prefix_cache=False, **told) as engine:

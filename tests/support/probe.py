@@ -1,6 +1,7 @@
-"""An artifact under test in a process of its own, which loads it as the runner does; slots, pages and chunks by hand.
+"""Loads an artifact as the runner does, in a process of its own; the test assigns slots, pages and chunks.
 
-Run as a program it serves one artifact: calls in on stdin, results out on stdout, each an npz file behind its length.
+The program serves one artifact: it reads calls from stdin and writes results to stdout, each as the length of an npz
+file and the file.
 """
 
 import io
@@ -32,7 +33,7 @@ def send(pipe: IO[bytes], arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def receive(pipe: IO[bytes]) -> dict[str, np.ndarray] | None:
-    """None at the end of the pipe."""
+    """Reads an npz file; None at the end of the pipe."""
     header = pipe.read(8)
     if len(header) < 8:
         return None
@@ -41,12 +42,12 @@ def receive(pipe: IO[bytes]) -> dict[str, np.ndarray] | None:
 
 
 class Probe:
-    """Runs steps of an artifact's only target.
+    """Runs steps of an artifact that has one target.
 
     Attributes:
-        manifest: The artifact's.
-        target: Its only target.
-        compiled: What jax has compiled in the process so far.
+        manifest: The artifact's manifest.
+        target: Its target.
+        compiled: Number of programs that jax has compiled in the process so far.
     """
 
     def __init__(self, artifact: Path, manifest: Manifest) -> None:
@@ -72,7 +73,7 @@ class Probe:
         self._process.wait(60)
 
     def step(self, phase: str, padding: int, **fields: np.ndarray) -> np.ndarray:
-        """Logits [rows, V] of one call, its fields as in the step contract."""
+        """Logits [rows, V] of one call. The fields are those of the step contract."""
         assert self._process.stdin is not None and self._process.stdout is not None
         try:
             send(self._process.stdin, {"phase": np.array(phase), "padding": np.array(padding), **fields})
@@ -86,14 +87,14 @@ class Probe:
 
     @property
     def tables(self) -> np.ndarray:
-        """As many pages a slot as a sequence can have, in an order that is not the natural one; slot 0 has none."""
+        """Block table of the longest sequence for each slot, with pages in a shuffled order; slot 0 has none."""
         count = self.state.max_pages
         slots = self.state.pages // count
         tables = np.arange(1, slots * count + 1, dtype=np.int32).reshape(slots, count)[:, ::-1]
         return np.concatenate([np.zeros((1, count), np.int32), tables])
 
     def prefill(self, padding: int, parts: Sequence[Part]) -> Rows:
-        """One call; the logits at the end of every chunk."""
+        """Runs one call; returns the logits at the end of every chunk."""
         spans = [Span(*part) for part in parts]
         fields = prefill_fields(padding, spans, self.chunk, self.tables)
         inside = np.arange(self.chunk) < fields["chunk_len"][:, None]
@@ -106,7 +107,7 @@ class Probe:
         return dict(zip(ends, self.step("prefill", padding, **fields), strict=False))
 
     def decode(self, padding: int, rows: Sequence[tuple[int, int, int]]) -> np.ndarray:
-        """One step of (slot, position, token) each: logits [len(rows), V]."""
+        """Runs one step of (slot, position, token) each; returns logits [len(rows), V]."""
         slots, positions, tokens = zip(*rows, strict=True)
         fields = decode_fields(padding, slots, positions, self.tables, tokens)
         return self.step("decode", padding, **fields)[: len(rows)]
@@ -114,7 +115,7 @@ class Probe:
     def prompt(
         self, padding: int, ids: Sequence[int], *, slot: int = 1, cuts: Sequence[int] = ()
     ) -> Iterator[tuple[int, np.ndarray]]:
-        """A whole prompt, cut at ``cuts`` and where a call is full: (position, logits) at every chunk's end."""
+        """Prefills a prompt, cut at ``cuts`` and at full calls; yields (position, logits) at every chunk's end."""
         for low, high in pairwise([0, *cuts, len(ids)]):
             for at in range(low, high, padding):
                 found = self.prefill(padding, [(slot, at, ids[at : min(at + padding, high)])])
@@ -122,7 +123,7 @@ class Probe:
 
 
 def serve(artifact: str) -> None:
-    """Until stdin ends."""
+    """Serves calls until stdin ends."""
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     from ling3export.runners.load.loader import load

@@ -1,4 +1,4 @@
-"""An independent reader of quantized checkpoints: plain numpy in float64, by names and dtypes alone."""
+"""An independent reader of quantized checkpoints: numpy in float64, guided only by names and dtypes of tensors."""
 
 from pathlib import Path
 
@@ -19,18 +19,18 @@ DTYPES = {
 
 
 class Plain:
-    """A source of weights for the conversion: tensors that are numpy arrays."""
+    """A weight source for the conversion, made from numpy arrays."""
 
     def __init__(self, config: Config, tensors: dict[str, np.ndarray]) -> None:
         self.config = config
         self.tensor = tensors.__getitem__
 
     def stored(self, name: str) -> None:
-        """None: nothing is quantized."""
+        """Returns None: nothing is quantized."""
 
 
 def dequantized(folder: Path) -> dict[str, np.ndarray]:
-    """Every weight of a checkpoint by its published name; quantized ones in float64."""
+    """Every weight of a checkpoint by its published name, with quantized ones dequantized in float64."""
     stored: dict[str, np.ndarray] = {}
     for path in folder.glob("*.safetensors"):
         for name, (dtype, shape, data) in read_shard(path).items():

@@ -1,11 +1,11 @@
-"""The rooms of the package, and which of them stand below a room."""
+"""The rooms of the package, and the table of imports that are allowed between them."""
 
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "ling3export"
 
-# From the top down. A room may import what stands in a later line of its tower, nothing beside it in its own line, and
-# the rooms below both towers.
+# From the top down. A room may import the rooms in later lines of its tower and the rooms below both towers, but none
+# in its own line.
 RUNNERS = (
     ("runners.cli",),
     ("runners.batch", "runners.route"),
@@ -29,11 +29,11 @@ BUILD = (
     ("model",),
 )
 BELOW = (("machine",), ("artifacts",), ("foundation",))
-# The model knows nothing of machines, and of artifacts only the records of parameters and of their forms.
+# The model may import nothing of machines, and of artifacts only the records of parameters and of their forms.
 APART = {"model": {"machine", "artifacts"}}
 RECORDS = {"model.parameters": {"artifacts"}, "model.quantized": {"artifacts"}}
-# What a room or module of the build side may import of the runners: both command lines share their options, and
-# `verify` is the one door through which a build runs what it built.
+# Modules of the runners that a room or module of the build side may import: both command lines share their options, and
+# a build runs its result only through `verify`.
 FROM_RUNNERS = {
     "cli": {"runners.cli", "runners.hosts"},
     "opened": {"runners.load"},
@@ -45,20 +45,23 @@ FROM_RUNNERS = {
 
 
 def modules() -> dict[str, Path]:
-    """Dotted name of every module of the package, without ``__init__.py`` and ``__main__.py``, and its file."""
+    """File of every module of the package by dotted name, without ``__init__.py`` and ``__main__.py``."""
     files = [*PACKAGE.glob("*.py"), *PACKAGE.glob("*/*.py"), *PACKAGE.glob("*/*/*.py")]
     names = {".".join(("ling3export", *file.relative_to(PACKAGE).with_suffix("").parts)): file for file in files}
     return {name: file for name, file in sorted(names.items()) if not name.endswith(("__init__", "__main__"))}
 
 
 def room(module: str) -> str:
-    """``cache``, ``runners.load``, or the name of a module that stands in no room."""
+    """A module's room, such as ``cache`` or ``runners.load``, or the module's own name if it is in no room."""
     _, *parts = module.split(".")
     return ".".join(parts[: 2 if parts[0] == "runners" else 1])
 
 
 def below(room: str, module: str = "") -> set[str]:
-    """Rooms that a room may import; with what ``module``, one of its modules, may import besides."""
+    """The rooms that a room may import.
+
+    With ``module``, one of its modules, the exceptions for that module are included.
+    """
     allowed = FROM_RUNNERS.get(room, set()) | FROM_RUNNERS.get(module, set())
     for tower in ((*RUNNERS, *BELOW), (*BUILD, *BELOW)):
         for line, rooms in enumerate(tower):

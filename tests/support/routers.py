@@ -1,4 +1,4 @@
-"""Servers before which a router stands in tests."""
+"""Fake servers for tests of the router."""
 
 import asyncio
 import json
@@ -9,16 +9,16 @@ HOST = "127.0.0.1"
 
 
 class FakeServer:
-    """A server that answers what a test says.
+    """A server with prepared answers.
 
     Args:
-        answer: From a path and a body to a status and JSON; or to None, where it hangs up, or to the text of a stream,
-            or to bytes of JSON, behind which it breaks off.
-        headers: Of each answer, beside its kind and length.
+        answer: Maps a path and a body to a status and JSON, to the text of a stream, to bytes of JSON after which the
+            connection breaks off, or to None: the server closes the connection.
+        headers: Headers of each answer, in addition to its content type and length.
 
     Attributes:
-        asked: Paths and bodies, in order.
-        url: Its address.
+        asked: Paths and bodies of the requests, in order.
+        url: The server's address.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Runs in a process of its own: calls signatures of a SavedModel one after the other, handing the state over.
+"""Calls signatures of a SavedModel one after the other in a process of its own, passing the state on.
 
     python savedmodel_calls.py MODEL CALLS.json INPUTS.npz OUTPUTS.npz
 
 CALLS.json is a list of signatures. INPUTS.npz holds ``state.NAME``, and ``N.NAME`` for each input of call N that is not
-state; logits that are not given are those of the call before. OUTPUTS.npz holds ``N.NAME``. Prints one JSON object.
+state; missing logits are taken from the call before. OUTPUTS.npz holds ``N.NAME``. Prints one JSON object.
 """
 
 import json
@@ -14,7 +14,7 @@ import tensorflow as tf
 
 
 def main(model: str, calls: str, inputs: str, outputs: str) -> None:
-    """Calls what CALLS.json names."""
+    """Makes the calls in CALLS.json."""
     loaded = tf.saved_model.load(model)
     given = np.load(inputs)
     held = {name.removeprefix("state."): tf.constant(given[name]) for name in given.files if name.startswith("state.")}

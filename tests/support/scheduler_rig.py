@@ -1,4 +1,4 @@
-"""The engine's core on the fake model, whose answers an oracle knows."""
+"""The engine's core on the fake model; an oracle computes the right answers."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ CHUNK = 4
 
 
 class Rig:
-    """A core on a fake backend. ``ended`` are the sequences that ended by themselves, in order."""
+    """A core on a fake backend. ``ended`` are the sequences that ended without being cancelled, in order."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Rig:
         )
 
     def prepare(self, sequence):
-        """What the core does with an arrival; tests that hand over sequences use ``add``."""
+        """Prepares a sequence as the core does for an arrival. Tests that add sequences call ``add``."""
         return sequence.prepare(self.limits.answer(sequence.request), frozenset())
 
     def submit(self, prompt, max_tokens, eos=frozenset(), sampling=None, **options):
@@ -93,7 +93,7 @@ class Rig:
         return emitted
 
     def check(self):
-        """Every answer is the oracle's, and everything came back."""
+        """Checks that every answer is the oracle's, and that all slots and pages were given back."""
         for sequence in self.sequences:
             prompt, how = list(sequence.request.prompt_ids), sequence.request.sampling
             expected = answer(prompt, sequence.max_new_tokens, sequence.eos, how.seed, how.temperature)
@@ -118,7 +118,7 @@ def prompt(rng, length):
 
 
 class Wire:
-    """A channel whose other end is the test, or with ``shared`` also that of a host in this process.
+    """A channel between hosts. The test is its other end; with ``shared`` also a second host in this process.
 
     Attributes:
         sent: Messages for the other hosts.

@@ -1,7 +1,7 @@
-"""A model that writes what a test says, token by token, behind the product's own engine and server.
+"""A model that writes a script token by token, served by the product's own engine and server.
 
-All is the product's but the programs: the loader gives a runner without jax, whose "logits" name one token. So prompts,
-pieces, grammars, endpoints and limits are what users have.
+Only the programs are replaced: the loader returns a runner without jax, and its "logits" select one token. So prompts,
+pieces, grammars, endpoints and limits are the ones that users have.
 """
 
 import asyncio
@@ -38,14 +38,14 @@ Script = Callable[[str], "str | Sequence[int]"]
 
 
 class ScriptedRunner(FakeBackend):
-    """Stands in the place of a ``ModelRunner``: a row of logits is the tokens before it, and the mask of its grammar.
+    """Replaces a ``ModelRunner``. A row of logits holds the earlier tokens and the mask of the grammar.
 
     Args:
-        script: What to write behind a prompt: text, whose bytes become tokens, or token ids.
-        tokenizer: Its text of prompts has special tokens.
+        script: Maps a prompt to the answer: text, written as one token for each byte, or token ids.
+        tokenizer: Tokenizer of the prompts; their text has special tokens.
 
     Attributes:
-        prompts: Of each answer, as it came to the model.
+        prompts: The prompt of each answer, as the model received it.
         refused: Tokens of the script that a grammar did not allow, as text, in order.
     """
 
@@ -54,7 +54,7 @@ class ScriptedRunner(FakeBackend):
         self.script, self._tokenizer = script, tokenizer
         self.prompts: list[str] = []
         self.refused: list[str] = []
-        self._left: dict[int, list[int]] = {}  # of the answer in a slot; nothing before its first token
+        self._left: dict[int, list[int]] = {}  # rest of the answer in each slot; no entry before its first token
 
     def step(self, phase: str, padding: int, fields: Mapping[str, np.ndarray]) -> list[Any]:
         rows = super().step(phase, padding, fields)
@@ -72,7 +72,7 @@ class ScriptedRunner(FakeBackend):
         mask: np.ndarray | None = None,
         token: np.ndarray | None = None,
     ) -> dict[str, Any]:
-        """Takes masks; log-probabilities are those of a model that is certain."""
+        """Applies masks; log-probabilities are those of a model that is certain."""
         if token is not None:
             tops = np.tile(np.arange(20, dtype=np.int32), (rows, 1))
             tops[:, 0] = token
@@ -101,11 +101,11 @@ class ScriptedRunner(FakeBackend):
             prompt = str(self._tokenizer.decode(state, skip_special_tokens=False))
             self.prompts.append(prompt)
             said = self.script(prompt)
-            self._left[slot] = list(said.encode() if isinstance(said, str) else said)  # ids of bytes are the bytes
+            self._left[slot] = list(said.encode() if isinstance(said, str) else said)  # the id of a byte is its value
         left = self._left[slot]
         token = left[0] if left else EOS
         if allowed is not None and not allowed[token]:
-            # As a model does: the most likely of what may be written, which is what it meant to write a little later.
+            # Like a model, take the most likely token that the mask allows: the one that the script has a little later.
             self.refused.append(str(self._tokenizer.decode([token], skip_special_tokens=False)))
             skipped = next((at for at, later in enumerate(left[:8]) if allowed[later]), None)
             if skipped is None:
@@ -118,12 +118,12 @@ class ScriptedRunner(FakeBackend):
 
 
 def write_files(folder: Path, template: str = TEMPLATE, marks: str = "bytes") -> None:
-    """A tokenizer and a chat template.
+    """Writes a tokenizer and a chat template.
 
     Args:
-        folder: For the files.
+        folder: Output folder.
         template: The chat template.
-        marks: ``bytes`` where the marks of the dialect are spelled, ``added`` or ``special`` where each is a token.
+        marks: ``bytes`` if the dialect's marks are spelled in bytes, ``added`` or ``special`` if each is a token.
     """
     write_tokenizer(folder, EOS)
     (folder / "chat_template.jinja").write_text(template)
@@ -139,7 +139,10 @@ def write_files(folder: Path, template: str = TEMPLATE, marks: str = "bytes") ->
 def scripted(
     folder: Path, script: Script, *, template: str = TEMPLATE, marks: str = "bytes"
 ) -> Iterator[tuple[Engine, ScriptedRunner]]:
-    """An engine whose model writes what ``script`` says, and that model. The arguments are those of ``write_files``."""
+    """An engine whose model writes the answers of ``script``, and the model.
+
+    The arguments are those of ``write_files``.
+    """
     (folder / "tokenizer").mkdir()
     write_files(folder / "tokenizer", template, marks)
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer" / "tokenizer.json"))
@@ -173,11 +176,11 @@ def scripted(
 
 @contextmanager
 def listening(engine: Engine, key: str | None = None, **policy: Any) -> Iterator[str]:
-    """The address of a server of an engine on loopback, for clients of other makers.
+    """Serves an engine on loopback for third-party clients; returns the address.
 
     Args:
-        engine: It.
-        key: What clients have to send.
+        engine: The engine.
+        key: The API key that clients have to send.
         policy: Other fields of ``Policy``.
     """
     app = application(engine, Policy(MODEL, key, 64, 1 << 24, **policy))
@@ -186,7 +189,7 @@ def listening(engine: Engine, key: str | None = None, **policy: Any) -> Iterator
 
 
 def answers(engine: Engine, path: str, bodies: Sequence[dict[str, Any]]) -> list[httpx2.Response]:
-    """The answers to bodies, a few at once, from the application in this process."""
+    """Sends bodies to the application in this process, a few at once, and returns the answers."""
 
     async def all_of_them() -> list[httpx2.Response]:
         transport, few = (
@@ -205,7 +208,7 @@ def answers(engine: Engine, path: str, bodies: Sequence[dict[str, Any]]) -> list
 
 
 class Lines:
-    """A script that writes the next of the texts that were put in, or the one that its prompt names: ``answer 7``."""
+    """A script that writes the queued texts in turn, or the text that the prompt names: ``answer 7``."""
 
     def __init__(self) -> None:
         self.texts: list[Any] = []
@@ -217,32 +220,32 @@ class Lines:
 
 @dataclass
 class Talk:
-    """An engine whose model writes what each call of ``said`` says."""
+    """An engine whose model writes the text of each ``said`` call."""
 
     engine: Engine
     runner: ScriptedRunner
     lines: Lines
 
     def ask(self, text: Any, path: str = CHAT, **body: Any) -> Any:
-        """The answer of a model that writes ``text``: an object, or the text of a stream."""
+        """Sends a request to a model that writes ``text``; returns the object, or the text of a stream."""
         self.lines.texts = [text]
         (found,) = answers(self.engine, path, [({"messages": HI} if path == CHAT else {"input": "Hi"}) | body])
         assert found.status_code == 200, found.text
         return found.text if body.get("stream") else found.json()
 
     def said(self, text: Any, **body: Any) -> dict[str, Any]:
-        """The message of a chat's answer."""
+        """The message in a chat's answer."""
         return dict(self.ask(text, **body)["choices"][0]["message"])
 
     def prompt(self, **body: Any) -> str:
-        """The prompt that a body becomes."""
+        """The prompt that a request body becomes."""
         self.ask("", max_tokens=1, **body)
         return self.runner.prompts[-1]
 
 
 @contextmanager
 def talking(folder: Path, **how: str) -> Iterator[Talk]:
-    """A talk; the arguments are those of ``scripted``."""
+    """Starts a ``Talk``; the arguments are those of ``scripted``."""
     lines = Lines()
     with scripted(folder, lines, **how) as (engine, runner):
         yield Talk(engine, runner, lines)
@@ -255,7 +258,7 @@ def function_calls(message: dict[str, Any]) -> list[tuple[str, Any]]:
 
 
 def streamed(text: str) -> tuple[dict[str, Any], str]:
-    """The message that the deltas of a stream add up to, and the finish reason: each call is handed out once, whole."""
+    """The message that a stream's deltas add up to, and the finish reason. Each call must arrive once, complete."""
     lines = [line.removeprefix("data: ") for line in text.splitlines() if line]
     assert lines.pop() == "[DONE]"
     choices = [json.loads(line)["choices"][0] for line in lines]

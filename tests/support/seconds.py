@@ -1,4 +1,4 @@
-"""How long each test took when it last ran on this machine, kept between runs so that the longest files begin first."""
+"""Keeps the duration of each test between runs on this machine, so that the longest files begin first."""
 
 import json
 import os
@@ -9,10 +9,10 @@ import pytest
 
 
 class Seconds:
-    """A plugin of the process that gives tests out (``-n``).
+    """A plugin for the process that distributes tests (``-n``).
 
     Args:
-        path: JSON: seconds by a test's id. What this run adds is written at its end.
+        path: JSON file: seconds by test id. This run's durations are added at its end.
     """
 
     def __init__(self, path: Path) -> None:
@@ -20,7 +20,7 @@ class Seconds:
         self._known: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
 
     def longest(self, files: Mapping[str, Iterable[str]]) -> str:
-        """The file, or other group of test ids, whose tests took longest; the first one if none is known."""
+        """The file, or other group of test ids, whose tests took longest; the first one if no time is known."""
         return max(files, key=lambda name: sum(self._known.get(test, 0) for test in files[name]))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:

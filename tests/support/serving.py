@@ -1,4 +1,4 @@
-"""`ling3-runner serve`, as a process and as an application of this one, for tests that are its clients."""
+"""`ling3-runner serve` as a process, and its application in this process, for tests that are clients."""
 
 import asyncio
 import contextlib
@@ -24,16 +24,16 @@ from ling3export.runners.serve.run import bound, http_server
 from ling3export.runners.text.tokenizer import TokenizerFiles
 
 RUNNER = [sys.executable, "-m", "ling3export.runners.cli"]
-WAIT = 60  # seconds, for what takes a few
-LATE = 20  # seconds, for what takes fractions of one
+WAIT = 60  # seconds, for operations that take a few
+LATE = 20  # seconds, for operations that take fractions of one
 
 
 class Server:
-    """A server on a port that the system chose, for a ``with``.
+    """A server on a port that the system chose; use it in a ``with`` statement.
 
     Attributes:
-        process: It.
-        url: Its address, as it printed it.
+        process: The server's process.
+        url: The address that it printed.
     """
 
     def __init__(
@@ -54,23 +54,23 @@ class Server:
             text=True,
         )
         assert self.process.stdout is not None
-        self.url = self.process.stdout.readline().strip()  # comes when clients may connect
+        self.url = self.process.stdout.readline().strip()  # printed when clients may connect
         assert self.url.startswith("http://127.0.0.1:"), self.said()
 
     def said(self) -> str:
-        """What it wrote on stderr."""
+        """The server's stderr."""
         self._stderr.seek(0)
         return self._stderr.read()
 
     def metrics(self, **headers: str) -> dict[str, float]:
-        """Its metrics by name and labels."""
+        """The metrics by name and labels."""
         answer = httpx2.get(f"{self.url}/metrics", headers=headers)
         assert answer.status_code == 200
         lines = (line.rpartition(" ") for line in answer.text.splitlines() if not line.startswith("#"))
         return {name: float(value) for name, _, value in lines}
 
     def until(self, name: str, value: float, **headers: str) -> dict[str, float]:
-        """Waits until a metric has a value; all of them then."""
+        """Waits until a metric has a value; returns all metrics at that moment."""
         end = time.monotonic() + WAIT
         while (found := self.metrics(**headers)).get(name) != value:
             assert time.monotonic() < end, f"{name} is {found.get(name)}, not {value}"
@@ -78,7 +78,7 @@ class Server:
         return found
 
     def stop(self) -> int:
-        """Ends it as a supervisor does; its exit code."""
+        """Sends SIGTERM, as a supervisor does; returns the exit code."""
         self.process.terminate()
         return self.process.wait(WAIT)
 
@@ -101,13 +101,13 @@ class Server:
 def serving(
     app: Any, grace: float = LATE, connections: int = 512, listener: socket.socket | None = None
 ) -> Iterator[tuple[str, int]]:
-    """The address of a server of an application in this process; it is asked to end with the block.
+    """Serves an application in this process and yields its address; the server is stopped at the end of the block.
 
     Args:
-        app: It.
-        grace: Seconds for its calls to end.
-        connections: At most so many at once.
-        listener: Where it listens; by default at a free port.
+        app: The application.
+        grace: Seconds that its calls have to end.
+        connections: Most connections at once.
+        listener: The listening socket; by default at a free port.
     """
     with bound("127.0.0.1", 0) if listener is None else contextlib.nullcontext(listener) as listener:
         listener.listen()
@@ -122,14 +122,14 @@ def serving(
 
 
 def data_lines(lines: Iterator[str]) -> Iterator[str]:
-    """What server-sent events hold."""
+    """The data of server-sent events."""
     return (line.removeprefix("data: ") for line in lines if line)
 
 
 def asked(
     engine: Engine, policy: Policy, path: str, body: Any = None, *, method: str = "POST", **headers: str
 ) -> httpx2.Response:
-    """The answer to one request, from the application in this process; ``body`` is sent as JSON unless it is bytes."""
+    """Sends one request to the application in this process; ``body`` is sent as JSON unless it is bytes."""
     content = body if body is None or isinstance(body, bytes) else json.dumps(body).encode()
     given = {"Content-Type": "application/json"} if content is not None else {}
     given |= {name.replace("_", "-"): value for name, value in headers.items()}
@@ -139,7 +139,7 @@ def asked(
 
 
 def answered(app: Any, method: str, path: str, **how: Any) -> httpx2.Response:
-    """The answer of an application in this process; ``how`` are arguments of httpx."""
+    """Sends one request to an application in this process; ``how`` are arguments of httpx."""
 
     async def ask() -> httpx2.Response:
         async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://localhost") as client:
@@ -149,12 +149,12 @@ def answered(app: Any, method: str, path: str, **how: Any) -> httpx2.Response:
 
 
 def error_of(message: str, kind: str, code: str) -> dict[str, Any]:
-    """OpenAI's error object of what no field is to blame for."""
+    """OpenAI's error object for an error that no field caused."""
     return {"message": message, "type": kind, "param": None, "code": code}
 
 
 def prompting(monkeypatch: pytest.MonkeyPatch, template: str) -> Callable[[str], None]:
-    """Gives models this chat template, and lets one say which prompt it writes, whatever the messages are."""
+    """Gives models this chat template; returns a function that sets the rendered prompt, whatever the messages are."""
 
     def prompt(text: str) -> None:
         monkeypatch.setattr(TokenizerFiles, "template_text", template)

@@ -1,4 +1,4 @@
-"""Changes to the files of a checkpoint, byte by byte, without the product's reader and writer."""
+"""Changes files of a checkpoint byte by byte, without the product's reader and writer."""
 
 import json
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def edit(folder: Path, name: str, change: Callable[[Tensors], object]) -> str:
 
 
 def put(folder: Path, beside: str, name: str, tensor: tuple[str, list[int], bytes] | None) -> str:
-    """Adds, replaces or (None) removes a tensor in the shard of another one, and in the index; returns the shard."""
+    """Puts (None: removes) a tensor into the shard of the tensor ``beside`` and the index; returns the shard."""
 
     def change(tensors: dict[str, Any]) -> None:
         tensors.pop(name, None)

@@ -1,6 +1,7 @@
-"""One of two hosts whose states travel: ``shared_states.py ARTIFACT FOLDER``; host 0 answers JSON lines on stdin.
+"""One of two hosts that export and import states: ``shared_states.py ARTIFACT FOLDER``.
 
-A line is ``{"complete": REQUEST}``, where a REQUEST has the fields of ``engine.request.Request``.
+Host 0 reads JSON lines from stdin and answers each. A line is ``{"complete": REQUEST}``; a REQUEST has the fields of
+``engine.request.Request``.
 """
 
 import json

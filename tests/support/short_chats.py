@@ -1,4 +1,4 @@
-"""Tokenizer files whose chat template writes little beside the messages, for contexts of a few tokens."""
+"""Tokenizer files with a chat template that adds little to the messages, for contexts of a few tokens."""
 
 import json
 from pathlib import Path

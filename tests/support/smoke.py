@@ -1,13 +1,13 @@
-"""The cached-compile smoke test, ``make smoke``: the demo, built through the cache, generates from every program.
+"""The cached-compile smoke test, ``make smoke``: builds the demo through the cache and generates from every program.
 
-    python -m tests.support.smoke            build, load, generate; what an earlier run of the same fingerprint left
-                                             must do
-    python -m tests.support.smoke --warm     the same, and it is an error if there was no such run
+    python -m tests.support.smoke            build, load, generate; programs of an earlier run with the same
+                                             fingerprint must be reused.
+    python -m tests.support.smoke --warm     the same, and it is an error if there was no such run.
     python -m tests.support.smoke --key      print the fingerprint: all that decides the programs, this processor too
 
-Everything lies in LING3_SMOKE_CACHE (``.smoke-cache``): ``cache/``, which all fingerprints share, and by fingerprint
-the artifact with ``done.json``, what the first run generated. A run that finds ``done.json`` must trace and compile
-nothing, and generate the same.
+LING3_SMOKE_CACHE (``.smoke-cache``) holds ``cache/``, which all fingerprints share, and for each fingerprint the
+artifact and ``done.json`` with the tokens that the first run generated. A run that finds ``done.json`` must trace and
+compile nothing, and generate the same tokens.
 """
 
 import json
@@ -45,7 +45,7 @@ PROMPT, TOKENS = [3, 1, 4, 1, 5, 9, 2, 6], 12
 
 
 class Failed(Exception):
-    """What the smoke test found wrong."""
+    """The smoke test found an error."""
 
 
 def folder() -> Path:
@@ -59,21 +59,21 @@ def fingerprint() -> str:
 
 
 def build(artifact: Path) -> Manifest:
-    """The manifest of the demo, built through the cache."""
+    """Builds the demo through the cache; returns its manifest."""
     command = [sys.executable, "-m", "ling3export.cli", "build", DEMO, artifact, "--force", *COMMAND]
     subprocess.run([*command, "--cache-dir", folder() / "cache"], check=True)
     return read_manifest(artifact)
 
 
 def batches(prefill: list[int], decode: list[int]) -> list[list[list[int]]]:
-    """Prompts that take every padding: one just too long for the padding before, or one sequence too many for it."""
+    """Prompts that use every padding: each is one token or one sequence too large for the padding before."""
     lengths = [1, *(before + 1 for before in prefill[:-1])]
     together = [1, *(before + 1 for before in decode[:-1])]
     return [[(PROMPT * length)[:length]] for length in lengths] + [[PROMPT] * count for count in together]
 
 
 def generate(artifact: Path, target: Target) -> dict[str, Any]:
-    """Generates from every cell, prebuilt; what was generated, and the runner's counters."""
+    """Generates from every cell with prebuilt programs; returns the tokens and the runner's counters."""
     from ling3export.runners.engine.engine import Engine
 
     prefill, decode = (list(target.paddings(phase)) for phase in ("prefill", "decode"))
@@ -106,7 +106,7 @@ def check(built: dict[str, int], ran: dict[str, Any], target: Target, before: An
 
 
 def main(arguments: list[str]) -> None:
-    """Runs it, and prints what it found as JSON."""
+    """Runs the test and prints the result as JSON."""
     name = fingerprint()
     if arguments == ["--key"]:
         print(name)

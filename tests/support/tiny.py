@@ -1,7 +1,8 @@
 """Micro-size configurations and random weights in the published layout, for tests that need no real checkpoint.
 
-The weights are built so that mistakes show: norm weights unlike 1, asymmetric conv taps, a tiny v in every second KDA
-layer (so that the output norm's eps counts), more experts a token than kept groups, and a bias that changes choices.
+The weights are built so that mistakes show. Norm weights are not 1, and conv taps are asymmetric. Every second KDA
+layer has a tiny v, so that the output norm's eps counts. A token has more experts than kept groups, and the bias
+changes choices.
 """
 
 from __future__ import annotations
@@ -28,19 +29,20 @@ SIZES = {
 
 
 def tiny_fields(**changes: Any) -> dict[str, Any]:
-    """config.json of a micro model: layers KDA KDA MLA, KDA KDA MLA and an incomplete last group, MLA; one dense."""
+    """config.json of a micro model: layers KDA KDA MLA, KDA KDA MLA and an incomplete last group, MLA; one is dense."""
     return config_fields("micro", SIZES | changes)
 
 
 def tiny_shapes(fields: dict[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Name and stored shape of every tensor but the MTP layers'; test_checkpoint.py and test_parity.py judge them."""
+    """Stored shapes by name, without the MTP layers. test_checkpoint.py and test_parity.py check them."""
     shapes = {name: info.shape for name, info in expected_tensors(Config.from_dict(fields)).items()}
-    first = ("model.word_embeddings.weight", "lm_head.weight", "model.norm.weight")  # the seed was chosen in this order
+    # the seed was chosen for this order
+    first = ("model.word_embeddings.weight", "lm_head.weight", "model.norm.weight")
     return {name: shapes[name] for name in (*first, *shapes)}
 
 
 def tiny_weights(fields: dict[str, Any], seed: int = 2) -> dict[str, np.ndarray]:
-    """Random weights in the published names, shapes and dtypes (bf16; fp32 for A_log, dt_bias, expert_bias)."""
+    """Random weights with the published names, shapes and dtypes (bf16; fp32 for A_log, dt_bias, expert_bias)."""
     rng = np.random.default_rng(seed)
     return {
         name: _tiny_tensor(name, shape, rng).astype(
@@ -70,7 +72,7 @@ def _tiny_tensor(name: str, shape: tuple[int, ...], rng: np.random.Generator) ->
 
 
 def write_tiny(folder: Path, fields: dict[str, Any], weights: dict[str, np.ndarray]) -> Path:
-    """A checkpoint folder of two shards, their index and config.json."""
+    """Writes a checkpoint folder of two shards, their index and config.json."""
     folder.mkdir(parents=True, exist_ok=True)
     names = sorted(weights)
     shards = {f"model-0000{part + 1}-of-00002.safetensors": names[part::2] for part in range(2)}

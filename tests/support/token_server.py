@@ -1,4 +1,4 @@
-"""What stands beside a registry: a server that gives tokens for a password, and one that sends callers elsewhere."""
+"""Servers that surround a registry: one issues tokens for a password, one redirects callers."""
 
 import base64
 import json
@@ -23,9 +23,9 @@ USER = "Basic " + base64.b64encode(b"me:secret").decode()
 
 @contextmanager
 def answering(answer: Callable[[str, dict[str, str]], Answer]) -> Iterator[str]:
-    """``HOST:PORT`` of a server that gives ``answer(path, headers)`` to every request.
+    """``HOST:PORT`` of a server that sends ``answer(path, headers)`` for every request.
 
-    A body that comes in pieces has its length among the headers.
+    For a chunked body, the total length is added to the headers.
     """
 
     class Handler(BaseHTTPRequestHandler):
@@ -36,7 +36,7 @@ def answering(answer: Callable[[str, dict[str, str]], Answer]) -> Iterator[str]:
             for name, value in (length | headers).items():
                 self.send_header(name, value)
             self.end_headers()
-            with suppress(ConnectionError):  # a caller that has read enough
+            with suppress(ConnectionError):  # the caller closed the connection early
                 for piece in [body] if isinstance(body, bytes) else body:
                     self.wfile.write(piece)
 
@@ -56,13 +56,13 @@ def answering(answer: Callable[[str, dict[str, str]], Answer]) -> Iterator[str]:
 
 
 class TokenServer:
-    """Gives tokens that a docker-registry takes, to the user `me` whose password is `secret`.
+    """Issues tokens that a docker-registry accepts, to the user `me` with the password `secret`.
 
     Args:
-        folder: For the certificate that the registry checks them with.
+        folder: For the certificate with which the registry checks the tokens.
 
     Attributes:
-        asked: What was asked for, and the header that came with it.
+        asked: The query and the authorization header of each request.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ class TokenServer:
         self.asked: list[tuple[str, str | None]] = []
 
     def answer(self, path: str, headers: dict[str, str]) -> Answer:
-        """A token for what the query names, or a refusal."""
+        """A token for the scope in the query, or a refusal."""
         query = parse_qs(urlsplit(path).query)
         scopes = query.get("scope", [])
         self.asked.append((" ".join(scopes), headers.get("authorization")))

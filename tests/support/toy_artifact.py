@@ -1,6 +1,6 @@
-"""A whole artifact around a toy model, made in seconds: for tests of loading and running, not of the numerics.
+"""A complete artifact of a toy model, made in seconds, for tests of loading and running rather than numerics.
 
-The toy sums the tokens of a sequence in its state; the logits are row ``sum % 320`` of a table cut over two devices.
+The toy sums a sequence's tokens in its state; the logits are row ``sum % 320`` of a table that two devices share.
 """
 
 from collections.abc import Sequence
@@ -44,7 +44,6 @@ PROMPTS = [[1, 2, 3], [5] * 20, [7] * 40, [300], [100, 200, 4]]
 
 
 def table(seed: int = 0) -> np.ndarray:
-    """fp32 ``[320, 320]``."""
     return np.random.default_rng(seed).standard_normal((VOCAB, VOCAB)).astype(np.float32)
 
 
@@ -52,12 +51,12 @@ TABLE = table()
 
 
 def logits(tokens: Sequence[int]) -> np.ndarray:
-    """fp32 ``[320]`` behind tokens, of the table of seed 0."""
+    """fp32 ``[320]`` after these tokens, from the table of seed 0."""
     return TABLE[sum(tokens) % VOCAB]
 
 
 def answer(prompt: Sequence[int], count: int, seed: int = 0) -> tuple[list[int], np.ndarray]:
-    """Greedy tokens and the logits that they are taken from, by numpy."""
+    """Greedy tokens and the logits from which they are taken, computed by numpy."""
     rows, total, tokens = table(seed), sum(prompt), []
     logits = []
     for _ in range(count):
@@ -68,7 +67,7 @@ def answer(prompt: Sequence[int], count: int, seed: int = 0) -> tuple[list[int],
 
 
 def check_tokens(engine: Engine) -> None:
-    """An engine on it answers PROMPTS as it has to."""
+    """Checks that an engine gives the right answers to PROMPTS."""
     completions = engine.generate(PROMPTS, max_tokens=12, ignore_eos=True, logits=True)
     for prompt, completion in zip(PROMPTS, completions, strict=True):
         tokens, logits = answer(prompt, 12)
@@ -77,7 +76,7 @@ def check_tokens(engine: Engine) -> None:
 
 
 def build_step(config: Any, geometry: Geometry, phase: str, padding: int, mesh: Any) -> steps.StepProgram:
-    """The toy's program of one cell, in place of the model's."""
+    """The toy's program of one cell; replaces the model's."""
     if phase in ("sample", "logits_processor"):
         return steps.build_step(config, geometry, phase, padding, mesh)
     fields = batch_fields(phase, padding, geometry.max_pages)
@@ -163,7 +162,7 @@ def build_toy(folder: Path, *, seed: int = 0) -> Manifest:
 
 
 def shared() -> Path:
-    """An artifact for every test, kept between runs; nobody may change it."""
+    """An artifact that all tests share and that is kept between runs; tests must not change it."""
     made_of = [sources_of("ling3export.compile.lower"), digest_of({"toy": Path(__file__)}), versions()]
     return Artifacts(kept_folder()).kept("toy.ling3", made_of, build_toy)
 

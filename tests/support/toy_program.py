@@ -1,7 +1,7 @@
 """A small sharded program, saved in one process and run in another: ``toy_program.py save|load FOLDER DEVICES``.
 
-It has what a step has: dots, collectives, a loop, a sort, random bits, donated state, an unused parameter. Prints one
-JSON line. ``load`` neither traces nor compiles anything: it must also work where nothing was compiled before.
+It has the parts of a step: dots, collectives, a loop, a sort, random bits, donated state, an unused parameter. It
+prints one JSON line. ``load`` neither traces nor compiles: it must also work where nothing was compiled before.
 """
 
 import json
@@ -33,7 +33,7 @@ WIDTH, ROWS = 64, 8
 
 
 def program(params, state, batch):
-    """Per device: ``w`` [1, 64, 64], ``cache`` [1, 8, 64], ``count`` [4] and ``batch`` [8] on every device."""
+    """On each device: ``w`` [1, 64, 64], ``cache`` [1, 8, 64] and ``count`` [4]; ``batch`` [8] is on every device."""
     key = jax.random.key(batch[0])
     x = jax.random.normal(key, (ROWS, WIDTH)) + jnp.sort(batch).astype(jnp.float32)[:, None]
 
@@ -47,7 +47,7 @@ def program(params, state, batch):
 
 
 def specs() -> tuple[Any, Any]:
-    """Inputs' and outputs' partition specs."""
+    """Partition specs of inputs and outputs."""
     state = {"cache": P("tp"), "count": P()}
     return ({"unused": P(), "w": P("tp")}, state, P()), (state, {"logits": P(None, "tp"), "token": P()})
 
@@ -77,7 +77,7 @@ def shapes(mesh: Mesh) -> Any:
 
 
 def leaves(mesh: Mesh, record: Executable) -> list[jax.Array]:
-    """Inputs by the record alone: weights from memory, state fresh."""
+    """Makes the inputs from the record only: weights from memory, new state."""
     values = []
     for row in record.call.inputs:
         sharding = NamedSharding(mesh, P(*row.spec))
@@ -95,7 +95,7 @@ def pointers(array: jax.Array) -> list[int]:
 
 
 def run(call: Any, mesh: Mesh, record: Executable) -> dict[str, Any]:
-    """Two steps with the same state, and what became of its memory."""
+    """Runs two steps with the same state; reports whether its memory was reused."""
     values = leaves(mesh, record)
     donated = [index for index, row in enumerate(record.call.inputs) if row.donated]
     before, first = [values[i] for i in donated], [pointers(values[i]) for i in donated]

@@ -1,7 +1,7 @@
-"""States small enough for many tests: two layers of latents, three of recurrent and conv state, four heads.
+"""Small states for tests: two layers of latents, three of recurrent and conv state, four heads.
 
-Segments lie in a folder of the tests' own, which the processes that they start share: what a user or another test has
-in shared memory is neither counted nor removed.
+Segments are in a folder of the tests' own, which child processes share. So the shared memory of a user or of another
+test run is neither counted nor removed.
 """
 
 import atexit
@@ -56,7 +56,7 @@ def store(
     secret: str = "",
     deadline: float = 5.0,
 ) -> StateStore:
-    """A store whose states are leased."""
+    """A store of leased states."""
     told = {} if clock is None else {"clock": clock}
     if kind == "shm":
         return FolderStore(layout, description, None, lease, limit, **told)
@@ -71,7 +71,7 @@ def options_of(limit: int, lease: float, secret: str, deadline: float) -> Transf
 
 
 def served(store: HttpStore) -> HttpStore:
-    """A store with a server of its states, which ends when the store is closed."""
+    """Serves a store's states over HTTP until the store is closed."""
     stack, close = ExitStack(), store.close
     app = Starlette(routes=state_routes(store))
     store.address = stack.enter_context(serving(app))
@@ -92,17 +92,17 @@ def bytes_of(state: SequenceState, descriptor: dict) -> bytes:
 
 
 def put(store: StateStore, name: str, state: SequenceState) -> bool:
-    """Writes a state; whether others can have it now."""
+    """Writes a state; returns whether others can read it now."""
     return store.put(name, state.descriptor, state.tokens, lambda new: fill(new, state), state.first)
 
 
 def name_of(number: int) -> str:
-    """A name that no other process of the tests has."""
+    """A name that no other process of the tests uses."""
     return f"{os.getpid():08x}{number:024x}"
 
 
 def random_state(tokens: int = 20, seed: int = 0, first: int = 0, layout: StateLayout = LAYOUT) -> SequenceState:
-    """Any bits."""
+    """A state of random bits."""
     rng, arrays = np.random.default_rng(seed), {}
     for name, shape, dtype in layout.forms(tokens):
         if name != TOKENS:
@@ -123,7 +123,7 @@ def same(found: SequenceState | None, wanted: SequenceState) -> bool:
 
 
 def address(where: StateStore, name: str, tokens: int = 20) -> StateAddress:
-    """Where others find a state of a store."""
+    """The address at which others find a state of a store."""
     return StateAddress(name, *where.address, tokens)
 
 
@@ -140,7 +140,10 @@ def remove_all() -> None:
 
 
 def moved(engine: Engine, asked: Request, **changes: object) -> tuple[Completion, Request]:
-    """A request whose prompt was computed in one place, with what the wire makes of its ``kv_transfer_params``."""
+    """Runs a prompt with a remote decode.
+
+    Returns its completion, and the request with the ``kv_transfer_params`` as JSON.
+    """
     (given,) = engine.complete([replace(asked, max_tokens=1, kv_transfer_params=AWAY)])
     params = json.loads(json.dumps(given.kv_transfer_params))
     return given, replace(asked, kv_transfer_params=params | changes)

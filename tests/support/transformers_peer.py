@@ -1,4 +1,4 @@
-"""Hugging Face transformers as a peer, in an interpreter of its own (`make parity`)."""
+"""Runs Hugging Face transformers for comparison, in an interpreter of its own (`make parity`)."""
 
 import functools
 import json
@@ -16,7 +16,7 @@ SCRIPTS = ROOT / "tests" / "support" / "parity"
 
 
 def parity_python() -> Path:
-    """The interpreter that has torch and transformers. Fails the test where there is none: parity is never skipped."""
+    """The interpreter that has torch and transformers. The test fails where there is none: parity is never skipped."""
     named = os.environ.get("LING3_PARITY_PYTHON")
     path = Path(named) if named else ROOT / ".venv-parity" / "bin" / "python"
     if not path.is_file():
@@ -29,7 +29,7 @@ def parity_python() -> Path:
 
 
 def transformers_logits(checkpoint: Path, prompts: list[list[int]]) -> list[np.ndarray]:
-    """Float64 logits of every position of each prompt; what another run computed of the same by the same is taken."""
+    """Float64 logits of every position of each prompt; results of an earlier equal run are reused."""
     python = parity_python()
 
     def write(folder: Path) -> None:
@@ -46,6 +46,6 @@ def transformers_logits(checkpoint: Path, prompts: list[list[int]]) -> list[np.n
 
 @functools.cache
 def installed(python: Path) -> str:
-    """What an interpreter has of the packages that decide the logits."""
+    """Versions of an interpreter's packages that decide the logits."""
     code = "import sys; from importlib.metadata import version as v; print(sys.version, *map(v, sys.argv[1:]))"
     return run(python, "-c", code, "torch", "transformers", "numpy", "safetensors").stdout

@@ -1,4 +1,4 @@
-"""Waiting for what threads and processes do."""
+"""Waits for threads and processes."""
 
 import subprocess
 import time
@@ -11,13 +11,13 @@ Value = TypeVar("Value")
 def until(
     wanted: Callable[[], Value], *, of: "subprocess.Popen[Any] | None" = None, seconds: float = 120, pause: float = 0.01
 ) -> Value:
-    """What ``wanted`` gives as soon as that is true.
+    """Calls ``wanted`` until its value is true, and returns the value.
 
     Args:
-        wanted: Asked again and again.
-        of: A process that must not end before.
-        seconds: After which the test fails: a machine may stand still for a while.
-        pause: Seconds between two questions.
+        wanted: The condition.
+        of: A process that must not end earlier.
+        seconds: Time after which the test fails; long, since a machine may be stalled for a while.
+        pause: Seconds between two calls.
     """
     end = time.monotonic() + seconds
     while not (found := wanted()):

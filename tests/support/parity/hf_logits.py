@@ -12,7 +12,7 @@ import argparse
 import json
 from pathlib import Path
 
-import hf_model  # beside this script
+import hf_model  # in this script's folder
 import numpy as np
 import torch
 

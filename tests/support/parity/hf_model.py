@@ -1,8 +1,9 @@
 """Loads a checkpoint of the published layout into Hugging Face transformers' `bailing_hybrid` model.
 
-Runs in an interpreter of its own (torch, transformers, numpy, safetensors) and imports nothing of this project: it is
-the second opinion. Tensors are mapped by exact name here instead of by `from_pretrained`, because transformers knows
-only the flat query projection and shared experts as wide as routed ones: those modules are replaced where they differ.
+Runs in an interpreter of its own (torch, transformers, numpy, safetensors) and imports nothing of this project, so that
+it is an independent second implementation. It maps tensors by exact name instead of calling `from_pretrained`, because
+transformers knows only the flat query projection and shared experts as wide as the routed ones. Where a checkpoint
+differs, these modules are replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from torch import nn
 from transformers.models.bailing_hybrid import modeling_bailing_hybrid as modeling
 from transformers.models.bailing_hybrid.configuration_bailing_hybrid import BailingHybridConfig
 
-# Same name and meaning in both. `head_dim` is KDA's; transformers overwrites it with the rope width after reading.
+# Fields with the same name and meaning on both sides. `head_dim` is KDA's; transformers later overwrites it with the
+# rope width.
 SAME_FIELDS = (
     "vocab_size",
     "hidden_size",
@@ -45,7 +47,7 @@ SAME_FIELDS = (
     "kda_safe_gate",
     "kda_lower_bound",
 )
-# transformers keeps these in fp32 whatever the model's dtype.
+# transformers keeps these in fp32, whatever the model's dtype.
 FLOAT32_PARTS = ("e_score_correction_bias", "conv1d", "dt_bias", "A_log")
 RENAMED = {
     "attention.A_log": "self_attn.forget_gate.A_log",
@@ -64,7 +66,7 @@ def versions() -> dict[str, str]:
 
 
 def hf_config(fields: dict, *, attention: str, experts: str | None) -> BailingHybridConfig:
-    """The configuration in transformers' names; it must be told that an incomplete last layer group is MLA."""
+    """The configuration in transformers' names. An incomplete last layer group has to be declared as MLA."""
     if limits := [name for name in fields if name.endswith("swiglu_limit_list") and fields[name]]:
         raise SystemExit(f"transformers' model has no limits of SwiGLU: found {', '.join(limits)}")
     layers, size = fields["num_hidden_layers"], fields["layer_group_size"]
@@ -88,11 +90,11 @@ def hf_config(fields: dict, *, attention: str, experts: str | None) -> BailingHy
 def load(
     folder: Path, dtype: torch.dtype, *, attention: str = "eager", experts: str | None = "eager"
 ) -> modeling.BailingHybridForCausalLM:
-    """The model in evaluation mode, one tensor converted at a time.
+    """Loads the model in evaluation mode, converting one tensor at a time.
 
     Args:
         folder: A checkpoint of the published layout.
-        dtype: Of the weights; in bfloat16 the parts that transformers keeps in fp32 stay fp32.
+        dtype: Dtype of the weights; with bfloat16, the parts that transformers keeps in fp32 stay fp32.
         attention: transformers' attention implementation: eager or sdpa.
         experts: transformers' experts implementation: eager, batched_mm, grouped_mm; None for its default.
 
@@ -120,7 +122,7 @@ def _is_float32(name: str, dtype: torch.dtype) -> bool:
 
 
 def _replace_query(model: nn.Module, config: BailingHybridConfig, rank: int) -> None:
-    """q_proj becomes q_b(norm(q_a x)): its names are q_proj.0, .1, .2."""
+    """Replaces q_proj by q_b(norm(q_a x)), named q_proj.0, .1 and .2."""
     width = config.num_attention_heads * (config.qk_nope_head_dim + config.qk_rope_head_dim)
     for layer, kind in zip(model.model.layers, config.layer_types, strict=True):
         if kind == "full_attention":
@@ -132,7 +134,7 @@ def _replace_query(model: nn.Module, config: BailingHybridConfig, rank: int) -> 
 
 
 def _replace_shared(model: nn.Module, config: BailingHybridConfig, width: int) -> None:
-    """The shared experts, `width` wide each."""
+    """Replaces the shared experts by ones that are `width` wide."""
     for layer in model.model.layers[config.first_k_dense_replace :]:
         layer.mlp.shared_experts = modeling.BailingHybridMLP(config, width * config.n_shared_experts)
 
@@ -160,7 +162,7 @@ def _fill(model: nn.Module, folder: Path, fields: dict) -> None:
 
 
 def _place(name: str, fields: dict) -> tuple[str, object] | None:
-    """Where a checkpoint tensor goes: parameter name and index within it; None for the MTP layers."""
+    """Parameter name and index to which a checkpoint tensor belongs; None for the MTP layers."""
     if name == "model.word_embeddings.weight":
         return "model.embed_tokens.weight", None
     parts = name.split(".")
@@ -187,7 +189,7 @@ def _place(name: str, fields: dict) -> tuple[str, object] | None:
 
 
 def compute_in_double() -> None:
-    """Makes transformers' fixed fp32 islands fp64, so that a float64 comparison sees formulas, not rounding.
+    """Computes transformers' fixed fp32 parts in fp64, so that a float64 comparison shows formulas, not rounding.
 
     Rotary angles stay fp32: there fp32 belongs to the model, and position ids are integers, which `float` leaves alone.
     """
@@ -197,7 +199,7 @@ def compute_in_double() -> None:
 
 
 class _Double:
-    """`torch` as the model's module sees it, with float32 meaning float64 (`torch.float`, used for angles, stays)."""
+    """`torch` for the model's module, with float32 replaced by float64; `torch.float`, used for angles, stays."""
 
     float32 = torch.float64
 

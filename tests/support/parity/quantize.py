@@ -1,10 +1,10 @@
-"""Quantizes a bf16 checkpoint with other people's code: torch's FP8 types, or the package compressed-tensors.
+"""Quantizes a bf16 checkpoint with other projects' code: torch's FP8 types, or the package compressed-tensors.
 
 quantize.py CHECKPOINT OUT FORM WEIGHT…
 
-OUT gets the checkpoint with these weights in the form (fp8 or int4), what the package or transformers writes as
-quantization_config, and `numbers.safetensors`: what torch or the package makes of the stored tensors again. A first
-weight in FP8 has random codes and scales instead, from all that bf16 holds. Needs torch, transformers,
+OUT gets the checkpoint with these weights in the form (fp8 or int4), the quantization_config that the package or
+transformers writes, and `numbers.safetensors`: the stored tensors as torch or the package dequantizes them. In FP8, the
+first weight has random codes and scales instead, drawn from all values that bf16 holds. Needs torch, transformers,
 compressed-tensors, safetensors.
 """
 
@@ -61,7 +61,7 @@ def _scheme() -> Any:
 
 
 def config(form: str, others: list[str]) -> dict[str, Any]:
-    """What the packages write into config.json; ``others`` are the modules that are not quantized."""
+    """The quantization_config that the packages write; ``others`` are the modules that are not quantized."""
     if form == "fp8":
         from transformers import FineGrainedFP8Config
 
