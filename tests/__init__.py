@@ -1,1 +1,1 @@
-"""The tests, in the rooms of what they test."""
+"""The tests; their folders mirror the rooms of the package."""

@@ -1,4 +1,4 @@
-"""What the tests of artifacts share."""
+"""Fixtures that the tests of artifacts share."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""FORMAT.md is true: its tables name every field of the manifest's records, with the type that the reader checks."""
+"""FORMAT.md has a table for each record of the manifest, with every field and the type that the reader checks."""
 
 import re
 import types
@@ -18,7 +18,7 @@ WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false
 
 
 def spelled(kind: Any) -> str:
-    """A field's type as FORMAT.md writes it: what stands in JSON, then its bounds."""
+    """A field's type as FORMAT.md writes it: the JSON type, then its bounds."""
     origin, parameters = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         rules = [str(rule.description) for rule in parameters[1:] if isinstance(rule, Meta)]
@@ -33,7 +33,7 @@ def spelled(kind: Any) -> str:
 
 
 def rows(kind: type) -> list[tuple[str, str]]:
-    """Name and type of every field of a record; those that may be left out have a question mark."""
+    """Name and type of every field of a record; optional fields have a question mark."""
     hints, found = typing.get_type_hints(kind, include_extras=True), []
     for field in structs.fields(kind):
         hint, optional = hints[field.name], not field.required
@@ -44,7 +44,7 @@ def rows(kind: type) -> list[tuple[str, str]]:
 
 
 def records(kind: Any) -> list[type]:
-    """The record and all that it holds, each once."""
+    """A record and all records in it, each once."""
     found: list[type] = []
     waiting = [kind]
     while waiting:
@@ -57,7 +57,7 @@ def records(kind: Any) -> list[type]:
 
 
 def table(name: str) -> list[tuple[str, str, str]]:
-    """The rows of a record's table."""
+    """The rows of a record's table in FORMAT.md."""
     head = r"\| field \| type \| meaning \|\n\|---\|---\|---\|\n"
     section = re.search(rf"^### {name}\n[^\n]+\n\n{head}((?:\|[^\n]*\n)+)", TEXT, re.M)
     assert section is not None, f"FORMAT.md: expected a table of {name}, found none"

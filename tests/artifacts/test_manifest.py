@@ -1,4 +1,4 @@
-"""The manifest: its bytes and digests, what a reader refuses and in which words, and the files that it records."""
+"""The manifest: its bytes and digests, the error for each invalid one, and the files that it lists."""
 
 import copy
 import hashlib
@@ -34,7 +34,7 @@ HINT = "hint: copy the artifact again, or build it again"
 
 @pytest.fixture(scope="module")
 def small() -> Manifest:
-    """One target of the manifest of tests/data: what a build of it alone writes."""
+    """The manifest of tests/data with one target, as a build for that target would write it."""
     manifest = read_manifest(BUILT)
     receipts = {TARGET: manifest.vectors.receipts[TARGET]}
     targets = {TARGET: manifest.targets[TARGET]}
@@ -43,7 +43,7 @@ def small() -> Manifest:
 
 @pytest.fixture
 def raw(small: Manifest, tmp_path: Path) -> dict[str, Any]:
-    """Its JSON, as the file in ``tmp_path`` has it."""
+    """Its JSON; ``tmp_path`` has the file."""
     write_manifest(tmp_path, small)
     return dict(json.loads((tmp_path / MANIFEST).read_text()))
 
@@ -130,7 +130,7 @@ def test_every_changed_byte_is_detected(raw: dict[str, Any], tmp_path: Path) -> 
     (tmp_path / MANIFEST).write_bytes(whole + b"\n")
     assert failure(tmp_path).startswith("manifest.json: expected its sha256 on a line of its own before the last")
     exchanged = {name: raw[name] for name in ("format", "source", "producer", *list(raw)[3:])}
-    text = json.dumps(exchanged, indent=2) + "\n"  # the order of keys counts, too
+    text = json.dumps(exchanged, indent=2) + "\n"  # the order of keys matters, too
     (tmp_path / MANIFEST).write_text(text)
     assert failure(tmp_path).startswith("manifest.json: expected sha256 ")
 
@@ -183,7 +183,7 @@ def test_each_failure_has_its_own_text(tmp_path: Path, raw: dict[str, Any]) -> N
 
 
 def at(*path: Any, value: Any = ...) -> Callable[[dict[str, Any]], None]:
-    """What sets a value within a manifest's JSON, or removes it."""
+    """An edit that sets a value in a manifest's JSON, or removes it."""
 
     def edit(raw: dict[str, Any]) -> None:
         place: Any = raw
@@ -198,7 +198,7 @@ def at(*path: Any, value: Any = ...) -> Callable[[dict[str, Any]], None]:
 
 
 def both(*edits: Callable[[dict[str, Any]], None]) -> Callable[[dict[str, Any]], None]:
-    """Several edits as one."""
+    """Combines several edits."""
     return lambda raw: [edit(raw) for edit in edits].clear()
 
 
@@ -222,7 +222,7 @@ CELL = (*CPU, "cells", "decode@2")
         (at("notes", value=["\x1b[2J gone"]), r"`notes[0]`: expected a printable text of at most 10,000 characters, "
          r'found "\u001b[2J gone"'),
         (at("targets", "\x1b]0;x\x07", value={}), r"`targets.\u001b]0;x\u0007`: expected a printable text"),
-        # Finding 7: numbers that agree with nothing else.
+        # Finding 7: numbers that contradict the rest of the manifest.
         (at(*CPU, "state", "slots", value=100),
          "`targets.cpu-tp2.state.slots`: expected 2, as the plan says, found 100"),
         (at(*CPU, "state", "pages", value=100),
@@ -283,7 +283,7 @@ CELL = (*CPU, "cells", "decode@2")
 def test_a_crafted_manifest_is_refused_by_name(
     raw: dict[str, Any], tmp_path: Path, edit: Callable[[dict[str, Any]], None], message: str
 ) -> None:
-    """Every digest is right: it was made by somebody who knows the format."""
+    """Every digest is right: an attacker who knows the format made this manifest."""
     edit(raw)
     (tmp_path / MANIFEST).write_bytes(sealed(raw))
     said = failure(tmp_path)
@@ -317,7 +317,7 @@ def test_paths_stay_inside(raw: dict[str, Any], small: Manifest, tmp_path: Path,
 
 
 def test_a_checkpoint_in_place_of_an_artifact_gets_the_command_that_builds_one(tmp_path: Path) -> None:
-    """`serve CHECKPOINT` said only that this is no artifact."""
+    """Regression: `serve CHECKPOINT` only reported that this is no artifact."""
     folder = tmp_path / "my checkpoint"
     folder.mkdir()
     (folder / "config.json").write_text("{}")
@@ -349,7 +349,7 @@ def test_a_file_size_limit_keeps_the_old_manifest(small: Manifest, tmp_path: Pat
 def test_a_manifest_is_not_written_through_a_link(
     small: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its temporary name was once fixed and followed: a link of that name had what it names overwritten."""
+    """Regression: the temporary name was fixed, and a write through a link of that name overwrote the link's target."""
     folder, outside = tmp_path / "a", tmp_path / "outside"
     folder.mkdir()
     outside.write_text("years")
@@ -403,7 +403,7 @@ def test_records_are_checked_before_use(tmp_path: Path) -> None:
 
 
 def test_only_regular_files_within_the_folder_are_read(tmp_path: Path) -> None:
-    """A pipe once hung ``verify``, and a link was followed out of the artifact; test_reading has the other kinds."""
+    """Regression: a pipe hung ``verify``, and links led out of the artifact. test_reading.py has other file types."""
     folder = tmp_path / "x.ling3"
     (folder / "programs").mkdir(parents=True)
     (tmp_path / "a").write_bytes(b"x")

@@ -1,4 +1,4 @@
-"""The one opener of files that others may have written, the one JSON reader, and writers that follow no link."""
+"""The one opener of untrusted files, the one JSON reader, and writers that do not follow links."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def found(folder: Path, name: str, *, links: bool = False) -> str:
 
 
 def test_only_regular_files_are_opened_and_nothing_is_waited_for(tmp_path):
-    """A pipe in the place of a shard or of config.json once hung a build."""
+    """Regression: a pipe in place of a shard or of config.json hung a build."""
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "folder").mkdir()
     (tmp_path / "link").symlink_to("file")
@@ -61,7 +61,7 @@ def test_no_more_than_the_bound_is_read(tmp_path):
 
 
 def test_links_lead_no_further_than_the_checkpoint_or_the_blobs_of_its_hub_cache(tmp_path):
-    """``special_tokens_map.json → id_rsa`` and ``merges.txt → /etc/passwd`` were copied into artifacts."""
+    """Regression: ``special_tokens_map.json → id_rsa`` and ``merges.txt → /etc/passwd`` got into artifacts."""
     snapshot, blobs = tmp_path / "hub" / "snapshots" / "abc", tmp_path / "hub" / "blobs"
     for folder in (snapshot, blobs, snapshot / "parts"):
         folder.mkdir(parents=True, exist_ok=True)
@@ -77,7 +77,7 @@ def test_links_lead_no_further_than_the_checkpoint_or_the_blobs_of_its_hub_cache
     assert found(snapshot, "loop", links=True) == "a symbolic link"
     plain = tmp_path / "plain"
     plain.mkdir()
-    (plain / "config.json").symlink_to(blobs / "123")  # no snapshot: a hub's folder of the same name is nothing to it
+    (plain / "config.json").symlink_to(blobs / "123")  # not in a hub's snapshots, so the hub's blobs are outside
     assert found(plain, "config.json", links=True).startswith("a symbolic link that leads out")
     (tmp_path / "hub" / "blobs" / "456").symlink_to(secret)
     (snapshot / "further").symlink_to("../../blobs/456")
@@ -89,7 +89,7 @@ def test_links_lead_no_further_than_the_checkpoint_or_the_blobs_of_its_hub_cache
 
 
 def test_a_folder_below_a_link_may_be_opened_by_its_name(tmp_path):
-    """What the user names is the user's: a folder of checkpoints may be a link."""
+    """Users may name a path through links, such as a linked folder of checkpoints."""
     (tmp_path / "real").mkdir()
     (tmp_path / "real" / "a").write_bytes(b"x")
     (tmp_path / "named").symlink_to("real")
@@ -101,14 +101,14 @@ def test_a_folder_below_a_link_may_be_opened_by_its_name(tmp_path):
     "text", [b'"\\ud800"', b'{"\\uDFFF": 1}', b'["\\ude00\\ud83d"]', b'"\\ud83d\\"\\ude00"', b'"\\ud83d\\\\\\ude00"']
 )
 def test_half_a_character_is_refused(text):
-    """A lone surrogate as ``eos_token`` was a raw UnicodeEncodeError in the tokenizer's library."""
+    """Regression: a lone surrogate as ``eos_token`` raised a UnicodeEncodeError in the tokenizer's library."""
     with pytest.raises(ValueError, match="half a character"):
         parse_json(text)
     assert parse_json(b'"\\ud83d\\ude00 \\\\ud800"') == "😀 \\ud800"
 
 
 def drawn(rng: random.Random, depth: int) -> Any:
-    """A random value; its texts have escapes, and numbers in several notations."""
+    """A random value; its texts have escapes, and its numbers several notations."""
     if depth and rng.random() < 0.7:
         items = [drawn(rng, depth - 1) for _ in range(rng.randrange(4))]
         return items if rng.random() < 0.5 else {rng.choice(("a", "b", " a", "é", 'q"', "", "x\\")): x for x in items}
@@ -117,7 +117,7 @@ def drawn(rng: random.Random, depth: int) -> Any:
 
 
 def test_values_are_those_of_json_and_no_key_stands_twice_at_any_level():
-    """Texts that msgspec writes alike are read by it, five times as fast."""
+    """msgspec, which is five times as fast, may parse only texts that it parses like JSON."""
     rng, read = random.Random(0), 0
     for _ in range(500):
         value = drawn(rng, 4)
@@ -147,7 +147,7 @@ def test_values_are_those_of_json_and_no_key_stands_twice_at_any_level():
     ids=["open", "closed", "depth 450", "objects", "digits", "long", "quotes", "backslashes"],
 )
 def test_deep_and_huge_json_is_refused_before_it_is_parsed(text, tmp_path):
-    """4 MB of depth 450 once took 27 seconds, before a digest was looked at."""
+    """Regression: 4 MB of depth 450 took 27 seconds before any digest was checked."""
     (tmp_path / "a.json").write_bytes(text)
     began = time.process_time()
     with pytest.raises((ValueError, OSError), match=r"levels|more than|digits|Unterminated|delimiter"):
@@ -156,7 +156,7 @@ def test_deep_and_huge_json_is_refused_before_it_is_parsed(text, tmp_path):
 
 
 def test_a_writer_follows_no_link_and_waits_for_no_pipe(tmp_path):
-    """Programs were written through whatever had their name."""
+    """Regression: programs were written through a link or a pipe that had their name."""
     outside = tmp_path / "outside"
     outside.write_text("mine")
     (tmp_path / "link").symlink_to(outside)
@@ -173,7 +173,7 @@ def test_a_writer_follows_no_link_and_waits_for_no_pipe(tmp_path):
 
 
 def test_a_file_that_grows_is_a_regular_one_of_this_user(tmp_path, monkeypatch):
-    """What others' names lead to, and what others can read, is not written."""
+    """Refuses paths that lead to files of other users, or to files that other users can read."""
     outside = tmp_path / "outside"
     outside.write_text("mine")
     with open_own(outside, append=True) as file:
@@ -193,15 +193,15 @@ def test_a_file_that_grows_is_a_regular_one_of_this_user(tmp_path, monkeypatch):
 
 
 def test_trying_to_write_leaves_nothing_even_when_it_is_killed(tmp_path, monkeypatch):
-    """``.partial-PID-…`` of a killed trial stayed in artifacts and caches for ever."""
+    """Regression: ``.partial-PID-…`` of a killed trial stayed in artifacts and caches forever."""
     monkeypatch.setattr(os, "unlink", lambda *_, **__: pytest.fail("a name was given"))
     try_writing(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_trial_where_files_need_a_name_leaves_one_that_the_next_build_removes(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # as on a file system that has no files without a name
-    monkeypatch.setattr(os, "unlink", lambda *_, **__: None)  # as if killed before
+    monkeypatch.setattr(os, "O_TMPFILE", os.O_DIRECTORY)  # like a file system without unnamed files
+    monkeypatch.setattr(os, "unlink", lambda *_, **__: None)  # as if killed before the removal
     try_writing(tmp_path)
     monkeypatch.undo()
     assert leftovers(tmp_path / "trial") == list(tmp_path.iterdir())
@@ -209,7 +209,7 @@ def test_a_trial_where_files_need_a_name_leaves_one_that_the_next_build_removes(
 
 
 def test_a_full_disk_is_the_one_that_was_written(tmp_path, monkeypatch):
-    """Where the folder was missing, the free bytes were those of the root."""
+    """Regression: if the folder did not exist, the error reported the free space of the root file system."""
     asked = []
     monkeypatch.setattr(files.shutil, "disk_usage", lambda path: asked.append(path) or SimpleNamespace(free=7))
     error = write_error(OSError(28, "No space left on device"), tmp_path / "no" / "such" / "file")
@@ -222,7 +222,10 @@ def written(folder: Path, text: str) -> None:
 
 
 def test_force_has_a_whole_artifact_under_the_name_at_every_moment(tmp_path, monkeypatch):
-    """Killed between its two renames, ``--force`` left no artifact of that name, and the next build removed both."""
+    """Regression:
+
+    ``--force``, killed between its two renames, left no artifact, and the next build removed both copies.
+    """
     with staged(tmp_path / "a.ling3") as partial:
         written(partial, "old")
     before = []
@@ -241,7 +244,7 @@ def test_force_has_a_whole_artifact_under_the_name_at_every_moment(tmp_path, mon
 
 
 def test_no_terminal_escape_of_a_file_is_printed():
-    """A tensor's or a file's name could move the cursor, set the title, or hide what stood before."""
+    """Regression: names of tensors and files could move the cursor, set the title, or hide earlier output."""
     evil = "x\x1b]0;owned\x07\x9b2J\u202e\ud800\r"
     error = Ling3Error(f"tensor `{evil}`: expected one", evil)
     table = aligned([(evil, "1")])[0]

@@ -1,4 +1,4 @@
-"""Signatures: who signed an artifact is known before anything of it but its manifest is looked at."""
+"""Signatures: the signature is checked before anything of an artifact except its manifest is read."""
 
 import base64
 import json
@@ -40,7 +40,7 @@ def key(tmp_path) -> Path:
 
 @pytest.fixture
 def trusted(tmp_path, key, monkeypatch) -> Path:
-    """The folder of trusted keys, with that one key in it."""
+    """The folder of trusted keys, with one key."""
     (tmp_path / "trusted").mkdir()
     monkeypatch.setenv(TRUST, str(tmp_path / "trusted"))
     return Path(shutil.copy(public_path(key), tmp_path / "trusted")).parent
@@ -48,7 +48,7 @@ def trusted(tmp_path, key, monkeypatch) -> Path:
 
 @pytest.fixture
 def untouched(monkeypatch) -> None:
-    """No program is read and no weight mapped."""
+    """Fails the test if a program is read or a weight file mapped."""
 
     def refused(*arguments, **options):
         raise AssertionError("something was loaded")
@@ -81,7 +81,7 @@ def test_a_good_signature_lets_it_run(toy, key, trusted, capsys):
     assert f"x.ling3: signed by {name}\n" in capsys.readouterr().err
 
 
-# Each is refused before a deserializer or a weight map: the manifest's bytes decide.
+# The manifest's bytes decide: each of these is refused before a program is deserialized or a weight file mapped.
 UNTRUSTED = {
     "none": (lambda toy, key, folder: None, "found none, in "),
     "wrong key": (lambda toy, key, folder: sign(toy, other_key(folder)), "found one by "),
@@ -203,7 +203,7 @@ def test_the_command_line_makes_keys_signs_and_trusts(toy, tmp_path, monkeypatch
 
 
 def test_keygen_on_a_full_disk_leaves_nothing_that_stops_the_next_one(tmp_path):
-    """It once left an empty file under each name that it had come to."""
+    """Regression: a failed keygen left empty files, which made the next one fail."""
     words = [sys.executable, "-m", "ling3export", "keygen", str(tmp_path / "k")]
     full = subprocess.run(["sh", "-c", 'ulimit -f 0; exec "$@"', "sh", *words], capture_output=True, text=True)
     assert full.returncode == 1 and "error: write `k`: expected room, found a file-size limit of 0 bytes" in full.stderr
@@ -212,7 +212,7 @@ def test_keygen_on_a_full_disk_leaves_nothing_that_stops_the_next_one(tmp_path):
 
 
 def test_keygen_that_is_interrupted_leaves_no_half_of_a_pair(tmp_path, monkeypatch):
-    """Only what the disk refused took back the key; Ctrl-C left it, and it stopped the next one."""
+    """Regression: Ctrl-C left the first key of a pair, which made the next keygen fail."""
     create = signing.create
 
     def interrupted(path, mode):
@@ -227,7 +227,7 @@ def test_keygen_that_is_interrupted_leaves_no_half_of_a_pair(tmp_path, monkeypat
 
 
 def test_an_empty_name_for_the_trusted_keys_is_an_error(toy, key, monkeypatch):
-    """``LING3_TRUST=""`` checked nothing."""
+    """Regression: with ``LING3_TRUST=""`` nothing was checked."""
     sign(toy, key)
     monkeypatch.chdir(key.parent)
     command = ["generate", str(toy), "--prompt-ids", "1,2", "--max-tokens", "1"]
@@ -240,7 +240,10 @@ def test_an_empty_name_for_the_trusted_keys_is_an_error(toy, key, monkeypatch):
 
 
 def test_the_build_side_and_doctor_take_no_artifact_that_no_trusted_key_signed(toy, trusted, monkeypatch):
-    """``attach`` and ``build --into`` ran its programs all the same, and ``doctor`` said that it fits."""
+    """Regression:
+
+    ``attach`` and ``build --into`` ran such an artifact's programs, and ``doctor`` reported that it fits.
+    """
     for name, place in (("receipts", attaching), ("compiling", adding)):
         monkeypatch.setattr(place, name, lambda *arguments, **options: pytest.fail("something was run"))
     unsigned = "error: artifact `x.ling3`: expected a signature by "
@@ -253,7 +256,7 @@ def test_the_build_side_and_doctor_take_no_artifact_that_no_trusted_key_signed(t
     assert contents(toy) == before
 
 
-# What reads a manifest without asking who signed it, and why.
+# Functions that read a manifest without checking its signature, each with the reason.
 UNASKED = {
     "artifacts/catalog/publish.py": "bytes that were verified just before are copied",
     "artifacts/signing.py": "the door itself, and what signs",
@@ -270,7 +273,7 @@ UNASKED = {
 
 
 def test_every_other_reader_of_a_manifest_goes_through_the_door_that_checks_trust():
-    """``attach``, ``build --into`` and ``doctor`` had doors of their own."""
+    """Regression: ``attach``, ``build --into`` and ``doctor`` opened artifacts without the check."""
     root = Path(__file__).parents[2]
     found = {
         str(path.relative_to(root))
@@ -282,7 +285,7 @@ def test_every_other_reader_of_a_manifest_goes_through_the_door_that_checks_trus
 
 
 def test_trusted_keys_without_the_package_that_reads_them_are_refused_by_name(toy, trusted, monkeypatch):
-    """Commands ended in an ImportError where LING3_TRUST was set."""
+    """Regression: with LING3_TRUST set, commands ended in an ImportError."""
     monkeypatch.setattr("ling3export.foundation.extras.find_spec", lambda name: None)
     found = refusal(runner_cli.main, "generate", toy, "--prompt-ids", "1,2", "--max-tokens", "1")
     assert "error: trusted keys: expected the packages of the extra `sign`, found no cryptography\n" in found

@@ -1,4 +1,4 @@
-"""Folders appear whole or not at all: errors, kills, full disks, two builds at once."""
+"""Folders appear complete or not at all, after errors, kills, full disks, and with two builds at once."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ from tests.support.limits import file_size_limit
 
 @contextmanager
 def process(script: str, *arguments: object) -> Iterator[subprocess.Popen]:
-    """A second python, stopped at its first line of output, killed in the end."""
+    """Starts a second python, returns after its first line of output, and kills it at the end."""
     command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.PIPE, text=True) as started:
         try:
@@ -82,7 +82,7 @@ def test_an_existing_output_is_refused(tmp_path: Path) -> None:
 def test_force_replaces_the_whole_folder_and_only_on_success(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, swaps: bool
 ) -> None:
-    if not swaps:  # as on a file system that cannot
+    if not swaps:  # like a file system that cannot swap folders
         monkeypatch.setattr(staging, "swap_names", lambda one, other: False)
     (tmp_path / "a").mkdir()
     write(tmp_path / "a", "old")
@@ -189,7 +189,7 @@ def test_a_kill_leaves_no_folder_that_looks_whole(tmp_path: Path, old: bool) -> 
     assert len(left) == 1
     assert names(tmp_path) == sorted([".a.lock", *left] + ["a"] * old)
     assert names(tmp_path / left[0]) == ["weights"]
-    assert (tmp_path / left[0] / "weights" / "x.safetensors").read_bytes()[:8] == bytes(8)  # no header
+    assert (tmp_path / left[0] / "weights" / "x.safetensors").read_bytes()[:8] == bytes(8)  # data without a header
     if old:
         assert written(target) == "old"
     foreign = tmp_path / ".a.partial-notes"
@@ -230,7 +230,7 @@ def test_a_lock_holds_within_one_process_and_is_freed_by_an_error(tmp_path: Path
 
 
 def test_a_lock_file_removed_between_open_and_lock_is_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two builds once could both hold it: one on the file that the holder before it had just removed."""
+    """Regression: two builds held the lock at once, one on a file that the earlier holder had just removed."""
     flock = fcntl.flock
     removed: list[bool] = []
 
@@ -248,7 +248,7 @@ def test_a_lock_file_removed_between_open_and_lock_is_no_lock(tmp_path: Path, mo
 
 
 def test_a_lock_is_not_taken_through_a_link(tmp_path: Path) -> None:
-    """A link of the lock's name once had the file that it names cut to the number of a process."""
+    """Regression: if the lock's name was a link, its target was overwritten with a process id."""
     outside = tmp_path / "outside"
     outside.write_text("years")
     start = "write `.a.lock`: expected a "

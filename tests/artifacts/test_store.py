@@ -1,4 +1,4 @@
-"""The weight store: its bytes, its digests, and what happens when the disk or the files are bad."""
+"""The weight store: its bytes, its digests, and errors for damaged files and full disks."""
 
 import errno
 import hashlib
@@ -33,7 +33,7 @@ TINY_HEADER = (
 
 
 def tiny(folder: Path) -> dict[str, Tensor]:
-    """A store of three tensors: a shard tensor written from transposed views, an unsplit one, an odd-sized one."""
+    """A store of three tensors: one in shards, written from transposed views, one unsplit, one of odd size."""
     with StoreWriter(folder, {FILE: TINY}) as writer:
         for shard in range(2):
             writer.write("a", np.arange(3 * shard, 3 * shard + 3).astype(BF16), shard=shard)
@@ -43,7 +43,7 @@ def tiny(folder: Path) -> dict[str, Tensor]:
 
 
 def random_store(folder: Path) -> tuple[dict[str, Tensor], dict[str, np.ndarray]]:
-    """Two files, aligned and odd tensors, and what each should read as (BF16 as uint16)."""
+    """Two files of aligned and odd-sized tensors, and the expected content of each (BF16 as uint16)."""
     random = np.random.default_rng(0)
     files = {
         "one.safetensors": {
@@ -210,7 +210,7 @@ def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
     for number in range(200):
         path = tmp_path / ("one.safetensors" if number % 2 else "two.safetensors")
         whole = path.read_bytes()
-        header = 4096 if number % 4 < 2 else 0  # half of them within the header
+        header = 4096 if number % 4 < 2 else 0  # half of them in the header
         at = int(random.integers(0, 4096) if header else random.integers(4096, len(whole)))
         flipped = bytearray(whole)
         flipped[at] ^= int(random.integers(1, 256))
@@ -269,7 +269,7 @@ def test_layout_is_checked_before_anything_is_mapped(
     ],
 )
 def test_a_crafted_index_is_refused(tmp_path: Path, field: str, value: Any, message: str) -> None:
-    """By its type where it is read, or where it contradicts the files; test_manifest has what contradicts itself."""
+    """Wrong types, or contradictions with the files; test_manifest.py has contradictions within an index."""
     index = tiny(tmp_path)
     raw = to_json(index["a"]) | {field: value}
     with pytest.raises((ArtifactError, WrongRecordError), match=message):

@@ -1,4 +1,4 @@
-"""Publishing, finding and pulling, over an OCI layout in a folder; the artifact is the toy."""
+"""Publishing, finding and pulling versions of the toy artifact, with an OCI layout in a folder."""
 
 import hashlib
 import json
@@ -82,7 +82,7 @@ def test_published_found_pulled_and_run_elsewhere_byte_for_byte(toy, tmp_path, m
 
 
 def test_other_tools_read_the_layout(toy, store):
-    """What the image layout specification demands of the files, read without our code."""
+    """Checks the files against the image layout specification, without our code."""
     publish(toy, store, "toy", "1.0.0", Words())
     assert json.loads((store.folder / "oci-layout").read_text()) == {"imageLayoutVersion": "1.0.0"}
     index = json.loads((store.folder / "index.json").read_text())
@@ -216,7 +216,7 @@ def test_of_two_publishers_one_wins_and_nothing_is_torn(toy, store, tmp_path):
 
 @pytest.mark.parametrize("kill", [kill_publishers, kill_pulls])
 def test_a_kill_leaves_a_whole_version_or_none(kill, toy, tmp_path):
-    """Three kills here; thirty of each are in docs/log/catalog.md."""
+    """Three kills; docs/log/catalog.md has the results of thirty of each."""
     found = kill(toy, f"oci:{tmp_path}", 3, random.Random(1), 0.2)
     assert sum(count for what, count in found.items() if not what.startswith("a reader")) == 3
 
@@ -236,7 +236,7 @@ def test_gc_removes_what_no_version_names_and_waits_for_publishers(toy, store):
 
 @pytest.mark.parametrize("link", ["blobs", "blobs/sha256"])
 def test_neither_gc_nor_publish_goes_through_a_link_into_another_folder(link, toy, store, tmp_path):
-    """Both once did: ``gc`` of a store without versions removed all that the other folder held."""
+    """Regression: ``gc`` of a store without versions removed all files of the folder to which the link led."""
     publish(toy, store, "toy", "1.0.0", Words())
     (store.folder / "index.json").write_text('{"schemaVersion": 2, "manifests": []}')
     others = Path(shutil.move(store.folder / link, tmp_path / "others"))
@@ -261,7 +261,8 @@ def test_a_pull_takes_nothing_but_the_manifest_of_what_no_trusted_key_signed(toy
     sign(toy, tmp_path / "key")
     publish(toy, store, "toy", "1.1.0", Words())
     monkeypatch.setenv(TRUST, str(tmp_path / "keys"))
-    blob_of(store, "weights/toy.safetensors").rename(tmp_path / "weights")  # a pull that asked for it would say so
+    # a pull would fail if it requested this blob
+    blob_of(store, "weights/toy.safetensors").rename(tmp_path / "weights")
     with pytest.raises(TrustError, match=r"artifact `toy@1\.0\.0`: expected a signature by "):
         pulled(store, tmp_path / "out", "1.0.0")
     (tmp_path / "weights").rename(blob_of(store, "weights/toy.safetensors"))
@@ -270,7 +271,7 @@ def test_a_pull_takes_nothing_but_the_manifest_of_what_no_trusted_key_signed(toy
 
 
 def test_a_record_with_paths_that_leave_the_folder_is_refused(toy, store):
-    """As somebody writes it who knows the format: every digest is right."""
+    """The digests are right, as an attacker who knows the format would make them."""
     publish(toy, store, "toy", "1.0.0", Words())
     index, found = (store.folder / "index.json").read_bytes(), store.find("toy")
     for number, path in enumerate(("../x", "/tmp/x", "MANIFEST.json")):
@@ -284,7 +285,7 @@ def test_a_record_with_paths_that_leave_the_folder_is_refused(toy, store):
 
 
 def test_a_version_that_another_tool_named_is_found_and_what_is_no_artifact_is_passed_over(toy, store):
-    """skopeo and oras write their own names into index.json, and other tools may add fields and images."""
+    """skopeo and oras write their own names into index.json; other tools may add fields and images."""
     published = publish(toy, store, "toy", "1.0.0", Words()).version
     index = json.loads((store.folder / "index.json").read_text())
     config = {"mediaType": "text/plain", "digest": "sha256:" + "0" * 64, "size": 0}

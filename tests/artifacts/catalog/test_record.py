@@ -1,4 +1,4 @@
-"""Versions, records and paths: what is taken, and in which order."""
+"""Versions, records and paths: which are accepted, and how versions are ordered."""
 
 import itertools
 import random
@@ -9,7 +9,7 @@ from ling3export.artifacts.catalog.record import CatalogRecord, check_paths, is_
 from ling3export.artifacts.records import canonical
 from ling3export.foundation.errors import CatalogError, UnsafePath
 
-# Those of semver.org, and those of the contract.
+# Versions from semver.org, and those of the contract.
 ORDERED = (
     "1.0.0-alpha 1.0.0-alpha.1 1.0.0-alpha.beta 1.0.0-beta 1.0.0-beta.2 1.0.0-beta.11 1.0.0-rc.1 1.0.0 1.0.0+build "
     "1.9.0-rc.1 1.9.0 1.10.0 2.0.0-0 2.0.0"

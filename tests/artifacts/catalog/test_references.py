@@ -1,4 +1,4 @@
-"""References in the place of folders, in the commands of both command lines."""
+"""References instead of folders as arguments of both command lines."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,4 @@
-"""A version that skopeo copies to a registry, and back into another layout."""
+"""skopeo copies a version to a registry, and back into another layout."""
 
 import shutil
 import subprocess
@@ -25,7 +25,7 @@ http: {{addr: "127.0.0.1:{port}"}}
 
 @pytest.fixture
 def registry(tmp_path: Path) -> Iterator[str]:
-    """Debian's docker-registry, on loopback."""
+    """Debian's docker-registry on loopback."""
     for program in ("skopeo", "docker-registry"):
         if shutil.which(program) is None:
             pytest.skip(f"no {program} on this machine: apt-get install {program}, as .ci/run does")
@@ -62,7 +62,7 @@ def copy(source: str, destination: str, *options: str) -> None:
 
 @pytest.mark.extras
 def test_skopeo_copies_a_version_to_a_registry_and_back(toy: Path, tmp_path: Path, registry: str):
-    """The command of docs/share.md: the manifest names every byte by digest, so the copy is the version itself."""
+    """The command in docs/share.md: the manifest names every byte by digest, so the copy is the same version."""
     store, back, out = OciLayout(tmp_path / "store"), OciLayout(tmp_path / "back"), tmp_path / "out.ling3"
     published = publish(toy, store, "toy", "1.0.0", Words(tags=("demo",))).version
     copy(f"{store}:toy:1.0.0", f"docker://{registry}/toy:1.0.0", "--dest-tls-verify=false")

@@ -1,4 +1,4 @@
-"""The cache's files: whole or absent under kills and parallel writers; broken ones named, discarded, made again."""
+"""The cache's files are complete or absent, with kills and parallel writers; broken ones are named and made again."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ from tests.support.builds import environment
 FIELDS = {"cell": {"phase": "decode", "padding": 16}, "toolchain": {"jaxlib": "0.11.2"}}
 KEY = sha256_of(FIELDS)
 RAW = bytes(range(256)) * 40
-# Writes one entry again and again, with other bytes each time: compiling is not reproducible on CPU.
+# Writes one entry repeatedly, with other bytes each time, since compiling is not reproducible on CPU.
 WRITER = """
 import os, sys
 from pathlib import Path
@@ -48,7 +48,7 @@ def cache(tmp_path, said) -> Cache:
 
 
 def everything(folder: Path) -> dict[str, tuple[bytes, int]]:
-    """Every file with its content and time."""
+    """Content and time of every file."""
     return {str(p): (p.read_bytes(), p.stat().st_mtime_ns) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
@@ -63,7 +63,7 @@ def test_an_entry_gives_back_its_record_and_bytes_and_names_its_fields(cache, sa
 
 
 def sealed(header: bytes, data: bytes = RAW) -> bytes:
-    """A file as somebody writes it who knows the form: its digest is right."""
+    """A file with a right digest, as an attacker who knows the format would write it."""
     body = header + b"\n" + data
     return hashlib.sha256(body).hexdigest().encode() + b"\n" + body
 
@@ -157,7 +157,7 @@ def test_a_kill_at_any_point_leaves_only_whole_entries(tmp_path, said):
         with process:
             assert process.stdout is not None
             process.stdout.readline()
-            time.sleep(moments.uniform(0, 0.04 * (1 + number)))  # the later ones write on a busy machine, too
+            time.sleep(moments.uniform(0, 0.04 * (1 + number)))  # later ones also get time to write on a busy machine
             process.send_signal(signal.SIGKILL)
         cache = Cache(CacheUse("on", tmp_path / "cache"), said.append)
         if entry := cache.read("programs", sha256_of({"n": 1})):
@@ -167,7 +167,7 @@ def test_a_kill_at_any_point_leaves_only_whole_entries(tmp_path, said):
 
 
 def test_two_that_write_the_same_entry_and_one_that_reads_it_never_meet_half_of_one(tmp_path, said):
-    """Programs are not reproducible on cpu, so the two write other bytes."""
+    """Two writers have different bytes for the same entry, since programs are not reproducible on CPU."""
     cache = Cache(CacheUse("on", tmp_path / "cache"), said.append)
     processes = [writer(cache.folder), writer(cache.folder)]
     try:

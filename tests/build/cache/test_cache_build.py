@@ -1,6 +1,7 @@
-"""Builds with a cache, as processes: nothing compiled twice, the same keys from anywhere, kills, damage, policies.
+"""Builds with a cache, as processes: nothing is compiled twice, keys do not depend on the folder, kills, damage,
+policies.
 
-Two copies of the source tree in different folders build as different users. What they do runs once, side by side.
+Two copies of the source tree in different folders build as different users. These builds run once, in parallel.
 """
 
 import os
@@ -37,8 +38,8 @@ class Tree:
     """A copy of the source tree, and a user who builds with it.
 
     Args:
-        folder: Where to.
-        user: Who, with a home of his own.
+        folder: Folder of the copy.
+        user: The user's name; the user has a home folder.
     """
 
     def __init__(self, folder: Path, user: str) -> None:
@@ -70,7 +71,7 @@ class Tree:
                 process.kill()
 
     def build(self, checkpoint: Path, artifact: Path, *options: object) -> tuple[Manifest, str]:
-        """The manifest, and what was printed on stderr."""
+        """Runs a build; returns the manifest and stderr."""
         with self.building(checkpoint, artifact, *options) as process:
             return finished(process, artifact)
 
@@ -86,7 +87,7 @@ def origins(manifest: Manifest) -> dict[str, str]:
 
 
 def keys(manifest: Manifest) -> dict[str, tuple[str, str]]:
-    """Of both levels, by cell."""
+    """Keys of each cell and its program, by cell."""
     cells = manifest.targets[TARGET].cells
     return {name: (cell.origin.key, cell.origin.program) for name, cell in cells.items()}
 
@@ -102,7 +103,7 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 class Built:
-    """What two users built from two trees, each into the cache of his home: ann at once, bob from config.json first."""
+    """Builds of two users from two trees, each with a cache of its own. bob first builds from config.json only."""
 
     def __init__(self, folder: Path, checkpoint: Path) -> None:
         self.one, self.two = Tree(folder / "first" / "tree", "ann"), Tree(folder / "b", "bob")
@@ -129,7 +130,7 @@ def built(tmp_path_factory, checkpoint) -> Built:
 @pytest.mark.extras
 def test_two_trees_and_users_get_the_same_programs_and_keys(built):
     assert origins(built.first) == dict.fromkeys(CELLS, "compiler")
-    assert origins(built.second) == dict.fromkeys(CELLS, "cache")  # of the programs
+    assert origins(built.second) == dict.fromkeys(CELLS, "cache")  # the origins of the programs
     assert keys(built.first) == keys(built.second)
     assert built.first.targets[TARGET].fingerprint == built.second.targets[TARGET].fingerprint
     programs = [files(artifact, "stablehlo") for artifact in built.artifacts]
@@ -158,7 +159,7 @@ def test_the_summary_counts_what_was_compiled(built):
 
 
 def test_a_build_takes_the_programs_that_were_built_without_weights(built):
-    """It traced and compiled nothing."""
+    """The second build traced and compiled nothing."""
     assert re.findall(r"cells: .*, 0 from the cache", built.programs) == ["cells: 4 compiled, 0 from the cache"]
     none = {"compiled": 0, "from_program_cache": 0, "traces": 0, "compiles": 0}
     assert counts(built.second.targets[TARGET].cells.values()) == {"cells": 4, "from_cache": 4, **none}
@@ -208,7 +209,7 @@ def test_a_broken_executable_is_named_and_made_again(built, checkpoint, tmp_path
 
 
 def test_a_build_that_is_killed_leaves_what_it_had_to_the_one_beside_it_and_the_next(built, checkpoint, tmp_path):
-    """Two builds make the same cell for the same cache; one is killed in it. The other ends."""
+    """Two builds compile the same cell with one cache. One is killed meanwhile, the other finishes."""
     cache = tmp_path / "cache"
     shutil.copytree(built.cache, cache)
     for kind, key in zip(("cells", "programs"), keys(built.first)["sample@1"], strict=True):

@@ -1,4 +1,4 @@
-"""``ling3export cache status | cleanup``: what goes by age, size and all."""
+"""``ling3export cache status | cleanup``: removal by age, by size, and of all entries."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def set_age(cache: Cache, number: int, days: float) -> None:
 
 
 def left(folder: Path) -> list[int]:
-    """The cells that are there whole, with their programs: one alone is a miss."""
+    """The cells that are complete with their programs; a cell without its program, or the reverse, is a miss."""
     cache = Cache(CacheUse("readonly", folder), pytest.fail)
     cells = [n for n in (1, 2, 3) if cache.read("cells", sha256_of(fields(n)))]
     return [n for n in cells if cache.read("programs", sha256_of(program(n)))]
@@ -103,10 +103,10 @@ NO_CACHES["file"] = "Not a directory"
 @pytest.mark.parametrize("command", [["status"], ["cleanup", "--all"]])
 @pytest.mark.parametrize(("name", "found"), NO_CACHES.items())
 def test_what_is_no_cache_is_refused_and_nothing_is_written_or_removed(tmp_path, monkeypatch, command, name, found):
-    """A clean-up once left its lock in a checkpoint, and would have removed files that are named by their digests."""
+    """Regression: a cleanup left its lock in a checkpoint, and would have removed files with digests as names."""
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "config.json").write_text("{}")
-    (tmp_path / "checkpoint" / "lock").touch()  # as it was left
+    (tmp_path / "checkpoint" / "lock").touch()  # as the cleanup left it
     (tmp_path / "artifact" / "programs").mkdir(parents=True)
     (tmp_path / "artifact" / "manifest.json").write_text("{}")
     (tmp_path / "hub" / "blobs").mkdir(parents=True)
@@ -120,7 +120,7 @@ def test_what_is_no_cache_is_refused_and_nothing_is_written_or_removed(tmp_path,
         f"error: cache `{name}`: expected a folder that builds have written to, found {found}, in {tmp_path}\n"
         "hint: name another with --cache-dir, or with LING3_CACHE\n",
     )
-    if name != "nope":  # by default there may be none
+    if name != "nope":  # the default cache may not exist
         monkeypatch.setenv("LING3_CACHE", str(tmp_path / name))
         assert cache_command(*command).stderr == done.stderr
     assert sorted(tmp_path.rglob("*")) == before
@@ -149,7 +149,7 @@ def test_what_cannot_be_meant_is_refused(arguments, code, message):
 
 
 def test_entries_that_no_build_wrote_stop_neither_status_nor_cleanup(folder):
-    """Deep JSON in one entry ended all of them with a traceback, and builds, too."""
+    """Regression: one entry with deeply nested JSON ended status, cleanup and builds with a traceback."""
     whole = status(folder)
     (folder / "cells" / ("a" * 64)).write_bytes(b"[" * 10**6)
     (folder / "cells" / ("b" * 64)).symlink_to("/dev/zero")
@@ -166,7 +166,7 @@ def test_entries_that_no_build_wrote_stop_neither_status_nor_cleanup(folder):
 
 
 def test_what_killed_writers_left_goes_with_a_cleanup(folder):
-    """``.partial-PID-…`` of a trial and ``.KEY.exec.PID`` of a runner stayed for ever."""
+    """Regression: ``.partial-PID-…`` of a trial and ``.KEY.exec.PID`` of a runner stayed forever."""
     (folder / "recompiled").mkdir()
     names = [
         ".partial-1-0123abcd",
@@ -181,7 +181,7 @@ def test_what_killed_writers_left_goes_with_a_cleanup(folder):
         os.utime(folder / name, (0, 0))
     clean_up(folder, max_bytes=10**9)
     there = sorted(path.relative_to(folder).as_posix() for path in folder.rglob(".*"))
-    live = ["cells/.y.partial-1-0123abcd", "recompiled/.y.exec.partial-1-0123abcd"]  # somebody may be writing them now
+    live = ["cells/.y.partial-1-0123abcd", "recompiled/.y.exec.partial-1-0123abcd"]  # a process may be writing them
     assert there == [".mine-partial", *live]
 
 
@@ -199,7 +199,7 @@ def test_programs_that_runners_compiled_are_counted_and_removed_the_older_ones_f
 
 
 def test_a_cache_whose_folders_are_links_is_not_cleaned(folder, tmp_path):
-    """A link in the place of ``cells`` had another folder's files removed."""
+    """Regression: with a link in place of ``cells``, files of the linked folder were removed."""
     outside = tmp_path / "outside"
     (folder / "cells").rename(outside)
     (folder / "cells").symlink_to(outside)

@@ -1,4 +1,4 @@
-"""What is in a cell's and a program's key, and what the policies do at both levels. Nothing is traced or compiled."""
+"""The inputs of a cell's and of a program's key, and the policies for both. Nothing is traced or compiled."""
 
 import errno
 import os
@@ -47,7 +47,7 @@ def key_of(config: Config = CONFIG, planned: Plan | None = None, cell: PlannedCe
 
 
 def loaded(*modules: str) -> set[str]:
-    """The files of ours that a fresh process has loaded which imports these."""
+    """Our source files that a fresh process has loaded after importing these modules."""
     code = f"import sys, {', '.join(modules)}\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     names = [name for name in done.stdout.split() if name.split(".")[0] == "ling3export"]
@@ -86,7 +86,7 @@ def test_sources_of_the_model_and_of_the_lowering_and_this_processor_are_in_a_ce
 def test_what_decides_a_cell_changes_its_key_and_nothing_else_does(monkeypatch):
     first = key_of()
     assert key_of() == first
-    assert key_of(planned=plan(paddings=(16, 32), decode_paddings=(16,))) == first  # another cell beside it
+    assert key_of(planned=plan(paddings=(16, 32), decode_paddings=(16,))) == first  # with another cell in the plan
     assert key_of(planned=plan(jobs=3)) == first
     changed = [
         key_of(cell=PlannedCell("decode", 32)),
@@ -150,7 +150,7 @@ PROGRAM = {"n": 1}
 
 
 def kept(use: CacheUse, folder: Path) -> Built:
-    """A cell of a folder and its program, kept as a build does."""
+    """A cell of a folder and its program, stored as a build stores them."""
     cache = Cache(use, pytest.fail)
     cache.write("programs", PROGRAM, {}, (folder / f"{CELL.name}.exec").read_bytes())
     cache.write("programs", {"graph": sha256_of(PROGRAM)}, {}, b"text")
@@ -158,8 +158,7 @@ def kept(use: CacheUse, folder: Path) -> Built:
 
 
 def test_the_policies_of_cells(tmp_path):
-    """``on`` keeps and gives back the same bytes; ``redo`` gives nothing and replaces; ``readonly`` and ``off`` keep
-    nothing."""
+    """``on`` stores and returns equal bytes; ``redo`` only replaces; ``readonly`` and ``off`` store nothing."""
     said: list[str] = []
     use = CacheUse("on", tmp_path / "cache")
 
@@ -187,7 +186,7 @@ def test_the_policies_of_cells(tmp_path):
     kept(replace(use, policy="redo"), folder_with(tmp_path, "second", b"2"))
     assert fetched("on", "b-on") == b"2exec"
     Cache(use, pytest.fail).path("programs", MADE.program).unlink()
-    assert fetched("on", "c-on") is None  # a clean-up took the program: the cell is made again
+    assert fetched("on", "c-on") is None  # a cleanup removed the program, so the cell is made again
     assert said == []
 
 
@@ -203,7 +202,7 @@ def test_the_policies_of_cells(tmp_path):
     ],
 )
 def test_a_crafted_cell_with_right_digests_is_broken_and_made_again(tmp_path, edit, found):
-    """It once ended a build with a traceback."""
+    """Regression: such a cell ended a build with a traceback."""
     said: list[str] = []
     use = CacheUse("on", tmp_path / "cache")
     cells = Cells(use, said.append)
@@ -222,7 +221,7 @@ def test_a_crafted_cell_with_right_digests_is_broken_and_made_again(tmp_path, ed
 
 
 def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(tmp_path, monkeypatch):
-    """It was once named for each file of each cell."""
+    """Regression: the warning was repeated for each file of each cell."""
     said: list[str] = []
     (tmp_path / "file").touch()
     folder = folder_with(tmp_path, "programs", b"1")
@@ -256,7 +255,7 @@ def test_a_folder_that_cannot_be_written_is_named_once_and_what_it_has_is_used(t
 
 
 def test_a_file_of_flags_counts_by_its_content(tmp_path, monkeypatch):
-    """``XLA_FLAGS=FILE`` counted by its name: another content gave the programs of the first."""
+    """Regression: the key had only the name of ``XLA_FLAGS=FILE``, so new flags got the programs of old ones."""
     monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_max_isa=AVX2")
     assert environment.compiler_flags() == {"XLA_FLAGS": "--xla_cpu_max_isa=AVX2"}
     flags, results = tmp_path / "flags", tmp_path / "autotuned"
@@ -272,11 +271,11 @@ def test_a_file_of_flags_counts_by_its_content(tmp_path, monkeypatch):
     assert len(found) == 4 + 4 + 2
     os.mkfifo(tmp_path / "pipe")
     monkeypatch.setenv("XLA_FLAGS", str(tmp_path / "pipe"))
-    key_of()  # not waited for
+    key_of()  # the second call has to check again
 
 
 def test_a_source_that_changes_during_a_build_fails_its_cell_and_nothing_is_kept(tmp_path):
-    """One that is edited while the workers start, and restored later, once poisoned the restored one's entries."""
+    """Regression: a source that was edited while workers started, then restored, left wrong cache entries."""
     tree = copied(tmp_path / "tree")
     code = """
 import os, sys
@@ -326,7 +325,7 @@ class Vectors(Struct):
 
 
 class Written(Struct):
-    """As much of a manifest as is changed before anything is measured."""
+    """The fields of a manifest that are changed before anything is measured."""
 
     targets: dict[str, Any]
     vectors: Vectors
@@ -340,7 +339,7 @@ def refusing(*_: object, **__: object) -> None:
 
 
 def test_what_receipts_refuse_does_not_stay_in_the_cache(tmp_path, monkeypatch):
-    """A wrong program was given to every later build, whose receipts failed again."""
+    """Regression: every later build got a wrong program from the cache, and its receipts failed again."""
     cells = Cells(CacheUse("on", tmp_path / "cache"), pytest.fail)
     whole = kept(cells.use, folder_with(tmp_path, "built", b"1"))
     outcome = BuildOutcome(plan(), {CELL.name: whole}, {})

@@ -1,4 +1,7 @@
-"""The smoke test's own checks, and the workflow file that shows how to keep its cache. ``.ci/run`` runs it for real."""
+"""The smoke test's own checks, and the workflow file that shows how to keep its cache.
+
+``.ci/run`` runs the smoke test.
+"""
 
 import re
 import shlex
@@ -17,7 +20,7 @@ from tests.support import smoke
 
 ROOT = Path(__file__).parents[3]
 WORKFLOW = ROOT / "deploy" / "ci-smoke.yml"
-# What of a manifest's target the checks read.
+# The fields of a manifest's target that the checks read.
 TARGET = SimpleNamespace(
     cells={f"{phase}@16": SimpleNamespace(phase=phase) for phase in ("decode", "prefill", "sample")}
 )

@@ -1,4 +1,4 @@
-"""Checkpoints are opened strictly: every way in which files and config can disagree is an error that names both."""
+"""Checkpoints are opened strictly: if files and config disagree, the error names both."""
 
 import json
 import os
@@ -22,7 +22,7 @@ KDA_V = "model.layers.0.attention.v_proj.weight"
 
 @pytest.fixture(scope="module")
 def pristine(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two layers: KDA with a dense MLP, MLA with experts; and the MTP layer."""
+    """Two layers, KDA with a dense MLP and MLA with experts, and the MTP layer."""
     folder = tmp_path_factory.mktemp("checkpoints") / "micro"
     synthesize(folder, "micro", 0, layers=2, overrides={"layer_group_size": 2})
     return folder
@@ -137,7 +137,7 @@ def test_mtp_tensors_are_skipped_and_may_be_missing(folder: Path):
 
 KDA_BIAS, OTHER = "model.layers.0.attention.q_proj.bias", "model.layers.0.attention.v.weight"
 VALUE = bytes(2 * 64 * 64)
-# What the shard and the index have in the place of KDA_V, and what is said then of which tensor.
+# Changes of KDA_V in the shard and the index, the error, and the tensor that it names.
 WRONG_TENSORS = [
     ({}, f"`{KDA_V}`, BF16 [64, 64]: missing in {{folder}}"),
     (
@@ -178,7 +178,7 @@ def test_tensor_in_another_shard_than_the_index_says(folder: Path):
 
 
 def test_absent_shard(folder: Path):
-    """Other ports began to load, and failed in the middle."""
+    """Regression in other ports: they began to load and failed in the middle."""
     shard = home(folder, "lm_head.weight")
     names = [*read_shard(shard)]
     shard.unlink()
@@ -274,7 +274,7 @@ def test_truncated_shard(folder: Path, kept: int):
 
 @pytest.mark.parametrize("name", ["config.json", INDEX, None])
 def test_a_pipe_or_a_device_in_a_checkpoint_is_refused_and_not_waited_for(folder: Path, name: str | None):
-    """A pipe in the place of a shard hung the build."""
+    """Regression: a pipe in place of a shard hung the build."""
     path = folder / name if name else home(folder, KDA_V)
     path.unlink()
     os.mkfifo(path)
@@ -287,7 +287,7 @@ def test_a_pipe_or_a_device_in_a_checkpoint_is_refused_and_not_waited_for(folder
 
 
 def test_a_tokenizer_file_that_leads_out_is_refused_and_what_no_runner_reads_is_left(folder: Path, tmp_path: Path):
-    """``special_tokens_map.json → id_rsa`` and ``merges.txt → /etc/passwd`` were copied into the artifact."""
+    """Regression: ``special_tokens_map.json → id_rsa`` and ``merges.txt → /etc/passwd`` got into the artifact."""
     secret = tmp_path / "id_rsa"
     secret.write_text("secret")
     for name in ("special_tokens_map.json", "merges.txt", "vocab.json", "added_tokens.json"):
@@ -316,7 +316,7 @@ def test_a_snapshot_of_a_hub_cache_is_read_through_its_links(pristine: Path, tmp
 
 
 def test_a_shard_is_the_file_whose_header_was_read(folder: Path):
-    """It was opened a second time for its tensors: another file could have taken the name."""
+    """Regression: the file was opened again to read tensors, when another file could have had its name."""
     checkpoint, path = Checkpoint.open(folder), home(folder, KDA_V)
     expected = np.array(checkpoint.tensor(KDA_V))
     os.replace(shutil.copy(path, path.with_suffix(".new")), path)

@@ -1,4 +1,4 @@
-"""Quantized checkpoints are the numbers that they stand for, exactly, or are refused by name."""
+"""Quantized checkpoints are dequantized exactly, or refused with an error that names the problem."""
 
 import json
 import re
@@ -36,7 +36,7 @@ def fraction_of(code: int, exponent: int, digits: int) -> Fraction:
 
 @pytest.mark.parametrize("scale", [0, 1, 2, 3, 60, 127, 246, 247, 254])
 def test_every_e4m3_times_e8m0_is_exact_in_bfloat16_or_has_no_entry(scale: int):
-    """Subnormal bf16 numbers among them: from scale byte 3 to 246 all are held, beyond those some."""
+    """Includes subnormal bf16 numbers: scale bytes 3 to 246 are exact for every code, others for some codes."""
     numbers = {code: fraction_of(code, 4, 3) * Fraction(2) ** (scale - 127) for code in range(256) if code & 127 != 127}
     held = {number: bits for bits in range(1 << 16) if (number := finite(bits)) is not None}
     for code, number in numbers.items():
@@ -74,7 +74,7 @@ def test_codes_that_are_no_numbers_are_those_of_the_published_type():
     np.testing.assert_array_equal(ours, theirs)
 
 
-# Blocks of 128 whole and cut at both edges; layers KDA with a dense MLP, MLA with experts.
+# Blocks of 128, whole and cut at both edges; the layers are KDA with a dense MLP, and MLA with experts.
 MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "fp8": ("small", {"num_experts": 16, "moe_intermediate_size": 160, "num_nextn_predict_layers": 0}),
     "int4": ("micro", {}),
@@ -107,7 +107,7 @@ def test_every_weight_is_the_number_that_an_independent_reader_finds(made: dict[
 
 
 def test_weights_are_quantized_as_the_public_checkpoints_have_them(made: dict[str, Path]):
-    """And differ from those of the bf16 checkpoint of the same seed by no more than the form's rounding."""
+    """The weights differ from the bf16 checkpoint of the same seed by no more than the form's rounding."""
     of = {form: Checkpoint.open(folder) for form, folder in made.items()}
     layers = {name.removeprefix("model.layers.") for name in of["fp8"].forms}
     kda = {f"0.attention.{each}_proj.weight" for each in "qkvfgo"}
@@ -173,7 +173,7 @@ def test_int4_needs_whole_groups(tmp_path: Path):
 
 
 EMBEDDINGS = "model.word_embeddings.weight"
-# What is put in the place of a tensor beside a weight (None: nothing), and what is said then.
+# Replacements of a tensor that belongs to a weight (None: removed), and the errors.
 WRONG_TENSORS = [
     ("fp8", KDA_Q, "_scale_inv", None, f"hint: FP8 has its scales in `{KDA_Q}_scale_inv`"),
     ("fp8", KDA_Q, "_scale_inv", ("F32", [4, 2], 4), f"`{KDA_Q}_scale_inv`: expected dtype F8_E8M0, found F32"),
@@ -193,7 +193,7 @@ WRONG_TENSORS = [
 
 @pytest.fixture
 def folder(made: dict[str, Path], form: str, tmp_path: Path) -> Path:
-    """A checkpoint to damage."""
+    """A checkpoint that a test may damage."""
     return Path(shutil.copytree(made[form], tmp_path / form))
 
 
@@ -217,7 +217,7 @@ def test_other_layouts_are_refused_by_name(
 
 
 def change_bytes(folder: Path, name: str, at: int, data: bytes) -> None:
-    """Writes ``data`` over the bytes of a tensor from ``at`` on."""
+    """Overwrites the bytes of a tensor from ``at`` on."""
 
     def change(tensors: dict[str, Any]) -> None:
         dtype, shape, old = tensors[name]
@@ -226,7 +226,7 @@ def change_bytes(folder: Path, name: str, at: int, data: bytes) -> None:
     edit(folder, name, change)
 
 
-WRONG_NUMBERS = [  # of 512 x 256 numbers in FP8: byte 300 is row 1, column 44, under the first scale
+WRONG_NUMBERS = [  # 512 x 256 numbers in FP8: byte 300 is row 1, column 44, under the first scale
     ([("", 300, 0x7F)], "the code 0x7f under the scale 0x.., at [1, 44]"),
     ([("_scale_inv", 1, 255)], "the code 0x.. under the scale 0xff, at [0, 128]"),
     ([("_scale_inv", 0, 2), ("", 300, 0x01)], "the code 0x.. under the scale 0x2, at ["),
@@ -274,7 +274,7 @@ DISAGREEING: list[tuple[str, dict[str, Any], str]] = [
     ("fp8", {}, f"tensor `{KDA_Q}`: expected bf16, as there is no quantization_config, found fp8"),
     ("int4", {}, f"tensor `{EXPERT}`: expected bf16, as there is no quantization_config, found int4"),
     (
-        "fp8",  # other names than the tensors have: such a list once excluded nothing, and nobody noticed
+        "fp8",  # no tensor has these names: a list like this once excluded nothing, and nobody noticed
         {"modules_to_not_convert": ["linear_attn.b_proj", "self_attn.kv_b_proj"]},
         "tensor `model.layers.0.attention.b_proj.weight`: expected fp8, as quantization_config says, found bf16",
     ),

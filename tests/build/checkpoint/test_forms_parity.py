@@ -1,4 +1,4 @@
-"""Quantized checkpoints that other people's code wrote are read as that code reads them (`make parity`)."""
+"""Quantized checkpoints written by other projects are read as their own code reads them (`make parity`)."""
 
 import zlib
 from pathlib import Path
@@ -19,7 +19,7 @@ OVERRIDES = {"layer_group_size": 2, "num_experts": 16, "moe_intermediate_size": 
 
 @pytest.mark.parametrize("form", ["fp8", "int4"])
 def test_checkpoints_of_torch_and_compressed_tensors_are_read_as_they_read_them(form: str, tmp_path: Path):
-    """FP8 with random codes and scales, too; the config.json is what transformers and the package write."""
+    """FP8 includes random codes and scales; transformers and the package write config.json."""
     synthesize(tmp_path / "bf16", "small", 0, layers=2, overrides=OVERRIDES)
     synthesize(tmp_path / "ours", "small", 0, layers=2, overrides=OVERRIDES, form=form)
     names = [*Checkpoint.open(tmp_path / "ours").forms]

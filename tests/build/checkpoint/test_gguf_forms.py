@@ -1,4 +1,4 @@
-"""llama.cpp's forms in numpy: what their definitions promise of any values."""
+"""llama.cpp's forms in numpy: properties that follow from their definitions."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ def values(seed, scale=1.0):
 
 @pytest.mark.parametrize(("form", "most"), [("Q8_0", 0.006), ("Q4_0", 0.095)])
 def test_normal_values_lose_what_the_form_s_bits_say(form, most):
-    """Relative L2; a uniform error of a step of 1/127 and 1/8 of what a block spans."""
+    """The relative L2 error of rounding errors that are uniform over a step: 1/127 or 1/8 of a block's range."""
     for scale in (1e-2, 1.0, 30.0):
         x = values(1, scale)
         error = np.linalg.norm(rounded(x, form) - x) / np.linalg.norm(x)
@@ -30,7 +30,7 @@ def test_zeros_stay_and_a_second_time_changes_next_to_nothing(form):
 
 
 def test_values_that_a_block_can_have_are_kept_exactly():
-    """d is a power of two, so that fp16 holds it."""
+    """d is a power of two, which fp16 represents exactly."""
     q8 = np.arange(-127, 127, 8, dtype=np.float32)[None] / 64
     q8[0, 0] = -127 / 64
     assert np.array_equal(q8_0(q8), q8)

@@ -16,7 +16,7 @@ def bf16(value: float) -> float:
 
 
 def nearest(value: float, scale: float, least: int, most: int) -> int:
-    """To the nearest integer, of two to the even one: Python's ``round``."""
+    """Rounds to the nearest integer, ties to even, like Python's ``round``."""
     return 0 if scale == 0 else max(least, min(most, round(float(np.float32(value) / np.float32(scale)))))
 
 
@@ -85,7 +85,7 @@ def test_nibbles_lie_as_the_kernels_read_them():
 
 
 def half(values: list[float], form: str, unit: float) -> float:
-    """The least squared error of a half of a group, whatever its factor is."""
+    """The least squared error of half a group over all scales."""
     errors = []
     for factor in range(-16, 16):
         scale = factor * unit
@@ -109,7 +109,7 @@ def test_halves_are_rounded_nearly_as_well_as_their_best_factors_allow(form: str
             own = dequantized((q, words))[row, start : start + group // 2]
             assert np.allclose(np.abs(own - part), np.abs(np.subtract(near, part)), rtol=1e-5, atol=0)
             best += half(part, form, 2.0 ** ((int(word) >> 10) - 48))
-    assert not dequantized((q, words))[:2, :group].any()  # zeros, and what is smaller than any scale
+    assert not dequantized((q, words))[:2, :group].any()  # zeros, and values below any scale
     assert best * (1 - 1e-6) <= found.sum() < most * best
 
 

@@ -1,4 +1,4 @@
-"""Synthetic checkpoints: the published layout, the same bytes for the same seed, and weights that show mistakes."""
+"""Synthetic checkpoints: the published layout, equal bytes for equal seeds, and weights that make mistakes visible."""
 
 import dataclasses
 import hashlib
@@ -62,7 +62,7 @@ def test_full_and_flash_are_as_large_as_the_public_models(preset: str, alone: fl
 
 
 def test_a_tensor_depends_on_its_name_and_the_seed_alone(micro: Path, tmp_path: Path):
-    """Neither the shards nor the other layers matter; the digest pins the bytes for every machine and version."""
+    """Shards and other layers do not matter; the digest pins the bytes for every machine and version."""
     first = Checkpoint.open(micro).tensor(EXPERT)
     synthesize(tmp_path / "other", "micro", 0, layers=10, shard_bytes=100_000)
     other = Checkpoint.open(tmp_path / "other")
@@ -132,7 +132,7 @@ def test_an_existing_folder_is_replaced_only_by_force(tmp_path: Path):
     index = tmp_path / "out" / INDEX
     published = json.loads(index.read_text())
     del published["metadata"]["producer"]
-    index.write_text(json.dumps(published))  # as anyone else's checkpoint
+    index.write_text(json.dumps(published))  # like a checkpoint of another project
     with pytest.raises(ArtifactError, match=f"expected a folder whose {INDEX} ling3export wrote"):
         synthesize(tmp_path / "out", "micro", 1, force=True)
     assert Checkpoint.open(tmp_path / "out").tensor(EXPERT).size
@@ -182,7 +182,7 @@ def test_logits_are_well_conditioned_and_every_part_counts(micro: Path):
 
 
 def test_decays_range_from_weak_to_strong(micro: Path):
-    """At a mean input: some channels keep what they hold for hundreds of tokens, some lose it at once."""
+    """At a mean input, some channels keep their content for hundreds of tokens, and some lose it at once."""
     checkpoint = Checkpoint.open(micro)
     for layer in checkpoint.config.layers("kda"):
         a_log = checkpoint.tensor(f"model.layers.{layer}.attention.A_log")

@@ -1,4 +1,4 @@
-"""Bad input: each a clear error on stderr, exit 1 or 2, stdout empty, no traceback, nothing half-written."""
+"""Bad input gives a clear error on stderr, exit code 1 or 2, empty stdout, no traceback and no partial output."""
 
 import os
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Tensors = dict[str, np.ndarray]
 
 @pytest.fixture
 def build_refusal(tmp_path: Path) -> Callable[..., str]:
-    """Builds a tiny checkpoint with changes; gives what is said, once nothing was found to be left."""
+    """Builds a tiny checkpoint with changes; checks that no files are left, and returns the error."""
 
     def build(
         *options: object,
@@ -66,18 +66,18 @@ SECOND = "model-00002-of-00002.safetensors"
     ],
 )
 def test_a_checkpoint_that_is_not_whole(build_refusal, part, change, message):
-    """One of each kind through the command line: test_config.py and test_checkpoint.py have every refusal."""
+    """One of each kind through the command line; test_config.py and test_checkpoint.py have every error."""
     assert message in build_refusal(**{part: change})
 
 
 def test_weights_that_are_not_finite(build_refusal):
-    """They once ended in "the programs do not compute what the model computes", after minutes of compiling."""
+    """Regression: the error was "the programs do not compute what the model computes", after minutes of compiling."""
     said = build_refusal(tensors=lambda tensors: tensors[NORM].__setitem__(3, np.nan))
     assert "error: vectors: expected finite logits of the plain model, found NaN or infinity in sequence 0" in said
     assert "hint: some weight of the checkpoint is not finite" in said
 
 
-# The plan: one option of each kind through the command line; test_plan.py has every refusal
+# The plan: one option of each kind through the command line; test_plan.py has every error.
 
 
 @pytest.mark.parametrize(

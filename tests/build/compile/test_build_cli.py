@@ -1,4 +1,4 @@
-"""``ling3export build`` as a process: help, signals, kills, full disks, and what its surroundings must not change."""
+"""``ling3export build`` as a process: help, signals, kills, full disks, and independence of its environment."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_the_readers_of_options_are_plain_click_types():
-    """click.ParamType took no type argument before click 8.3, which made the import fail."""
+    """Regression: click.ParamType takes no type argument before click 8.3, so the import failed."""
     assert options.Parsed.__bases__ == (click.ParamType,)
 
 
@@ -63,7 +63,7 @@ def test_without_a_checkpoint_the_demo_is_built_into_demo_ling3(tmp_path, monkey
 
 
 def test_an_installation_without_the_build_side_says_what_is_missing(checkpoint, tmp_path, monkeypatch):
-    """It once compiled nothing for a while, then printed each cell's ModuleNotFoundError."""
+    """Regression: the build ran for a while, then printed each cell's ModuleNotFoundError."""
     monkeypatch.setattr("ling3export.foundation.extras.find_spec", lambda name: None if name == "flax" else object())
     done = CliRunner().invoke(cli.main, ["build", str(checkpoint), str(tmp_path / "x.ling3")])
     assert (done.exit_code, done.stdout) == (1, "")
@@ -72,7 +72,7 @@ def test_an_installation_without_the_build_side_says_what_is_missing(checkpoint,
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint, tmp_path, number, code, unoptimized):
-    """SIGTERM once left the temporary folder, and workers that compiled on."""
+    """Regression: SIGTERM left the temporary folder, and workers that went on compiling."""
     artifact = tmp_path / "x.ling3"
     with building(checkpoint, artifact, options=["--jobs", "2"]) as process:
         wait_for(tmp_path, COMPILING, process)
@@ -86,7 +86,7 @@ def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint,
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_the_compiler_of_the_kernels_at_once(checkpoint, tmp_path, number):
-    """Round 4, line 37: Ctrl-C waited 101 s for c++, and SIGKILL left it running."""
+    """Regression (round 4, line 37): Ctrl-C waited 101 s for c++, and SIGKILL left it running."""
     tools, artifact = tmp_path / "tools", tmp_path / "x.ling3"
     tools.mkdir()
     script = f'#!/bin/sh\n[ "$1" = --version ] && exit\ntouch {tmp_path}/begun\nsleep 600\n'
@@ -110,8 +110,11 @@ def test_a_signal_ends_the_compiler_of_the_kernels_at_once(checkpoint, tmp_path,
 
 @pytest.mark.extras
 def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(checkpoint, tmp_path, unoptimized):
-    """And: of two builds at once one wins, the other is refused; text is refused where there is no tokenizer; neither
-    the working directory nor the user's settings of jax reach the processes that compile (each once broke a build).
+    """Also: one of two simultaneous builds wins and the other is refused, and an artifact without a tokenizer refuses
+    text.
+
+    Neither the working directory nor the user's settings of jax reach the processes that compile; both once broke a
+    build.
     """
     artifact, elsewhere = tmp_path / "x.ling3", tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -131,7 +134,7 @@ def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(
     left = list(tmp_path.glob(".x.ling3.partial-*"))
     assert len(left) == 1
     with building(checkpoint, artifact, cwd=elsewhere, variables=surroundings) as winner:
-        while left[0].exists():  # else the file that is waited for would be the killed build's
+        while left[0].exists():  # else wait_for would see the killed build's file
             assert winner.poll() is None, winner.communicate()[1]
             time.sleep(0.01)
         wait_for(tmp_path, COMPILING, winner)
@@ -149,7 +152,7 @@ def test_a_kill_at_any_moment_leaves_nothing_whole_and_the_next_build_cleans_up(
 
 
 def check_text_is_refused(artifact: Path) -> None:
-    """An artifact without tokenizer takes and gives ids."""
+    """An artifact without a tokenizer reads and writes token ids."""
     command = ["generate", str(artifact), "--max-tokens", "2"]
     done = CliRunner().invoke(runner_cli.main, [*command, "--prompt", "a"])
     assert done.exit_code == 1
@@ -163,7 +166,7 @@ def check_text_is_refused(artifact: Path) -> None:
 
 
 def test_a_compiler_that_dies_is_named_and_loses_no_other_cell(checkpoint, tmp_path, unoptimized):
-    """And: the same build again compiles that cell only."""
+    """Also: the same build again compiles only that cell."""
     artifact = tmp_path / "x.ling3"
     cache = ["--cache", "on", "--cache-dir", tmp_path / "cache"]
     with building(checkpoint, artifact, options=cache) as process:

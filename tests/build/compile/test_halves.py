@@ -1,4 +1,4 @@
-"""Programs apart from weights: the same as with a checkpoint, and weights attached without a compiler."""
+"""Programs without weights are the same as with a checkpoint; weights are attached without a compiler."""
 
 import json
 import math
@@ -35,13 +35,13 @@ PROMPT = [5, 9, 2]
 
 @pytest.fixture(scope="module")
 def config(artifact, tmp_path_factory) -> Path:
-    """The config.json of a checkpoint, without its checkpoint."""
+    """A checkpoint's config.json in a folder of its own."""
     return Path(shutil.copy(artifact.checkpoint("micro-tp1") / "config.json", tmp_path_factory.mktemp("config")))
 
 
 @pytest.fixture(scope="module")
 def programs(artifact, config, tmp_path_factory) -> Path:
-    """Programs alone; those of the whole artifact are in the cache."""
+    """An artifact without weights; the cache has its programs from the complete artifact."""
     artifact("micro-tp1")
     folder = tmp_path_factory.mktemp("programs") / "p.ling3"
     built = succeeded(cli.main, "build", config, folder, "--no-weights", *RECIPES["micro-tp1"].options()).output
@@ -58,7 +58,7 @@ def no_compiler(monkeypatch) -> None:
 
 
 def test_programs_without_a_checkpoint_are_those_of_a_build_with_one(artifact, programs):
-    """Also where the cache knows neither: its keys are the same."""
+    """The cache keys are the same, so this holds without cache entries, too."""
     alone, whole = read_manifest(programs), artifact.manifest("micro-tp1")
     assert not alone.has_weights and alone.weights_digest is None and not (programs / "weights").exists()
     assert list(alone.source.digests) == ["config.json"]
@@ -68,7 +68,7 @@ def test_programs_without_a_checkpoint_are_those_of_a_build_with_one(artifact, p
         origin, other = cell.origin, wanted[name].origin
         assert origin is not None and other is not None
         assert (origin.key, origin.program) == (other.key, other.program)
-    assert check_digests(programs, alone) == (3 * len(cells) + 1, 0)  # and the program that gives the state
+    assert check_digests(programs, alone) == (3 * len(cells) + 1, 0)  # one more is the program that makes the state
     verified = succeeded(cli.main, "verify", programs).output
     assert "cpu-tp1: not run here: no weights" in verified
     assert "weights     none" in said(cli.main, "inspect", programs)
@@ -108,7 +108,7 @@ def test_weights_of_two_fine_tunes_are_attached_and_nothing_is_compiled(artifact
 
 
 def test_receipts_stay_with_the_same_weights_and_are_named_where_others_come():
-    """What was measured on other machines, or of portable programs, was dropped in silence."""
+    """Regression: results from other machines or of portable programs were dropped without a message."""
     manifest = read_manifest(toy_artifact.shared())
     fresh = replace(manifest.vectors, receipts={}, portable=None)
     found = Receipts(Tolerance("largest", 1e-3), {}, {})
@@ -129,13 +129,13 @@ def test_receipts_stay_with_the_same_weights_and_are_named_where_others_come():
 
 @pytest.mark.extras
 def test_native_kernels_stay_with_the_programs_that_call_them(artifact, no_compiler, tmp_path):
-    """They were left out: what came of ``attach`` could not be loaded."""
+    """Regression: ``attach`` left the kernels out, and the artifact could not be loaded."""
     out = tmp_path / "out.ling3"
     said(cli.main, "attach", artifact("micro-tp1-kernels"), artifact.checkpoint("micro-tp1-kernels"), out, "--no-run")
     manifest = read_manifest(out)
     original = artifact.manifest("micro-tp1-kernels")
     assert manifest.targets["cpu-tp1"].kernels is not None and manifest.targets == original.targets
-    # Each by its own manifest: how many threads numpy has moves the last digits of the expectations.
+    # Each is checked against its own manifest: the number of numpy's threads changes the last digits of expectations.
     assert check_digests(out, manifest) == check_digests(artifact("micro-tp1-kernels"), original)
 
 
@@ -187,7 +187,7 @@ def test_the_load_plan_names_every_tensor_of_the_checkpoint_once_and_every_one_o
     assert printed == load_plan(source.config, "float32")
     keys = [key for row in printed["stored"] for key in row["from"]["keys"]]
     twice = [key for key in keys if keys.count(key) > 1]
-    assert all("kv_b_proj" in key for key in twice)  # whose rows are keys' and values'
+    assert all("kv_b_proj" in key for key in twice)  # its rows are those of keys and values
     assert set(keys) == set(expected_tensors(source.config))
     (skipped,) = printed["skipped"]
     assert skipped["keys"] == list(mtp_tensors(source.config))

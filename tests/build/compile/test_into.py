@@ -1,6 +1,6 @@
-"""``build --into``: what it refuses, what it adds, and that the artifact is whole at every moment.
+"""``build --into``: its errors, the files that it adds, and that the artifact is complete at every moment.
 
-Compiling is replaced by copying the programs of an artifact that was built alike; everything else is the real thing.
+Instead of compiling, the tests copy the programs of an equal artifact; everything else is the product.
 """
 
 import errno
@@ -35,7 +35,7 @@ def whole(artifact, tmp_path) -> Path:
 
 @pytest.fixture
 def compiled(artifact, monkeypatch) -> None:
-    """Programs for cpu@2 without compiling."""
+    """Programs for cpu@2, without compiling."""
     target = artifact.manifest("micro-tp2").targets["cpu-tp2"]
     monkeypatch.setattr(compiling.Compilers, "run", copying(artifact("micro-tp2") / "programs" / "cpu-tp2", target))
 
@@ -63,7 +63,7 @@ def test_a_target_is_added_without_the_checkpoint_and_generates(whole, compiled)
     assert sorted(manifest.targets["cpu-tp2"].cells) == sorted(CELLS)
     assert manifest.vectors.receipts["cpu-tp2"].passed
     assert manifest.vectors.receipts["cpu-tp1"] == before.vectors.receipts["cpu-tp1"]
-    more = 3 * len(CELLS) + 1  # and the program that gives the state
+    more = 3 * len(CELLS) + 1  # one more is the program that makes the state
     assert check_digests(whole, manifest)[0] == check_digests(whole, before)[0] + more
     assert names(whole.parent) == ["x.ling3"]
     words = ("generate", whole, "--prompt-ids", "5,6,7", "--max-tokens", "3", "--json", "--target")
@@ -91,7 +91,7 @@ def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled):
 
 @pytest.mark.parametrize(("folder", "file"), [(".", "manifest.json"), ("programs", "programs")])
 def test_an_artifact_that_cannot_be_written_is_refused_before_any_work(whole, monkeypatch, folder, file):
-    """It was once refused after everything had been compiled."""
+    """Regression: the error came after everything had been compiled."""
     before, make = sorted(whole.parent.rglob("*")), os.open
 
     def refuse(path, flags, *more, **named):
@@ -110,7 +110,7 @@ def test_an_artifact_that_cannot_be_written_is_refused_before_any_work(whole, mo
 
 @pytest.mark.parametrize("pattern", ["weights/*", "programs/*/decode@8.exec", "vectors/*", "tokenizer/*"])
 def test_a_damaged_artifact_gets_no_target(whole, monkeypatch, pattern):
-    """A new manifest once vouched for weights that nobody had looked at."""
+    """Regression: a new manifest recorded weights that had not been checked."""
     file, before = next(whole.glob(pattern)), read_manifest(whole)
     data = file.read_bytes()
     file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
@@ -148,7 +148,7 @@ cli.main()
     "at", [*(pytest.param(at, marks=pytest.mark.extras) for at in ("moved", "receipts")), "manifest"]
 )
 def test_killed_at_any_moment_the_artifact_is_whole_and_the_next_addition_cleans_up(at, whole, artifact, compiled):
-    """Replaced with --force: the moment at which two targets' files of one name lie side by side."""
+    """With --force, files of two targets have the same names; the kill is at the moment when both exist."""
     other = artifact("micro-tp2")
     if at != "moved":
         add(whole, "--target", "cpu@2")
@@ -165,7 +165,7 @@ def test_killed_at_any_moment_the_artifact_is_whole_and_the_next_addition_cleans
     found = read_manifest(whole)
     assert (found == before) is (at != "manifest")
     check_digests(whole, found)
-    assert len(names(whole / "programs")) == len(found.targets) + 1  # one too many, which nobody reads
+    assert len(names(whole / "programs")) == len(found.targets) + 1  # one extra folder, which no reader uses
     arguments = ["generate", str(whole), "--target", "cpu@1", "--prompt-ids", "5,6", "--max-tokens", "1"]
     assert CliRunner().invoke(runner_cli.main, arguments).exit_code == 0
     add(whole, "--target", "cpu@2", "--force")
@@ -233,7 +233,7 @@ LINKED = {
 
 @pytest.mark.parametrize("part", LINKED)
 def test_an_artifact_with_a_link_on_the_way_to_its_files_is_refused(whole, tmp_path, part):
-    """``programs`` was once a link to another folder, whose other folders were then removed."""
+    """Regression: ``programs`` was a link, and other folders at its target were removed."""
     outside = tmp_path / "outside" / "part"
     outside.parent.mkdir()
     (whole / part).rename(outside)
@@ -254,7 +254,7 @@ def test_an_artifact_with_a_link_on_the_way_to_its_files_is_refused(whole, tmp_p
 
 
 def test_an_addition_removes_only_what_a_build_makes(whole, compiled, tmp_path):
-    """It once removed every folder of ``programs`` that the manifest does not name."""
+    """Regression: every folder of ``programs`` that the manifest does not name was removed."""
     programs, outside = whole / "programs", tmp_path / "outside"
     for folder in ("left", "cpu-tp2.2", "cpu-tp4", "cpu-tp8", "tpu-v6e-4x4-tp16"):
         (programs / folder).mkdir()

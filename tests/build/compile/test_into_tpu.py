@@ -1,4 +1,4 @@
-"""A TPU target, really compiled, added to an artifact for the CPU: one weight store, and both targets in order."""
+"""A compiled TPU target is added to an artifact for the CPU: one weight store, and both targets in order."""
 
 import shutil
 import subprocess
@@ -16,7 +16,7 @@ TARGETS = ["cpu-tp2", "tpu-v6e-2x2-tp4"]
 
 
 def run(*arguments: object, code: int = 0) -> str:
-    """stdout of a command, and stderr behind it."""
+    """stdout and then stderr of a command."""
     done = subprocess.run(
         [sys.executable, "-m", "ling3export.cli", *map(str, arguments)],
         capture_output=True,
@@ -44,7 +44,7 @@ def test_a_tpu_target_is_compiled_into_an_artifact_for_the_cpu(artifact, tmp_pat
     manifest = read_manifest(whole)
     assert list(manifest.targets) == TARGETS
     assert manifest.weights == before.weights
-    assert files(whole / "weights") == weights  # the very same files
+    assert files(whole / "weights") == weights  # the same files, unchanged
     assert manifest.targets["cpu-tp2"] == before.targets["cpu-tp2"]
     cells = manifest.targets["tpu-v6e-2x2-tp4"].cells
     assert sorted(cells) == ["decode@8", "logits_processor@8", "prefill@128", "sample@8"]

@@ -1,4 +1,4 @@
-"""Artifacts whose executables call native kernels: where the kernels lie, who needs them, and what is refused."""
+"""Artifacts whose executables call native kernels: the kernels' files, the processors that need them, and errors."""
 
 import platform
 import shutil
@@ -31,7 +31,7 @@ def whole(artifact):
 
 
 def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
-    """The expectations are the plain model's, and every cell was compared in a process that had registered them."""
+    """The expectations are the plain model's; each cell is compared in a process that has registered the kernels."""
     manifest = read_manifest(whole)
     target = manifest.targets["cpu-tp1"]
     assert manifest.vectors.receipts["cpu-tp1"].passed
@@ -56,7 +56,7 @@ def test_programs_with_kernels_pass_the_receipts_of_those_without(whole):
     ("without", "level"),
     [
         ({"amx_bf16"}, "avx512_bf16"),
-        ({"amx_bf16", "avx512_bf16"}, "avx512_vnni"),  # Cascade Lake, Ice Lake: they got those of AVX2
+        ({"amx_bf16", "avx512_bf16"}, "avx512_vnni"),  # Cascade Lake, Ice Lake: they once got the kernels of AVX2
         ({"amx_bf16", "avx512_bf16", "avx512_vnni"}, "avx_vnni"),  # many laptops
         ({"amx_bf16", "avx512_bf16", "avx512_vnni", "avx_vnni"}, "avx2"),
     ],
@@ -73,7 +73,7 @@ def test_the_level_is_the_best_that_a_processor_has(monkeypatch, without, level)
     [("int4", {"columns_int8", "experts_int4"}), ("int4-small", {"columns_code6", "columns_code4", "experts_code4"})],
 )
 def test_programs_with_quantized_weights_pass_them_with_activations_of_8_bits(artifact, whole, weights, names):
-    """The plain model rounds no activations. Matrices that have no groups of 32 in a shard are XLA's."""
+    """The plain model does not round activations. XLA multiplies matrices without groups of 32 in a shard."""
     quantized = artifact(f"micro-tp1-kernels-{weights}")
     manifest = read_manifest(quantized)
     target = manifest.targets["cpu-tp1"]
@@ -95,7 +95,7 @@ def test_only_kernels_round_activations():
 
 @pytest.mark.parametrize(("preset", "called"), [("micro", False), ("small", True), ("full", True)])
 def test_models_of_256_and_wider_call_kernels(monkeypatch, preset, called):
-    """`small` called none, so that XLA computed all 16 rows of decode@16 for two sequences."""
+    """Regression: `small` called none, so that XLA computed all 16 rows of decode@16 for two sequences."""
     monkeypatch.setattr(kernels, "compiler", lambda: ["c++"])
     plan = make_plan(Config.from_dict(config_fields(preset, {})), Options(tp=1), "cpu")
     assert bool(plan.geometry.kernels) == called
@@ -119,7 +119,7 @@ def test_where_no_compiler_is_the_plan_says_what_is_lost(monkeypatch):
 
 
 def test_where_the_system_has_no_compiler_that_of_a_package_compiles_them(monkeypatch, tmp_path):
-    """The true package is 100 MB: one under its name writes down what it is asked for."""
+    """The real package has 100 MB; a fake one with its name records its arguments."""
     package = tmp_path / "ziglang"
     package.mkdir()
     (package / "__init__.py").touch()
@@ -133,7 +133,7 @@ def test_where_the_system_has_no_compiler_that_of_a_package_compiles_them(monkey
     asked = library_of(kernels.ending(level)).decode().split()
     assert asked[0] == "c++" and {*kernels.FLAGS, *level.flags, *map(str, kernels.SOURCES)} <= {*asked}
     arm = next(each for each in kernels.LEVELS if each.name == "neon_dotprod")
-    asked = library_of(kernels.ending(arm)).decode().split()  # it refused -march=armv8.2-a+dotprod
+    asked = library_of(kernels.ending(arm)).decode().split()  # the compiler refused -march=armv8.2-a+dotprod
     assert "-mcpu=generic+v8_2a+dotprod" in asked and not any(each.startswith("-march") for each in asked)
 
 

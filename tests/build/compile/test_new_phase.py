@@ -1,4 +1,4 @@
-"""A phase is added by its record, its function and its receipt: CONTRIBUTING's way, on a copy of the sources."""
+"""Adds a phase by its record, its function and its receipt, as CONTRIBUTING.md says, in a copy of the sources."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from ling3export.checkpoint.synth import synthesize
 from tests.support.builds import SMALLEST, UNOPTIMIZED, environment, python
 from tests.support.package_copy import copied
 
-pytestmark = pytest.mark.extras  # it compiles an artifact of its own: half a minute
+pytestmark = pytest.mark.extras  # it compiles an artifact: half a minute
 
 RECORD = """    PhaseSpec(
         name="entropy", family="on logits", sizes="rows",
@@ -38,7 +38,7 @@ METHOD = '''    def entropy(self, rows: int) -> tuple[int, int]:
         return rows, int(np.sum(~np.isclose(found, -np.sum(np.exp(shifted) * shifted, axis=1), rtol=1e-4)))
 
     def _logits('''
-# By file, what is replaced by what: all that the phase needs, receipts included.
+# Replacements by file: all that the phase needs, including receipts.
 CHANGES = {
     "foundation/phases.py": {'    PhaseSpec(\n        name="copy",': RECORD},
     "model/program.py": {
@@ -61,7 +61,7 @@ print(runner.read(runner.call("entropy@1", {}, {"logits": runner.logits(logits)}
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the sources with one phase more."""
+    """A copy of the sources with one more phase."""
     folder = copied(tmp_path_factory.mktemp("phase") / "tree")
     for file, changes in CHANGES.items():
         text = (folder / file).read_text()

@@ -1,4 +1,4 @@
-"""The tables of cells, what of a build is refused together, and what is noted of it."""
+"""The tables of cells, errors of several cells of a build, and notes about them."""
 
 import contextlib
 import re
@@ -50,14 +50,14 @@ def outcome(failures=("prefill@16",), plan=PLAN, why=FAILED):
 
 
 def printed(capsys) -> list[str]:
-    """What stands on stderr; stdout stays free for data."""
+    """The text on stderr; stdout is for data."""
     out, err = capsys.readouterr()
     assert out == ""
     return err.splitlines()
 
 
 def test_each_cell_is_told_of_by_its_name_as_it_starts_and_ends(capsys, monkeypatch, tmp_path):
-    """A build for a TPU said nothing for 254 s where stderr is no terminal, and `0%` for minutes where it is one."""
+    """Regression: a TPU build printed nothing for 254 s without a terminal, and `0%` for minutes on a terminal."""
     monkeypatch.setattr(pool, "Child", lambda *_, **__: contextlib.nullcontext(Mock(alive=True)))
     monkeypatch.setattr(pool.Compilers, "made", lambda self, worker, cell: FAILED if cell.phase == "decode" else BUILT)
     options, cells = replace(OPTIONS, jobs=1), Cells(CacheUse("off"), print)
@@ -100,7 +100,7 @@ RECEIPTS = Receipts(
 
 
 def manifest(receipts):
-    """What a summary reads of a manifest."""
+    """The fields of a manifest that a summary reads."""
     cells = {}
     for name, source in ORIGINS.items():
         phase, padding = name.split("@")
@@ -116,7 +116,7 @@ def manifest(receipts):
 
 
 def test_the_summary_has_bf16_s_errors_beside_their_tolerance_and_kind_in_80_columns(capsys):
-    """A worst error of 2.5e-01 alone once looked like a failure, and headers were cut to `progr…` and `colle…`."""
+    """Regression: a worst error of 2.5e-01 looked like a failure, and headers were cut to `progr…` and `colle…`."""
     Console().summary(Path("x.ling3"), manifest(RECEIPTS))
     *lines, built = printed(capsys)
     table = lines[:5]
@@ -161,14 +161,14 @@ def test_a_build_without_room_on_the_disk_names_it_alone():
 def test_whole_targets_are_checked_against_the_memory(monkeypatch):
     pool.check(CONFIG, [outcome(())], True)
     monkeypatch.setattr(TargetSpec, "chip", replace(CHIPS["tpu", "v6e"], memory=10**6))
-    plan = replace(PLAN, target=replace(PLAN.target))  # the old one remembers that it has no chip
+    plan = replace(PLAN, target=replace(PLAN.target))  # the old object has cached that it has no chip
     with pytest.raises(PlanError, match=r"memory of `cpu`: expected room for weights .*, found 976.56 KiB"):
         pool.check(CONFIG, [outcome((), plan)], True)
 
 
 def test_a_refused_build_names_the_cell_that_failed(monkeypatch, tmp_path):
-    """It once named the cell with the largest error, which in bfloat16 may have passed."""
-    passed = Receipt("passed", 0.42, 0.01, 9.0, 14)  # one routing flip, and the median is judged
+    """Regression: the error named the cell with the largest error, which may have passed in bfloat16."""
+    passed = Receipt("passed", 0.42, 0.01, 9.0, 14)  # one routing flip; the median decides
     failed = Receipt("failed", 0.19, 0.19, 17_400.0, 89_600)
     measured = Receipts(Tolerance("median", 0.15), {"decode@1": passed, "copy@8": failed}, {})
     monkeypatch.setattr(build, "measure_apart", lambda *_, **__: measured)

@@ -1,4 +1,4 @@
-"""The pipe between processes of the build: whole messages, deaths that are told, and children that end with us."""
+"""The pipe between processes of a build: whole messages, errors for dead children, children that end with us."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from tests.support.builds import environment
 from tests.support.waiting import until
 
 LARGE = {"text": "ü" * 10**6, "numbers": list(range(1000))}
-# Starts a child and is killed while it is alive.
+# Starts a child, and is killed while the child lives.
 PARENT = """
 import time
 from ling3export.foundation.processes import Child
@@ -47,7 +47,7 @@ def test_a_child_that_ends_says_how_and_its_last_words(code, said):
     with Child("tests.support.pipe_child") as child:
         child.send({"noise": "first words", "die": code})
         assert child.receive() is None
-        child.send({})  # nobody reads it
+        child.send({})  # the child is not reading
         assert child.ended() == (code, f"{said}: first words\nwritten to descriptor 1\nlast words")
         assert not child.alive
 

@@ -1,4 +1,4 @@
-"""What the lowered and compiled programs hold: collectives, constants, donation, no trace of this checkout."""
+"""Properties of lowered and compiled programs: collectives, constants, donation, and no paths of this checkout."""
 
 import math
 import re
@@ -23,7 +23,8 @@ pytestmark = pytest.mark.jit
 
 ROOT = Path(__file__).resolve().parents[3]
 TP = 4
-CONSTANT_BYTES = 4096  # tables of frequencies and masks of a chunk stay far below; the smallest weight matrix is above
+# tables of frequencies and masks of a chunk are far smaller; the smallest weight matrix is larger
+CONSTANT_BYTES = 4096
 CELLS = [("prefill", 32), ("decode", 3)]
 COLLECTIVES = ("all_reduce", "all_gather", "all_to_all", "collective_permute", "collective_broadcast", "reduce_scatter")
 
@@ -45,7 +46,7 @@ def plain(phase: str, padding: int) -> Lowered:
 
 
 def text(lowered: Lowered) -> str:
-    """The StableHLO that is in the file."""
+    """The StableHLO in the file."""
     return portable.text(lowered.blob)
 
 
@@ -55,14 +56,17 @@ def collectives(module: str) -> dict[str, int]:
 
 
 def largest_constant(module: str) -> int:
-    """Characters of the longest literal, at least as many as it has bytes."""
+    """Characters of the longest literal, at least as many as its bytes."""
     return max((len(value) for value in re.findall(r"stablehlo\.constant dense<(.*?)> : tensor<", module)), default=0)
 
 
 @pytest.mark.parametrize(("phase", "padding"), CELLS)
 def test_two_collectives_a_layer_and_one_for_the_embedding(phase: str, padding: int):
-    """Unrolled. In a striped pool each of four MLA layers also reads cached pages (prefill), or exchanges
-    queries and parts of the attention (decode)."""
+    """Unrolled layers.
+
+    In a striped pool, each of four MLA layers also reads cached pages (prefill), or exchanges queries and partial
+    attention (decode).
+    """
     lowered = lower_cell(config(), geometry("tiles"), phase, padding, "cpu")
     two_a_layer = 2 * 10 + 1
     wanted = {
@@ -75,7 +79,7 @@ def test_two_collectives_a_layer_and_one_for_the_embedding(phase: str, padding: 
 
 @pytest.mark.parametrize(("phase", "padding"), CELLS)
 def test_a_loop_over_layers_holds_each_kind_once(phase: str, padding: int):
-    """Two all-reduces of a KDA layer, two of an MLA layer, two of the layer past the last group, the embedding's."""
+    """Two all-reduces each for a KDA layer, an MLA layer and the layer after the last group, one for the embedding."""
     assert collectives(text(plain(phase, padding))) == {"all_reduce": 2 + 2 + 2 + 1}
 
 
@@ -88,9 +92,9 @@ def test_sampling_gathers_candidates_and_only_for_draws_exchanges_the_vocabulary
 
 
 def test_scoring_adds_one_gather_and_never_holds_the_logits_of_all_slots():
-    """2,048 slots of a vocabulary of 32,768: their logits would be 67 MB on each of four devices.
+    """For 2,048 slots and a vocabulary of 32,768, all logits would be 67 MB on each of four devices.
 
-    Of 128 slots they are 4 MB, of which the reductions over them hold four on CPU.
+    For 128 slots they are 4 MB, and the reductions over them hold four such arrays on CPU.
     """
     slots, vocabulary = 2048, 32768
     wide = config(vocab_size=vocabulary, eos_token_id=1, pad_token_id=1)
@@ -133,16 +137,16 @@ def test_size_does_not_follow_experts_or_depth(phase: str, padding: int):
 
 
 def local_bytes(array: StateArray) -> int:
-    """On one device."""
+    """Bytes on one device."""
     width = 2 if array.dtype == "bfloat16" else 4
     return math.prod(array.shape) * width // (TP if "heads" in array.axes else 1)
 
 
 @pytest.mark.parametrize(("phase", "padding"), CELLS)
 def test_state_is_donated_and_never_copied(phase: str, padding: int):
-    """Every state input aliases its output, and what the program allocates does not grow with the pools.
+    """Every state input aliases its output, and a program's allocations do not grow with the pools.
 
-    The pools are large and never allocated here: a copy of the smallest of them would stand out.
+    The pools are large and never allocated here, so that a copy of even the smallest would exceed the bound.
     """
     # jax 0.10.2 widens a bf16 pool to fp32 and back for each write: it has no bf16 scatter on CPU.
     dtype = "bfloat16" if jax.__version_info__ >= (0, 11) else "float32"

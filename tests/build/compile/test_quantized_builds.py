@@ -1,4 +1,4 @@
-"""Artifacts with quantized weights, from the checkpoint to a text; and INT4 checkpoints, stored as they are."""
+"""Artifacts with quantized weights, from checkpoint to text, and INT4 checkpoints, stored as they are."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ Q = ("int8", "uint8")
 
 
 def of_rows(index: dict[str, np.ndarray], row, layer: int, shard: int) -> np.ndarray:
-    """What a TP shard's layer of a quantized parameter stands for, ``[..., out, in]``, as FORMAT.md says it lies."""
+    """Dequantizes a TP shard of a layer, ``[..., out, in]``, from the layout in FORMAT.md."""
     q, scale = index[f"{row.name}.q"][shard, layer], index[f"{row.name}.scale"][shard, layer]
     if q.dtype == np.uint8:
         groups = q.reshape(*scale.shape, -1)
@@ -61,7 +61,7 @@ def int4(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("weights", [name for name in WEIGHTS if name != "bf16"])
 def test_the_store_holds_what_whole_tensors_are_rounded_to(tmp_path: Path, weights: str):
-    """Row-parallel ones too, whose TP shards of 8, 16 and 40 inputs cut through groups of 32."""
+    """This includes row-parallel tensors, whose TP shards of 8, 16 and 40 inputs cut through groups of 32."""
     synthesize(tmp_path / "checkpoint", "micro", 3, layers=2, overrides={"layer_group_size": 2})
     source = Checkpoint.open(tmp_path / "checkpoint")
     index = convert(source, tmp_path / "store", "bfloat16", weights=weights)
@@ -78,7 +78,7 @@ def test_the_store_holds_what_whole_tensors_are_rounded_to(tmp_path: Path, weigh
         ):
             parts = [of_rows(found, rows[name], 0, shard) for shard in range(shards)]
             assert np.array_equal(np.concatenate(parts, axis=-1), expected(tensor)), name
-    expert = of_rows(found, rows["moe.experts_gate_up_proj"], 0, 1)[2]  # of shard 1's four
+    expert = of_rows(found, rows["moe.experts_gate_up_proj"], 0, 1)[2]  # the third of shard 1's four experts
     for at, name in enumerate(("gate", "up")):
         assert np.array_equal(expert[at], expected(f"model.layers.1.mlp.experts.6.{name}_proj.weight"))
     assert set().union(*store_files(source.config, "bfloat16", weights).values()) == set(index)
@@ -121,7 +121,7 @@ def test_int4_checkpoints_are_stored_bit_by_bit(int4: Path, tmp_path: Path):
 
 @pytest.fixture
 def partly(tmp_path: Path) -> Path:
-    """An INT4 checkpoint of which one expert is in bf16, as its config says."""
+    """An INT4 checkpoint with one expert in bf16, according to its config."""
     folder = tmp_path / "partly"
     synthesize(folder, "micro", 0, layers=2, form="int4", overrides={"layer_group_size": 2})
     config = json.loads((folder / "config.json").read_text())
@@ -137,7 +137,7 @@ def partly(tmp_path: Path) -> Path:
 
 
 def test_experts_beside_int4_ones_are_not_rounded_in_silence(partly: Path, tmp_path: Path):
-    """Stored as they are they became int4 once, without a word."""
+    """Regression: with weights stored as they are, the bf16 expert became int4 without a message."""
     source, config = Checkpoint.open(partly), Checkpoint.open(partly).config
     weights = weight_forms(as_stored(Options(), partly))
     expected = (
@@ -166,7 +166,7 @@ def test_experts_beside_int4_ones_are_not_rounded_in_silence(partly: Path, tmp_p
     ],
 )
 def test_the_load_plan_says_what_a_quantized_checkpoint_stores(tmp_path: Path, form: str, tensor: str, step: str):
-    """It said bfloat16 of FP8 ones."""
+    """Regression: the load plan reported bfloat16 for FP8 checkpoints."""
     synthesize(tmp_path / form, "micro", 0, layers=2, form=form, overrides={"layer_group_size": 2})
     source = Checkpoint.open(tmp_path / form)
     record = named(source.path, {}, source)
@@ -242,7 +242,7 @@ def test_plan_says_which_form_fits_and_recommends_one(
 
 @pytest.mark.parametrize("form", ["int4", "int4-small"])
 def test_a_quantized_artifact_verifies_in_fp32_and_says_what_it_is(artifact: Artifacts, form: str):
-    """Its receipts are those of fp32, 1e-5 from the plain model in float64 on the dequantized weights."""
+    """The receipts are those of fp32: 1e-5 from the plain model in float64 on the dequantized weights."""
     name = f"micro-tp2-{form}"
     folder, manifest = artifact(name), artifact.manifest(name)
     (receipts,) = verify_artifact(folder, None, engine=False).targets.values()
@@ -290,7 +290,7 @@ def test_into_takes_the_form_and_refuses_another(artifact: Artifacts):
 
 
 def test_earlier_readers_find_a_field_that_they_do_not_know(artifact: Artifacts):
-    """So they refuse the artifact by name: a plan had no field `weights`, and a store no tensor of U8."""
+    """Earlier plans had no field `weights`, and stores no U8 tensors: earlier readers refuse these artifacts."""
     raw = to_json(artifact.manifest(NAME))
     assert raw["plan"]["weights"] == "int4"
     assert "weights" not in to_json(artifact.manifest("micro-tp1"))["plan"]

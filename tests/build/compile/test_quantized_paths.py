@@ -1,4 +1,4 @@
-"""Quantized weights on every way through the product: each gives what the whole artifact gives."""
+"""Quantized weights in every feature of the product: results equal those of the whole artifact."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def answer(engine: Engine) -> list[int]:
 
 @pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
-    """The artifact of a form."""
+    """The artifact of each form."""
     return request.param
 
 
@@ -77,7 +77,7 @@ def test_a_prompt_of_one_server_is_answered_by_another(artifact: Artifacts, name
 
 @pytest.mark.extras
 def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Artifacts, name: str, expected: list[int]):
-    """The weights in bf16 would continue other numbers."""
+    """Weights in bf16 would continue with other numbers."""
     how = Transfer("shm", deadline=60.0)
     other = artifact("micro-tp2-snapshots")
     with Engine(artifact(name), transfer=how, **QUIET) as give, Engine(other, transfer=how, **QUIET) as take:
@@ -92,7 +92,7 @@ def test_a_state_of_the_same_checkpoint_in_another_form_is_refused(artifact: Art
 def test_hosts_load_their_own_shards_of_q_and_scale_and_answer_as_one(
     artifact: Artifacts, name: str, tmp_path: Path, expected: list[int]
 ):
-    """The target of two hosts is added to an artifact that is there; each host loads its own part of the weights."""
+    """The target of two hosts is added to an existing artifact; each host loads only its own shards."""
     both = tmp_path / "both.ling3"
     shutil.copytree(artifact(name), both)
     said(main, "build", "--into", both, "--target", "cpu:2x1")
@@ -143,7 +143,7 @@ def test_a_calibration_and_the_doctor_take_it(artifact: Artifacts, name: str, tm
     ("weights", "q", "scale"), [("int8-channel", {"int8"}, "float32"), ("int4", {"int8", "uint8"}, "bfloat16")]
 )
 def test_programs_for_a_tpu_chip_take_q_and_scale(tmp_path: Path, weights: str, q: set[str], scale: str):
-    """Compiled by libtpu for a chip that is not here; weights come later, and nothing runs."""
+    """libtpu compiles for a chip that this machine does not have; weights come later, and nothing runs."""
     synthesize(tmp_path / "model", "micro", 0, layers=2, overrides={"layer_group_size": 2})
     sizes = "--paddings 16 --decode-paddings 1 --max-running 1 --context 256 --target tpu:v6e:1x1".split()
     folder = tmp_path / "chip.ling3"

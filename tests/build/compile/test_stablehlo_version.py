@@ -1,4 +1,4 @@
-"""The version of StableHLO that a portable program is written in."""
+"""The StableHLO version of a portable program."""
 
 from contextlib import suppress
 from random import Random

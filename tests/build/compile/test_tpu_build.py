@@ -1,4 +1,4 @@
-"""A TPU target, really compiled by libtpu on a machine without a TPU: what its artifact says, and that nothing ran."""
+"""A TPU target, compiled by libtpu on a machine without a TPU: fields of its artifact, and that nothing ran."""
 
 import json
 import re

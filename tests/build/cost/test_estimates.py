@@ -1,4 +1,4 @@
-"""Costs of a program from the compiler's text, on a module small enough to add up by hand."""
+"""Cost estimates from a compiler's text, for a module small enough to sum by hand."""
 
 import dataclasses
 import re
@@ -89,7 +89,7 @@ ENTRY %main (a.1: f32[8], big: bf16[1024,1024], which: pred[]) -> f32[8] {
 
 
 def module(bound: str = "%four", scope: str = "pages") -> str:
-    """The module, its long attributes written out."""
+    """The module, with its long attributes written out."""
     text = MODULE.replace("BOUND", bound).replace("SCOPE", scope)
     text = re.sub(r"CYCLES\((\d+)\)", r'backend_config={"window_config":{"estimated_cycles":"\1"}}', text)
     return re.sub(r"AT\((\S+)\)", r'metadata={op_name="\1"}', text)
@@ -101,13 +101,13 @@ def graph(text: str, trips: Mapping[str, float] = MappingProxyType({})) -> Graph
 
 
 def seconds(of: Graph, opcode: str, source: str = "compiler") -> float:
-    """The seconds of a call in operations of one opcode that have them from one source."""
+    """Seconds that a call spends in operations of one opcode, counted from one source only."""
     return sum(one.times * one.seconds for one in of.operations if (one.opcode, one.source) == (opcode, source))
 
 
 def test_loops_count_as_often_as_they_run():
     counted = graph(module())
-    # 6 × 4 × 100 cycles of the fusion, 5000 of the dearer branch, 7 of the copy, at 1 GHz; the sort moves 64 bytes.
+    # 6 × 4 × 100 cycles of the fusion, 5000 of the slower branch, 7 of the copy, at 1 GHz; the sort moves 64 bytes.
     assert (seconds(counted, "fusion"), seconds(counted, "copy")) == (pytest.approx(7400e-9), 7e-9)
     assert {one.opcode for one in counted.operations if one.source == "compiler"} == {"fusion", "copy"}
     assert seconds(counted, "sort", "roofline") == 64e-9
@@ -126,12 +126,12 @@ def test_pieces_of_a_prefetch_seen_as_one_array_take_no_time():
 
 
 def test_a_chip_reads_some_experts_of_flash_where_few_sequences_run():
-    """As many as the chip with the most chosen ones has: for 16 rows 11.5 of 32, where the mean is 7.1."""
+    """The chip with the most chosen experts decides: 11.5 of 32 for 16 rows, while the mean is 7.1."""
     config = Config.from_dict(config_fields("flash", {}))
     geometry = make_plan(config, Options(), "tpu:v6e:4x4").geometry
     assert [form_of(rows, config, geometry) for rows in (1, 16, 64, 512)] == ["some", "some", "all", "all"]
     tiny = Config.from_dict(config_fields("full", {}))
-    assert form_of(1, tiny, geometry) == "all"  # of whose 8 experts a chip would spare too few
+    assert form_of(1, tiny, geometry) == "all"  # with 8 experts, reading some saves too few
     drawn = np.random.default_rng(0).binomial(32, 1 - (1 - 1 / 64) ** 16, (20_000, 16))
     trips = loop_trips(config, geometry, "decode", 16, 1024)["some"]
     assert trips == pytest.approx(drawn.max(axis=1).mean(), rel=0.01) and round(drawn.mean(), 1) == 7.1
@@ -140,7 +140,7 @@ def test_a_chip_reads_some_experts_of_flash_where_few_sequences_run():
 def test_a_bound_that_the_batch_decides_takes_the_stated_workload():
     dynamic = module("%a.1")
     counted = graph(dynamic, {"pages": 10, "cached": 0})
-    assert seconds(counted, "fusion") == pytest.approx(6 * 10 * 100e-9)  # and the branch is not taken
+    assert seconds(counted, "fusion") == pytest.approx(6 * 10 * 100e-9)  # the branch is not taken
     assert counted.loops[1] == Loop("b/pages/while", 10, "the workload's `pages`", 6.0)
 
 
@@ -150,7 +150,10 @@ def test_a_bound_that_nobody_states_is_counted_once_and_said_so():
 
 
 def test_what_runs_on_a_sparse_core_counts_where_it_starts():
-    """The scatter of ``dispatch`` runs there: its start has no operands, which ended the estimate."""
+    """Regression: the scatter of ``dispatch`` runs on a sparse core.
+
+    Its start has no operands, and the estimate failed.
+    """
     text = module().replace(
         "  %unknown =",
         """\
@@ -176,7 +179,7 @@ def test_the_roofline_bounds_of_a_split_layer_add_up_to_the_decode_step_s_weight
         for phase, padding in (("decode", 16), ("attend", 16), ("experts", 128), ("combine", 16), ("head", 16))
     }
     weights = {phase: each.bytes.get("weights", 0) for phase, each in bound.items()}
-    # Experts are drawn one by one there, eight at once here: 63.4 against 64.4 % of them are touched.
+    # experts@128 draws experts one by one, decode@16 eight for each row: 63.4 and 64.4 % of them are read.
     whole = 24 * weights["attend"] + 23 * weights["experts"] + weights["head"]
     assert whole == pytest.approx(weights["decode"], rel=0.02)
     assert weights["combine"] == 0

@@ -1,4 +1,4 @@
-"""Kinds of operations and bytes through the large memory, on instructions small enough to add up by hand."""
+"""Kinds of operations, and bytes through the large memory, for instructions small enough to sum by hand."""
 
 import dataclasses
 
@@ -13,7 +13,7 @@ from ling3export.graph.optimized import read
 CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)
 CONTEXT = Context(clock=CHIP.clock, bandwidth=CHIP.bandwidth, peak=CHIP.flops)
 
-# S(1) is the fast memory; a layout without it lies in the large one. W: 18 layers of 8 x 16 bf16, 256 bytes each.
+# S(1) is the fast memory; a layout without it is in the large memory. W: 18 layers of 8 x 16 bf16, 256 bytes each.
 MODULE = """\
 HloModule jit_body, is_scheduled=true
 
@@ -142,7 +142,7 @@ def test_an_estimate_sums_both():
     module = parse(MODULE)
     each = [i for i in module.entry.instructions.values() if i.opcode not in ("parameter", "copy-done")]
     assert graph.totals().bytes == sum(access(module, module.entry, i).bytes for i in each)
-    bounded = [one for one in graph.operations if one.source == "roofline" and not one.overlapped]  # no cycles here
+    bounded = [one for one in graph.operations if one.source == "roofline" and not one.overlapped]  # without cycles
     assert graph.totals().seconds == pytest.approx(sum(one.times * one.seconds for one in bounded))
     prefetches = sum(one.times * one.seconds for one in graph.operations if one.overlapped)
     assert estimate(graph, CHIP, 512).seconds == pytest.approx(max(graph.totals().seconds, prefetches))
@@ -150,7 +150,7 @@ def test_an_estimate_sums_both():
 
 
 def test_a_move_from_or_to_the_fast_memory_is_no_copy():
-    """The copies of 1 MB within the large memory counted the writing back of what was worked on in the fast one."""
+    """Regression: writes from the fast memory back to the large one counted as copies within the large one."""
     copies = {one.name: one.copied for one in read(MODULE, "", "", CONTEXT).operations}
     assert {name: count for name, count in copies.items() if count >= MB} == {"across": MB, "twin": MB}
 

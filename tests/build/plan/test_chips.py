@@ -1,6 +1,6 @@
-"""cuda targets: what the compiler is told of a card, and refusals where jax's plugin is missing.
+"""cuda targets: the card's data that the compiler gets, and errors where jax's plugin is missing.
 
-CI does not install the plugin (413 MB): docs/log/programs-cuda.md says what compiling with it gave.
+CI does not install the plugin (413 MB); docs/log/programs-cuda.md has the results of compiling with it.
 """
 
 from importlib import metadata
@@ -78,7 +78,7 @@ def test_a_card_holds_the_whole_model_and_a_full_pool():
 
 
 def put_card(monkeypatch, folder, model):
-    """A machine whose driver names one card."""
+    """Pretends that the driver reports one card."""
     (folder / "0000:01:00.0").mkdir()
     text = f"Model: \t\t {model}\nIRQ:   \t\t 16\nDevice Minor: \t 0\n"
     (folder / "0000:01:00.0" / "information").write_text(text)
@@ -113,7 +113,7 @@ def test_another_card_or_none_is_refused(monkeypatch, tmp_path, target, card, me
 
 
 def test_an_autotuned_program_is_compiled_on_the_device_that_is_here(monkeypatch):
-    """A virtual CPU device stands in for the card: all but the card's own compiler."""
+    """A virtual CPU device replaces the card; all but the card's own compiler runs."""
     device = jax.devices("cpu")[0]
     target = TargetSpec("cuda", "h200", "here", 1)
     monkeypatch.setattr(accelerators.jax, "devices", lambda platform: [device])
@@ -139,7 +139,7 @@ def test_an_autotuned_program_is_compiled_on_the_device_that_is_here(monkeypatch
     ],
 )
 def test_one_v6e_chip_multiplies_8_bits_in_large_tiles(text: str, weights: str, options: dict[str, str]):
-    """9.74 ms to 8.98 for decode@16 of Ling3-Tiny, by the compiler's estimate; on a slice it would be slower."""
+    """By the compiler's estimate, decode@16 of Ling3-Tiny falls from 9.74 ms to 8.98; on a slice it would rise."""
     config, told = Config.from_dict(config_fields("micro", {})), []
 
     class Lowered:

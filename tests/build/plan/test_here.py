@@ -1,4 +1,4 @@
-"""A checkpoint of one's own on this machine: TP=1, sizes that its memory takes, and the sum beside what is there."""
+"""Plans for this machine: TP=1, sizes that fit its memory, and the total compared with the free memory."""
 
 import json
 
@@ -30,7 +30,7 @@ def planned(*arguments: object) -> str:
     [(15, 16, 8, 8192), (18, 20, 10, 8192), (20, 22, 11, 8192), (24, 64, 32, 8192), (64, 64, 32, 8192)],
 )
 def test_sizes_follow_from_the_memory_of_the_machine(gib, sequences, snapshots, context):
-    """A laptop was planned 16 devices and 64 sequences, whatever its memory."""
+    """Regression: a laptop's plan had 16 devices and 64 sequences, whatever its memory."""
     options, said = fitted(FULL, Options(), (), gib * GIB)
     assert (options.tp, options.max_running, options.snapshots, options.context) == (1, sequences, snapshots, context)
     geometry = make_plan(FULL, options, "cpu").geometry
@@ -45,7 +45,7 @@ def test_sizes_follow_from_the_memory_of_the_machine(gib, sequences, snapshots, 
 
 
 def test_the_context_reaches_what_yarn_scales_to():
-    """It stopped at max_position_embeddings, where `--context` goes on."""
+    """Regression: the context ended at max_position_embeddings, although `--context` allows more."""
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 8192}
     options, _ = fitted(Config.from_dict(config_fields("full", {"rope_scaling": yarn})), Options(), (), 64 * GIB)
     assert options.context == 16384
@@ -71,7 +71,7 @@ def test_tp_and_other_targets_stay_as_they_were_asked_for():
 
 
 def test_the_sum_of_a_machine_is_compared_with_what_is_free():
-    """`plan` ended with "1.20 GiB a device" where 16 devices of one machine need 19 GiB."""
+    """Regression: `plan` ended with "1.20 GiB a device" where 16 devices of one machine need 19 GiB."""
     parts = "15.00 GiB of weights + 4.00 GiB of state = 19.00 GiB"
     found = OnMachine(15 * GIB, 4 * GIB, 19 * GIB, 24 * GIB, 20 * GIB)
     assert in_words(found) == f"{parts} of the 24.00 GiB that are here, 20.00 GiB free"

@@ -1,4 +1,4 @@
-"""The plan: what the options mean, and the exact words in which a plan that cannot be built is refused."""
+"""The plan: the meaning of its options, and the exact errors for plans that cannot be built."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +78,7 @@ def test_a_split_model_has_experts_for_each_micro_batch():
     ],
 )
 def test_decode_takes_one_then_the_paddings_up_to_all_that_run(paddings, running, expected, why):
-    """Without the 1, one user paid for a step of sixteen rows; a padding of 128 held 64 that run."""
+    """Regression: one user paid for steps of sixteen rows, and a padding of 128 held only 64 sequences."""
     assert derive_decode_paddings(paddings, running) == (expected, f"decode paddings {why}")
 
 
@@ -96,14 +96,14 @@ def test_tp_defaults_to_the_most_that_the_model_splits_over_and_says_so(fields, 
 
 
 def test_a_tp_that_was_asked_for_is_not_called_a_choice():
-    """`cpu@2` was once announced as the most that the model splits over."""
+    """Regression: `cpu@2` was reported as the largest TP that the model allows."""
     plan = make_plan(CONFIG, replace(SMALL, tp=None), "cpu@2")
     assert plan.target.name == "cpu-tp2"
     assert not any(note.startswith("tp ") for note in plan.notes)
 
 
 def test_tp_defaults_to_at_most_16():
-    """A model of 24 shards was once planned for 24 devices."""
+    """Regression: a model of 24 shards got a plan for 24 devices."""
     fields = {"num_attention_heads": 24, "num_key_value_heads": 24, "num_experts": 24, "num_experts_per_tok": 4}
     widths = {"intermediate_size": 48, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
     config = Config.from_dict(tiny_fields(**fields, **widths))
@@ -149,7 +149,7 @@ def test_numbers_outside_their_range_are_refused_not_dropped(changes, message):
 
 
 def test_a_context_beyond_what_yarn_scales_to_is_refused_by_what_scales():
-    """It named max_position_embeddings, which was smaller."""
+    """Regression: the error named max_position_embeddings, which was smaller."""
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 512}
     scaled = Config.from_dict(tiny_fields(rope_scaling=yarn))
     assert make_plan(scaled, replace(SMALL, context=1024), "cpu").context == 1024
@@ -174,7 +174,7 @@ def test_the_pool_takes_what_full_sequences_need_or_what_fits():
 
 
 def test_a_replicated_pool_counts_once_a_device():
-    slot, page = SLOT - 4 + 2 * 4, 2 * PAGE  # heads are cut; last_token and latents are not
+    slot, page = SLOT - 4 + 2 * 4, 2 * PAGE  # heads are split; last_token and latents are not
     exact = 2 * slot + page + 4 * page
     assert make_plan(CONFIG, replace(SMALL, tp=2, state_memory=exact), "cpu").geometry.pages == 4
     assert "found" in refusal(tp=2, state_memory=exact - 1)
@@ -199,7 +199,7 @@ def test_sizes():
 
 @pytest.mark.parametrize("text", ["", "x", "4Gi", "-4GiB", "4 4", "4gib", "nan", "1e9", "1_0", "٤GiB", "9" * 400])
 def test_what_is_no_size_is_refused(text):
-    """400 digits once ended in an OverflowError."""
+    """Regression: a number of 400 digits ended in an OverflowError."""
     with pytest.raises(PlanError) as caught:
         parse_bytes(text, "--state-memory")
     shown = text if len(text) < 61 else "9" * 60 + "…"
@@ -210,7 +210,7 @@ def test_what_is_no_size_is_refused(text):
     "text", ["", ",", "16,", "16,,32", "a", "16.0", "1_6", "+16", "0x10", "１６", "16;32", "9" * 99]
 )
 def test_what_is_no_list_of_integers_is_refused(text):
-    """int() takes underscores and the digits of every script."""
+    """int() also accepts underscores and the digits of every script."""
     with pytest.raises(PlanError) as caught:
         parse_paddings(text, "--decode-paddings")
     shown = text if len(text) < 61 else "9" * 60 + "…"
@@ -219,7 +219,7 @@ def test_what_is_no_list_of_integers_is_refused(text):
 
 
 def test_flash_fits_a_v6e_slice_with_as_many_sequences_of_its_longest_context_as_docs_say():
-    """28 of 262,144 tokens: the page of the targets has the table. One more has fewer pages than all of them need."""
+    """28 sequences of 262,144 tokens fit, as in the table of the targets' page. For 29 the pool has too few pages."""
     flash = Config.from_dict(config_fields("flash", {}))
     plans = [make_plan(flash, Options(context=262144, max_running=count), "tpu:v6e:4x4") for count in (28, 29)]
     assert [plan.geometry.pages >= plan.geometry.slots * 1024 for plan in plans] == [True, False]

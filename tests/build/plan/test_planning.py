@@ -1,4 +1,4 @@
-"""``ling3export plan``: the sums of a plan, and in what words; nothing is compiled."""
+"""``ling3export plan``: the totals of a plan and their wording; nothing is compiled."""
 
 import json
 import re
@@ -28,7 +28,7 @@ MEMORY = Memory(arguments=1000, outputs=300, temporaries=70, alias=250, code=5)
 
 
 def compiled(**memory):
-    """As much of a compiled cell as is priced."""
+    """The fields of a compiled cell that count for its price."""
     return SimpleNamespace(memory=replace(MEMORY, **memory))
 
 
@@ -112,7 +112,7 @@ def test_a_config_that_is_not_there_is_named(tmp_path):
 
 
 def test_what_a_device_holds():
-    """Programs add up, of what passes the dearest counts; an output in a donated buffer needs no memory of its own."""
+    """Programs add up, but their temporaries count once, at the largest; outputs in donated buffers need no memory."""
     plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
     device = held(FULL, plan.target, plan.geometry)
     room = device.memory - device.total

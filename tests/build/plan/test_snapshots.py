@@ -1,4 +1,4 @@
-"""--snapshots: slots and programs for states that move, priced; and the digest that says which states may move."""
+"""--snapshots: the memory of slots and programs for moving states, and the digest that tells compatible states."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_snapshots_that_do_not_fit_are_refused_with_the_sum():
 
 
 def test_states_of_one_model_and_dtype_have_one_form():
-    """Whatever the weights, which `Manifest.state_of` adds."""
+    """The form does not depend on the weights; `Manifest.state_of` adds these."""
     same = state_abi(FULL, "bfloat16")
     assert same == state_abi(FULL, "bfloat16")
     others = {state_abi(FULL, "float32"), state_abi(replace(FULL, rope_theta=FULL.rope_theta + 1), "bfloat16")}

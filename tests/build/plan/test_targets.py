@@ -81,7 +81,7 @@ def test_a_topology_with_more_devices_than_shards_is_refused():
 
 def test_every_known_target_parses_and_has_facts_with_a_source():
     *known, last = known_targets()
-    assert last == "cuda"  # whatever card this machine has: test_cards.py
+    assert last == "cuda"  # whatever card this machine has; see test_cards.py
     assert [parse_target(text, None, FULL).text for text in known] == known
     for chip in CHIPS.values():
         assert chip.sources
@@ -144,7 +144,7 @@ def test_compiling_for_a_tpu_needs_no_tpu_in_the_environment():
 def test_pages_fill_what_weights_and_slots_leave_of_a_chip(text, pages, note):
     plan = make_plan(FULL, Options(), text)
     assert plan.geometry.pages == pages
-    assert plan.geometry.latent_row == 640  # whole lanes; 576 copies the pool every step
+    assert plan.geometry.latent_row == 640  # whole lanes; with 576, every step would copy the pool
     assert plan.notes[-1] == note
 
 

@@ -1,4 +1,4 @@
-"""``ling3export inspect``: its tables, and what stands below them."""
+"""``ling3export inspect``: its tables and their footnotes."""
 
 import re
 from pathlib import Path
@@ -14,7 +14,7 @@ GOLDEN = Path(__file__).parents[2] / "data"
 
 
 def test_inspect_keeps_one_unit_a_table_and_footnotes_within_80_columns():
-    """Footnotes of 240 characters stood under tables of 80, bytes were whole MB, and collectives did not add up."""
+    """Regression: footnotes had 240 characters, bytes were whole MB, and sums of collectives were wrong."""
     manifest = read_manifest(GOLDEN)
     text = describe(manifest)
     below = text[text.index("target cpu-2x1-tp2") :].splitlines()
@@ -34,7 +34,10 @@ def test_inspect_keeps_one_unit_a_table_and_footnotes_within_80_columns():
 
 
 def test_an_estimate_without_the_time_of_custom_calls_says_at_least():
-    """Everywhere it is shown; an artifact with estimates of a slice, made by an earlier version, without compiling."""
+    """Everywhere that the estimate is shown.
+
+    The artifact has a slice's estimates, made by an earlier version, and no programs are compiled.
+    """
     manifest = read_manifest(GOLDEN)
     target = manifest.targets[TARGET]
     cell = target.cells["decode@2"]
@@ -50,7 +53,7 @@ def test_an_estimate_without_the_time_of_custom_calls_says_at_least():
 
 
 def test_a_generation_config_alone_is_no_tokenizer(tmp_path):
-    """`inspect` said `tokenizer yes`, and `generate` refused a text."""
+    """Regression: `inspect` printed `tokenizer yes`, and `generate` refused a text."""
     manifest = toy_artifact.build_toy(tmp_path / "toy.ling3")
     assert "tokenizer   yes" in describe(manifest)
     record = replace(manifest.tokenizer[0], path="tokenizer/generation_config.json")

@@ -1,4 +1,4 @@
-"""A SavedModel's signatures against the same steps under jit; what cannot be exported, and why."""
+"""A SavedModel's signatures against the same steps under jit, and the errors for models that cannot be exported."""
 
 import json
 import os
@@ -38,7 +38,7 @@ TOKENS = np.arange(7, 27, dtype=np.int32)  # a chunk and a quarter
 
 
 def export(artifact, weights: str) -> tuple[Path, Path]:
-    """(checkpoint, SavedModel) of the micro model in fp32, its weights in one of their forms."""
+    """(checkpoint, SavedModel) of the micro model in fp32, with weights in one of their forms."""
     checkpoint = artifact.checkpoint("micro-tp1")
     form = () if weights == "bf16" else ("--weights", weights)
     command = ("build", checkpoint, "--format", "savedmodel", "--dtype", "float32", *SIZES, *form)
@@ -56,7 +56,7 @@ def exported(artifact) -> tuple[Path, Path]:
 
 
 def calls_of(direct: Direct) -> list[tuple[str, dict[str, np.ndarray]]]:
-    """A prefill of slot 1, the token behind it decoded, the one that it gives sampled greedily and by a seed."""
+    """Calls that prefill slot 1, decode one token, and sample the next one greedily and with a seed."""
     table = direct.tables[1]
     none = np.zeros_like(table)
     prefill = {
@@ -87,7 +87,7 @@ def calls_of(direct: Direct) -> list[tuple[str, dict[str, np.ndarray]]]:
 
 
 def under_jit(direct: Direct) -> list[dict[str, np.ndarray]]:
-    """What the same calls give under jit."""
+    """Results of the same calls under jit."""
     results, logits = [], None
     for name, fields in calls_of(direct):
         phase, padding = name.split("@")
@@ -136,7 +136,7 @@ def test_signatures_compute_what_the_steps_compute_under_jit(artifact, tmp_path,
     assert not np.array_equal(found["0.kda_recurrent"], inputs["state.kda_recurrent"])
     assert not np.array_equal(found["1.kda_recurrent"], found["0.kda_recurrent"])
 
-    said = json.loads(done.stdout)  # the weights are there once, whatever the number of signatures
+    said = json.loads(done.stdout)  # the weights are stored once, whatever the number of signatures
     assert said["signatures"] == ["decode@2", "prefill@32", "sample@2"]
     assert said["variables"] == sum(len(row.tensors("float32")) for row in weight_table(source.config, weights))
     assert said["bytes"] == store_bytes(source.config, "float32", weights)
@@ -155,7 +155,8 @@ def test_the_folder_holds_a_model_and_its_description_and_nothing_else(exported)
     assert decode["outputs"] == record["state"] | {"logits": vocabulary}
     assert record["signatures"]["sample@2"]["inputs"]["logits"] == vocabulary
     assert set(record["producer"]) == {"ling3export", "jax", "jaxlib", "orbax-export", "tensorflow-cpu"}
-    assert (model / "saved_model.pb").stat().st_size < store_bytes(config, "float32") / 4  # no weights among the graphs
+    # the graphs contain no weights
+    assert (model / "saved_model.pb").stat().st_size < store_bytes(config, "float32") / 4
 
 
 @pytest.mark.parametrize(("phase", "padding"), [("prefill", 32), ("decode", 2), ("sample", 2)])

@@ -1,6 +1,6 @@
 """Built artifacts, loaded as the runner loads them, against the float64 reference, each other and transformers.
 
-Calls that are cut and packed at random are in tests/model/test_numerics.py.
+tests/model/test_numerics.py has calls that are cut and packed at random.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +20,11 @@ from tests.support.transformers_peer import transformers_logits
 # Sixteen devices with a TP shard each, and one device with all four; tests/model has every TP, form and structure.
 FLOAT32_ARTIFACTS = ["small-tp16", "micro-tp1"]
 LENGTHS = (1, 3, 15, 16, 17, 63, 64, 65, 127, 128, 129, 700)
-SIZES = (740, 240, 240, 240, 240)  # tokens of each prompt; the last of the first are decoded
-# By preset the seed of each prompt: the first ones whose smallest routing margin stays above MARGIN.
+SIZES = (740, 240, 240, 240, 240)  # tokens of each prompt; the last tokens of prompt 0 are decoded
+# The seed of each prompt by preset: the first ones whose smallest routing margin stays above MARGIN.
 SEEDS = {"small": (2, 1, 2, 3, 4), "micro": (0, 0, 1, 2, 3)}
 STEPS = 32
-DECISIVE = 0.5  # between a position's two largest logits: no rounding to bf16 turns it round
+DECISIVE = 0.5  # difference of a position's two largest logits that rounding to bf16 cannot reverse
 
 
 class Truth:
@@ -38,17 +38,17 @@ class Truth:
             for seed, size in zip(seeds, SIZES, strict=True)
         ]
         self.expected = self.logits(self.prompts)
-        self.continued = cache(lambda ids: self.logits([ids])[0])  # the same ones are asked for at every TP
+        self.continued = cache(lambda ids: self.logits([ids])[0])  # every TP needs the same logits
 
     def logits(self, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Of every position; no routing decision may be so close that fp32 rounding may flip it."""
+        """Logits of every position; checks that no routing decision is so close that fp32 rounding may flip it."""
         found = self._reference.logits_many(sequences)
         assert min(self._reference.margins) >= MARGIN, self._reference.margins
         return found
 
 
 class Subject:
-    """A loaded artifact and the truth about its checkpoint."""
+    """A loaded artifact and the expected logits of its checkpoint."""
 
     def __init__(self, probe: Probe, truth: Truth) -> None:
         self.probe, self.truth = probe, truth
@@ -56,11 +56,11 @@ class Subject:
         (self.rows,) = probe.target.paddings("decode")
 
     def error(self, prompt: int, found: dict[int, np.ndarray]) -> float:
-        """The largest of logits found by position."""
+        """The largest error of logits by position."""
         return relative(np.array(list(found.values())), self.truth.expected[prompt][list(found)])
 
     def fill(self, lengths: Sequence[int]) -> list[np.ndarray]:
-        """Prefills the first tokens of prompt n into slot n + 1; the logits after each."""
+        """Prefills the first tokens of prompt n into slot n + 1; returns the logits after each."""
         cut = [prompt[:length] for prompt, length in zip(self.truth.prompts, lengths, strict=True)]
         return [list(self.probe.prompt(self.paddings[-1], ids, slot=n))[-1][1] for n, ids in enumerate(cut, 1)]
 
@@ -95,7 +95,7 @@ def test_prompts_of_every_length_through_every_padding(subject: Subject):
 
 
 def test_greedy_steps(subject: Subject):
-    """Sequences of unlike lengths decoded side by side, each given its own best token, as the reference would."""
+    """Decodes sequences of different lengths together, each with its own best tokens; compares with the reference."""
     lengths = (1, 17, 64, 129, 200)
     rows = [[logits] for logits in subject.fill(lengths)]
     for step in range(STEPS):
@@ -114,7 +114,7 @@ def test_greedy_steps(subject: Subject):
 
 @pytest.mark.extras
 def test_artifact_equals_transformers(artifact: Artifacts, open_subject: Callable[[str], Subject]):
-    """With low-rank queries, for which one projection of theirs is replaced; test_parity.py has other structures."""
+    """With low-rank queries, for which one of their projections is replaced; test_parity.py has other structures."""
     subject = open_subject("micro-tp1")
     prompts = subject.truth.prompts[1:3]
     theirs = transformers_logits(artifact.checkpoint("micro-tp1"), prompts)
@@ -126,8 +126,8 @@ def test_artifact_equals_transformers(artifact: Artifacts, open_subject: Callabl
 
 
 def test_bfloat16_artifact(open_subject: Callable[[str], Subject]):
-    """Routes flip here, and one flip moves its position by up to 0.3: the median is judged, and what is decisive."""
-    subject = open_subject("micro-tp1-afd-int8")  # whose plain programs are bf16
+    """A flipped route moves the logits by up to 0.3: the test compares the median, and tokens with a clear margin."""
+    subject = open_subject("micro-tp1-afd-int8")  # its plain programs are bf16
     start = 140
     found: dict[tuple[int, int], np.ndarray] = {}
     with subject.probe as probe:

@@ -1,4 +1,4 @@
-"""The engine's receipt: right answers pass, and each kind of wrong one fails."""
+"""The engine's receipt: right answers pass, and each kind of wrong answer fails."""
 
 import json
 from dataclasses import replace
@@ -38,7 +38,7 @@ def test_prompts_are_longer_than_a_call_and_fit_into_the_pools(artifact):
 
 
 class Wrong:
-    """An engine with one mistake in its answers, from the given call on."""
+    """An engine that makes one mistake in its answers, from the given call on."""
 
     def __init__(self, engine, call, change):
         self._engine, self._left, self._change = engine, call, change

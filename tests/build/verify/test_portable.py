@@ -1,4 +1,4 @@
-"""Portable programs of any target, run on the processor: what is caught, what cannot run there, what is left out."""
+"""Portable programs of any target on the processor: errors that are found, programs that cannot run or are left out."""
 
 import json
 import shutil
@@ -34,9 +34,9 @@ PASSED, FAILED = (schema.Receipt(status, 0.5, 0.5, 1.0, 3) for status in ("passe
 
 
 def wrong_step(config, geometry, phase, padding, mesh):
-    """The toy's step, whose logits are a thousandth larger."""
+    """The toy's step with logits that are a thousandth larger."""
     step = toy_artifact.build_step(config, geometry, phase, padding, mesh)
-    # Within the shard_map: a portable program has nothing else.
+    # inside the shard_map, since a portable program contains nothing else
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "sharded", lambda body, *_: body)
         body = toy_artifact.build_step(config, geometry, phase, padding, mesh).call
@@ -49,9 +49,9 @@ def wrong_step(config, geometry, phase, padding, mesh):
 
 
 def for_tpu(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the toy one of a TPU, lowered for it, with a decode@2 that computes something else than its executable.
+    """Makes the toy an artifact for a TPU, with a decode@2 whose portable program differs from its executable.
 
-    Its other programs are in the cache of what is compiled here, since compiling them would take a minute.
+    Its other programs come from the cache, since compiling them would take a minute.
     """
     manifest = read_manifest(folder)
     (target,) = manifest.targets.values()

@@ -13,9 +13,9 @@ from ling3export.verify import reference as reference_module
 from ling3export.verify.reference import Reference
 from tests.support.tiny import tiny_fields, tiny_weights
 
-# Two float64 orders of the same sums; a formula mistake is worse by ten orders of magnitude.
+# Two orders of the same sums in float64; a wrong formula gives an error ten orders of magnitude larger.
 FLOAT64_NOISE = 1e-12
-# fp32 rounding through seven micro layers; measured 4e-6, the widest position.
+# fp32 rounding over seven micro layers; the largest position's measured error is 4e-6.
 FLOAT32_NOISE = 2e-5
 
 
@@ -63,8 +63,11 @@ def test_unbounded_decay_is_a_softplus():
 
 
 def test_recurrence_of_two_tokens_by_hand():
-    """One head, K = 2, V = 1. Token 0 writes 0.5 * 6 along (1, 0): S = (3, 0). Token 1 halves channel 0 and quarters
-    channel 1: S = (1.5, 0); reads kᵀS = 0.9; r = 10 - 0.9 = 9.1; S += 1 * (0.6, 0.8) * 9.1 = (6.96, 7.28)."""
+    """One head, K = 2, V = 1. Token 0 writes 0.5 * 6 along (1, 0), so S = (3, 0).
+
+    Token 1 halves channel 0 and quarters channel 1: S = (1.5, 0). It reads kᵀS = 0.9; r = 10 - 0.9 = 9.1; S += 1 *
+    (0.6, 0.8) * 9.1 = (6.96, 7.28).
+    """
     q = np.array([[[1.0, 1.0]], [[1.0, 2.0]]])
     k = np.array([[[1.0, 0.0]], [[0.6, 0.8]]])
     v = np.array([[[6.0]], [[10.0]]])
@@ -112,7 +115,7 @@ def test_rope_leaves_scores_dependent_on_distance_alone():
 
 
 def test_attention_sees_the_past_and_itself(monkeypatch):
-    """Equal keys: each output is the mean of the values so far, over several query blocks too."""
+    """With equal keys, each output is the mean of the values so far, also over several query blocks."""
     monkeypatch.setattr("ling3export.verify.formulas.QUERY_BLOCK", 2)
     values = np.array([1.0, 3.0, 8.0, 0.0, 13.0]).reshape(5, 1, 1)
     out = formulas.causal_attention(np.ones((5, 1, 2)), np.zeros((5, 1, 2)), values, 1.0)
@@ -130,7 +133,7 @@ def routed(scores: list[float], bias: list[float], chosen: int = 2):
 
 
 def test_groups_are_ranked_by_their_two_best_scores():
-    """Group sums 0.9 + 0.1, 0.6 + 0.5, 0.55 + 0.5: the group with the best expert of all is dropped."""
+    """Group sums 0.9 + 0.1, 0.6 + 0.5, 0.55 + 0.5: the group with the best single expert is dropped."""
     routing = routed([0.9, 0.1, 0.6, 0.5, 0.55, 0.5], [0.0] * 6)
     assert routing.experts.tolist() == [[2, 4]]
     np.testing.assert_allclose(routing.weights, [[0.6 / 1.15 * 2.5, 0.55 / 1.15 * 2.5]])
@@ -138,7 +141,7 @@ def test_groups_are_ranked_by_their_two_best_scores():
 
 
 def test_bias_chooses_but_does_not_weigh():
-    """The bias of 0.5 brings expert 0 and its group in; its weight still comes from its score of 0.2."""
+    """The bias of 0.5 makes expert 0 and its group chosen; the expert's weight is still its score of 0.2."""
     routing = routed([0.2, 0.1, 0.6, 0.3, 0.4, 0.15], [0.5, 0.0, 0.0, 0.0, 0.0, 0.0])
     assert routing.experts.tolist() == [[0, 2]]
     np.testing.assert_allclose(routing.weights, [[0.2 / 0.8 * 2.5, 0.6 / 0.8 * 2.5]])

@@ -1,4 +1,4 @@
-"""``ling3export verify``: what it measures, how it judges, and that damage and lies of an artifact come to light."""
+"""``ling3export verify``: its measurements, its verdicts, and that it finds damage and wrong claims of an artifact."""
 
 import json
 import shutil
@@ -47,7 +47,7 @@ def run(*arguments: object) -> Result:
 
 
 def with_vectors(folder: Path, **changes: Any) -> None:
-    """Signs the artifact again after changing its vectors and what the manifest says of them."""
+    """Changes the artifact's vectors and their records in the manifest, and makes the digests right again."""
     manifest = read_manifest(folder)
     vectors = replace(manifest.vectors, expected=file_record(folder, VECTORS), **changes)
     write_manifest(folder, replace(manifest, vectors=vectors))
@@ -58,7 +58,8 @@ def test_a_whole_artifact_passes_and_every_cell_is_listed_the_worst_first(whole)
     assert done.exit_code == 0, done.stderr
     lines = done.stdout.splitlines()
     cells = read_manifest(whole).targets["cpu-tp2"].cells
-    files = sum(path.is_file() and "weights" not in path.parts for path in whole.rglob("*")) - 1  # the manifest
+    # one more is the manifest
+    files = sum(path.is_file() and "weights" not in path.parts for path in whole.rglob("*")) - 1
     shards = sum(max(entry.shards, 1) for entry in read_manifest(whole).weights.index.values())
     assert lines[0] == f"digests: {files} files and {shards} weight shards agree"
     assert lines[1] == "cpu-tp2:"
@@ -93,7 +94,7 @@ def test_as_json_it_agrees_with_the_receipts_of_the_build(whole):
 
 
 def test_a_wrong_expectation_fails_and_comes_first(copy):
-    """The judge has teeth: one logit of one decoded position moved by a thousandth of the row."""
+    """One logit of one decoded position is moved by a thousandth of the row."""
     stored = load_file(copy / VECTORS)
     entry = read_manifest(copy).vectors.sequences[0]
     row = entry.positions.index(entry.prompt)
@@ -144,7 +145,7 @@ def test_what_the_measuring_process_says_is_passed_on(whole, monkeypatch):
 
 
 def test_a_target_of_another_machine_is_told_where_another_one_runs(copy, monkeypatch):
-    """Pins that an artifact for two machines, one of them this one, was not verified at all."""
+    """Regression: an artifact for two machines, one of them this machine, was not verified at all."""
     manifest = read_manifest(copy)
     changed_targets(copy, lambda here: replace(here, requires=replace(here.requires, cpu_features=("avx1024",))))
     wrong = "processor: built for avx1024, which this one lacks"
@@ -171,7 +172,7 @@ def test_a_target_of_another_machine_is_told_where_another_one_runs(copy, monkey
 
 
 def test_the_measuring_process_takes_nothing_from_its_surroundings(whole, tmp_path, monkeypatch):
-    """A json.py in the working directory was once imported, and JAX_DISABLE_JIT ended in a traceback."""
+    """Regression: a json.py in the working directory was imported, and JAX_DISABLE_JIT ended in a traceback."""
     (tmp_path / "json.py").write_text("raise SystemExit('shadowed')")
     monkeypatch.chdir(tmp_path)
     for name in ("JAX_DISABLE_JIT", "JAX_ENABLE_X64"):
@@ -189,7 +190,7 @@ def test_relative_error():
 
 
 class FakeDevice:
-    """Takes the steps down; the logits of every row are its position."""
+    """Records the steps; the logits of every row are its position."""
 
     def __init__(self) -> None:
         self.steps: list[tuple[str, int, dict[str, np.ndarray]]] = []
@@ -234,7 +235,7 @@ def test_prompts_are_prefilled_in_calls_of_whole_chunks():
     [(4, {}, 3), (2, {}, 2), (4, {"slots": 1}, 1), (4, {"pages": 6}, 2), (4, {"pages": 3}, 1)],
 )
 def test_decode_takes_as_many_sequences_as_padding_slots_and_pages_hold(padding, state, together):
-    """A pool of fewer pages than three sequences need once made every build fail."""
+    """Regression: a pool with fewer pages than three sequences need made every build fail."""
     device = FakeDevice()
     found = prober(device, **state).decode(padding)
     wanted = {(0, 17): 17, (0, 18): 18, (0, 19): 19, (1, 2): 2, (2, 39): 39}
@@ -244,7 +245,7 @@ def test_decode_takes_as_many_sequences_as_padding_slots_and_pages_hold(padding,
 
 
 def test_no_run_checks_digests_and_executes_nothing(whole, monkeypatch):
-    """No command could look at an artifact's digests without running its native code."""
+    """Regression: no command could check an artifact's digests without running its native code."""
     monkeypatch.setattr(verify, "measure_apart", lambda *_: pytest.fail("executed"))
     done = run(whole, "--no-run")
     assert done.exit_code == 0, done.stderr
