@@ -1,4 +1,4 @@
-"""``make card``: the order of its steps, what a second call does, and the whole of it on the processor."""
+"""``make card``: the order of its steps, that a second call repeats none, and a complete run on the processor."""
 
 import json
 import subprocess
@@ -12,7 +12,7 @@ from ling3export.checkpoint.synth import config_fields
 
 @pytest.fixture
 def asked(monkeypatch):
-    """The commands that were given; builds make an empty artifact, and what has ``fails`` in it fails."""
+    """The commands that were run. Builds make an empty artifact; commands in ``fails``, and int8 builds, fail."""
     commands, fails = [], ["verify", "serve"]
 
     def run(command, timeout):
@@ -39,7 +39,8 @@ def test_the_first_form_comes_first_and_what_is_done_is_not_done_again(asked, tm
     built = [words[3].rpartition("/")[2] for words in asked if words[1] == "build"]
     forms = ["12-bf16", "24-bf16", "24-int4", "24-int8", "12-int4", "12-int8"]
     assert built == [f"{name}.ling3" for name in forms]
-    # The default prompt and answer were longer than the model's context: every build was refused on the first card.
+    # Regression: the default prompt and answer were longer than the model's context, so every build was refused on a
+    # card.
     contexts = {int(words[words.index("--context") + 1]) for words in asked if words[1] == "build"}
     assert max(contexts) <= config_fields("full", {})["max_position_embeddings"]
     said = capsys.readouterr()

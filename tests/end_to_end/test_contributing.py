@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md says of the code is so: its walks."""
+"""The walks of CONTRIBUTING.md: their functions exist, and they go down through the rooms."""
 
 import ast
 import re
@@ -13,11 +13,11 @@ STEP = re.compile(r"`((?:ling3export|foundation|model|artifacts|runners)/[\w/]+\
 TENSORS, STATES = ("A tensor, built", "A tensor, loaded"), ("A state, given", "A state, taken")
 CHAT = "A chat request with a tool call"
 WALKS = (*TENSORS, "A token", CHAT, "A cell", *STATES)
-MOST = {CHAT: 16}  # files of a walk; 11 of any other
+MOST = {CHAT: 16}  # most files of a walk; 11 for any other walk
 
 
 def steps(walk: str) -> list[tuple[str, str]]:
-    """(file, function) of every step of a walk, those in brackets too."""
+    """(file, function) of every step of a walk, also of those in brackets."""
     return STEP.findall(paragraph(walk))
 
 

@@ -1,5 +1,4 @@
-"""The demo: problems that were kept from training, the checkpoint that was trained on the others, its score, and what
-it says."""
+"""The demo: its evaluation problems are not in the training data, its checkpoint, its score and its output."""
 
 import contextlib
 import hashlib
@@ -36,14 +35,14 @@ from tools.demo_loss import geometry, logits
 from tools.demo_problems import NAMES, Problems, is_kept_pair, names, text
 
 SCORE = 0.97
-TALKS = 12  # of each kind
-# Of these, at least: numbers of three digits are copied wrongly now and then.
+TALKS = 12  # conversations of each kind
+# Least number of right conversations: the model sometimes copies a number of three digits wrongly.
 SPOKEN = {"thought": 11, "plain": 11, "tool": 8}
 STEP = re.compile(r"(\d+)([+-])(\d+)=(\d+)")
 
 
 def pairs(of: str) -> list[tuple[int, int]]:
-    """The numbers of every step in a text, each of which has to be right."""
+    """The numbers of every step in a text; checks that each result is right."""
     found = []
     for left, sign, right, result in STEP.findall(of):
         assert int(left) + int(right) * (1 if sign == "+" else -1) == int(result)
@@ -56,7 +55,7 @@ def words(of: str) -> set[str]:
 
 
 def test_make_demo_prints_commands_to_copy_and_keeps_the_report_that_it_names(monkeypatch, capsys, tmp_path):
-    """A command with a prompt was printed without quotes over two lines, and the report's folder was removed."""
+    """Regression: a command with a prompt was printed over two lines without quotes; the report was removed."""
     start = json.dumps({"compiles": 0, "token": 1, "seconds": {"whole": 1.0}})
     ran: list[list[str]] = []
 
@@ -91,7 +90,7 @@ def test_problems_of_the_suite_hold_only_what_is_kept():
         assert len(pairs(answer)) == answer.count("\n")
         assert words(question) and words(question) <= set(names(kept=True))
     assert (len(names(kept=True)), len(names(kept=False))) == (15, 135)
-    assert sum(is_kept_pair(a, b) for a in range(2, 50) for b in range(a, 50)) == 133  # of 1176
+    assert sum(is_kept_pair(a, b) for a in range(2, 50) for b in range(a, 50)) == 133  # 1176 in total
 
 
 def suite() -> list[tuple[str, str, str]]:
@@ -169,7 +168,7 @@ def test_training_computes_what_the_reference_computes(weights):
 
 
 def test_the_demo_solves_what_was_kept_from_it(artifact, tmp_path):
-    """Through prebuilt programs, in bf16, four shots."""
+    """With prebuilt programs in bf16, and four shots."""
     words = ["-m", "ling3export.runners.cli", "eval", "run", artifact("demo-tp1"), tmp_path / "run.jsonl"]
     done = run(sys.executable, *words, "--suite", "demo", "--limit", 40)
     passed, total, rate = re.fullmatch(r"正确率: (\d+)/(\d+) = (0\.\d{4}|1\.0000)\n", done.stdout).groups()
@@ -180,7 +179,7 @@ def test_the_demo_solves_what_was_kept_from_it(artifact, tmp_path):
 
 
 def test_the_demo_speaks_the_dialect_that_it_was_trained_on(artifact):
-    """With a thought, without one, and with calls whose results it uses: through the server, of kept problems."""
+    """Problems that were not in the training data, through the server: with a thought, without, with tool calls."""
     right = dict.fromkeys(KINDS, 0)
     with served(artifact("demo-tp1")) as url:
         for kind in KINDS:
@@ -209,6 +208,6 @@ def as_written(url, turns, kind):
 
 
 def wanted(turn):
-    """Content, thought, and arguments of calls of a turn of the conversation."""
+    """Content, thought and arguments of calls in a turn of the conversation."""
     calls = [call["function"]["arguments"] for call in turn.get("tool_calls", ())]
     return turn["content"], turn["reasoning_content"], calls

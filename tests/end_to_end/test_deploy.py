@@ -1,4 +1,4 @@
-"""The manifests of deploy/: what they name is there, and what their containers run is a command of ours.
+"""The manifests of deploy/: the names in them exist, and their containers run our commands.
 
 test_deploy_schemas.py compares their fields with published schemas.
 """
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 FULL = Config.from_dict(config_fields("full", {}))
 TARGETS = {name: parse_target(f"tpu:v6e:{name}", None, FULL) for name in ("4x4", "2x2")}
 
-# What the controllers give to a container, by file.
+# Environment variables that the controllers set in a container, by file.
 GIVEN = {
     "jobset-v6e-4x4.yaml": {"JOB_COMPLETION_INDEX": "2", "JOB": "5", "NNODES": "4"},
     "leaderworkerset-v6e-4x4.yaml": {
@@ -59,7 +59,7 @@ def container_of(name: str) -> Any:
 
 @pytest.mark.parametrize("name", GIVEN)
 def test_what_a_manifest_names_is_there(name):
-    """Volumes and ports by their names and numbers; chips and topology as the target says."""
+    """Volumes and ports by name and number; chips and topology by the target."""
     pod, container = pod_of(name), container_of(name)
     assert [row["name"] for row in container["volumeMounts"]] == [row["name"] for row in pod["volumes"]]
     if "nodeSelector" in pod:
@@ -78,7 +78,7 @@ def test_the_hosts_of_a_slice_are_those_of_the_target():
     (jobset,) = documents("jobset-v6e-4x4.yaml")
     runner = jobset["spec"]["replicatedJobs"][0]
     job = runner["template"]["spec"]
-    assert job["completionMode"] == "Indexed"  # else pods have no number
+    assert job["completionMode"] == "Indexed"  # without it, pods have no index
     assert job["parallelism"] == job["completions"] == TARGETS["4x4"].processes == 4
     assert f"--shard $JOB/{runner['replicas']}" in container_of("jobset-v6e-4x4.yaml")["args"][0]
     leaders = documents("leaderworkerset-v6e-4x4.yaml")[0]["spec"]["leaderWorkerTemplate"]
@@ -114,7 +114,7 @@ else:
 
 @pytest.fixture
 def variables(tmp_path):
-    """With a `ling3-runner` that does what DOES says."""
+    """Environment variables with a `ling3-runner` that does the action in DOES."""
     (tmp_path / "ling3-runner").write_text(RUNNER.format(python=sys.executable))
     (tmp_path / "ling3-runner").chmod(0o755)
     return environment({"PATH": f"{tmp_path}:{os.environ['PATH']}"})
@@ -152,7 +152,7 @@ def script(name: str) -> list[str]:
 
 
 def test_the_first_process_of_a_container_ends_with_the_code_of_the_runner(variables):
-    """In a PID namespace, as a container has one: its processes end with its first one."""
+    """Runs in a PID namespace, like a container: all its processes end with the first one."""
     assert len({container_of(name)["args"][0].split("runner=$!")[1] for name in GIVEN}) == 1
     alone = ["unshare", "--user", "--map-root-user", "--pid", "--fork"]
     done = subprocess.run(

@@ -1,7 +1,7 @@
 """The manifests of deploy/ against published schemas: kubernetes-validate's, and kubeflow-trainer-api's of JobSet.
 
-No package has the schema of LeaderWorkerSet. LWS says its fields, written down from the reference of its API and
-compared with the published definition of v0.9.0 (docs/log/fleet.md); its pods are checked as Kubernetes' own.
+No package has the schema of LeaderWorkerSet. The fields in LWS come from its API reference, and were compared with the
+published definition of v0.9.0 (docs/log/fleet.md). Its pods are checked as pods of Kubernetes.
 """
 
 import copy
@@ -14,16 +14,16 @@ import yaml
 from tests.support.artifacts_fixture import ROOT
 
 pytestmark = pytest.mark.extras
-RELEASE = "1.37"  # of Kubernetes
+RELEASE = "1.37"  # version of Kubernetes
 
 
 def closed(*required: str, **properties: Any) -> dict[str, Any]:
-    """The JSON schema of an object that has no other properties."""
+    """The JSON schema of an object without further properties."""
     return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
 
 
 WHOLE, POD, SHARE = {"type": "integer"}, {"type": "object"}, {"type": ["integer", "string"]}
-# Of a LeaderWorkerSet v1, what a user says; a default stands for what the API requires and gives one.
+# The fields that users set in a LeaderWorkerSet v1; a default stands for a field that the API requires and fills in.
 LWS = closed(
     "apiVersion",
     "kind",
@@ -60,7 +60,7 @@ def documents(name: str) -> list[Any]:
 
 
 def known(value: dict[str, Any]) -> list[dict[str, Any]]:
-    """What of a document Kubernetes itself has a schema for."""
+    """The parts of a document for which Kubernetes itself has a schema."""
     if value["kind"] == "JobSet":
         templates = [row["template"] for row in value["spec"]["replicatedJobs"]]
         return [{"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **each} for each in templates]
@@ -72,7 +72,7 @@ def known(value: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def lost(value: Any, kept: Any, at: str = "") -> list[str]:
-    """What of ``value`` is not in ``kept``."""
+    """Paths of values in ``value`` that ``kept`` does not have."""
     if isinstance(value, dict) and isinstance(kept, dict):
         return [bad for key in value for bad in lost(value[key], kept.get(key), f"{at}.{key}")]
     if isinstance(value, list) and isinstance(kept, list) and len(value) == len(kept):
@@ -99,7 +99,7 @@ def test_the_schemas_find_what_is_wrong():
 
 
 def test_the_jobset_is_one():
-    """A field that the API does not have would be gone behind its model, and a wrong type refused."""
+    """The model drops a field that the API does not have, and refuses a wrong type."""
     models = pytest.importorskip("kubeflow_trainer_api.models")
     (value,) = documents("jobset-v6e-4x4.yaml")
     read = models.JobsetV1alpha2JobSet.from_dict

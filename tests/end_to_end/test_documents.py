@@ -1,8 +1,8 @@
-"""Every command and every Python block of every page runs and prints what is shown; links and named files exist.
+"""Runs every command and every Python block of every page, and compares the output; links and named files exist.
 
-The commands of a page run in order in a folder of its own, with this environment's commands first on PATH. Where a page
-speaks of a real checkpoint, of large paddings or of other machines, SWAPS puts something small in its place; artifacts
-that are built from it are kept between runs.
+The commands of a page run in order in a folder of its own, with this environment's commands first on PATH. SWAPS
+replaces real checkpoints, large paddings and other machines by small ones. Artifacts built from them are kept between
+runs.
 """
 
 import json
@@ -27,19 +27,20 @@ from tests.support.hosting import free_port
 from tests.support.package_copy import copied
 
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{page.name}" for page in (ROOT / "docs").glob("*.md"))]
-LOG = sorted(f"docs/log/{page.name}" for page in (ROOT / "docs/log").glob("*.md"))  # what was, not what is
+LOG = sorted(f"docs/log/{page.name}" for page in (ROOT / "docs/log").glob("*.md"))  # the past, not the present
 LINKING = [*PAGES, "CHANGELOG.md", *LOG, "artifacts/FORMAT.md"]
-FIRST = ("README.md", "docs/getting-started.md")  # what a newcomer types; the other pages run in `make extras`
+FIRST = ("README.md", "docs/getting-started.md")  # a newcomer's first commands; the other pages run in `make extras`
 WITH_COMMANDS = [page for page in PAGES if (ROOT / page).is_file() and commands((ROOT / page).read_text())]
 
 MICRO = ("--paddings", "16", "--tp", "2", "--max-running", "4", "--context", "512", "--score-paddings", "16")
-# The demo as other tests have it, a slice of four chips for the micro model: both are compiled once for all pages.
+# The demo with the options of other tests, and a slice of four chips for the micro model: each compiles once for all
+# pages.
 DEMO_OPTIONS = " ".join(RECIPES["demo-tp1"].options())
 SLICE = "--target tpu:v6e:2x2 --paddings 16 --max-running 4 --context 512"
 # Commands that need an optional extra: `make test` leaves them out, and `make extras` runs them.
 OPTIONAL = ("--format savedmodel", "lm-eval run", "inspect eval")
-MAKING = ("ling3export synth ", "ling3export build CHECKPOINT ")  # what such a command starts from
-# Pages that start from an artifact which another page builds.
+MAKING = ("ling3export synth ", "ling3export build CHECKPOINT ")  # commands that make what a later command needs
+# Files that a page takes from another page.
 GIVEN = {
     "docs/hosts.md": ["micro", "micro.ling3"],
     "docs/targets.md": ["micro", "micro.ling3"],
@@ -69,7 +70,7 @@ SWAPS = {
     "docs/hosts.md": [
         ("CHECKPOINT four.ling3 --target cpu:4x4", "micro four.ling3 --target cpu:4x1 --paddings 16 --max-running 1")
     ],
-    # Other tests have built an artifact with this page size and number of snapshots.
+    # The page size and number of snapshots of an artifact that other tests build, too.
     "docs/prefix-cache.md": [
         ("ling3export build micro shared.ling3 --snapshots 6 --page-size 16", "ling3export inspect shared.ling3")
     ],
@@ -82,7 +83,7 @@ SWAPS = {
     ],
 }
 OFFLINE = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
-# Other machines: nothing is copied or downloaded, and a command's options are checked.
+# Commands for other machines: nothing is copied or downloaded, but the options are checked.
 ELSEWHERE = {
     "rsync": 'test -d "$2"',
     "ssh": 'shift; exec bash -c "$* --help" > /dev/null',
@@ -106,7 +107,7 @@ def sums():
 
 
 class Reader:
-    """Somebody who types what a page says."""
+    """A user who types the commands of a page."""
 
     def __init__(self, page: str, folder: Path, artifact: Artifacts) -> None:
         self.page, self.folder, self.artifact = page, folder, artifact
@@ -124,7 +125,7 @@ class Reader:
             self.give(name)
 
     def give(self, name: str) -> None:
-        """Puts what a page starts from into the folder."""
+        """Puts an artifact or data set that the page needs into the folder."""
         place = self.folder / name
         if name == "gsm8k":
             shutil.copytree(ROOT / "tests/data/gsm8k", place)
@@ -150,12 +151,12 @@ class Reader:
         return text
 
     def does(self, command: Command) -> None:
-        """Runs a command to its end, and compares what it prints."""
+        """Runs a command to its end and compares its output."""
         text, shown = self.swapped(command.text), [self.swapped(line) for line in command.shown]
         cwd = self.folder
         if command.python:
             text, shown = shlex.join([sys.executable, "-c", text]), ["…"]
-        elif text.startswith("make "):  # what they run is run by other tests
+        elif text.startswith("make "):  # other tests run the commands of these targets
             text, shown, cwd = text.replace("make", "make -n", 1), ["…"], ROOT
         elif text.startswith("pip install "):
             text, shown, cwd = dry(text), ["…"], self.sources()
@@ -176,7 +177,7 @@ class Reader:
         assert matches(shown, done.stderr if fails else done.stdout), said
 
     def builds(self, text: str) -> None:
-        """An expensive build: by the same options, once for all runs."""
+        """Runs an expensive build, or takes an earlier one with the same options."""
         _, _, checkpoint, name, *options = shlex.split(text, comments=True)
         shutil.copytree(self.artifact.built(name, self.folder / checkpoint, *options), self.folder / name)
 
@@ -187,7 +188,7 @@ class Reader:
 
     @contextmanager
     def serving(self, command: Command) -> Iterator[None]:
-        """A server that runs until the page's end, and then ends as it should."""
+        """A server that runs until the page's end, and must then end without an error."""
         argv = shlex.split(self.swapped(command.text), comments=True)
         if "--port" not in argv:
             argv += ["--port", dict(self.swaps)["8000"]]
@@ -205,13 +206,13 @@ class Reader:
 
 
 def dry(text: str) -> str:
-    """``pip install`` that resolves nothing and installs nothing, but reads the package, its extras and constraints."""
+    """A dry run of ``pip install``: it reads the package, its extras and constraints, and installs nothing."""
     options = "--dry-run --no-deps --no-build-isolation --disable-pip-version-check"
     return text.replace("pip install", f"python -m pip install {options}", 1)
 
 
 def run(page: str, left: list[Command], folder: Path, artifact: Artifacts) -> None:
-    """Runs commands of a page in order; a server that one of them starts runs until the last has ended."""
+    """Runs commands of a page in order. A server that one of them starts runs until the last has ended."""
     reader = Reader(page, folder / "reader", artifact)
     with ExitStack() as servers:
         for command in left:
@@ -246,7 +247,7 @@ def test_links_and_named_files_exist(page: str):
     text = (ROOT / page).read_text()
     links = [link for link in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text) if "://" not in link]
     assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
-    if page not in (*LOG, "CHANGELOG.md"):  # which name what was there then
+    if page not in (*LOG, "CHANGELOG.md"):  # these pages name files of earlier versions
         named = re.findall(
             r"(?<![\w/])(?:ling3export|foundation|model|artifacts|runners|tests|tools|bench|deploy|docs)/[\w/-]+\.\w+",
             text,

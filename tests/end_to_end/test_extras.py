@@ -1,4 +1,4 @@
-"""Extras: the reference names them all, and one function says how one is installed."""
+"""Extras: the reference lists them all, and one function writes the command that installs one."""
 
 import re
 import tomllib
@@ -10,20 +10,20 @@ from ling3export.foundation import extras
 from tests.support.rooms import modules
 
 ROOT = Path(__file__).resolve().parents[2]
-# What only this repository's own work needs.
+# Extras that only work on this repository needs.
 OURS = {"test", "dev", "parity", "deploy", "train", "docs", "plot"}
 EXTRAS = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
 
 
 def test_the_references_table_has_every_extra():
-    """`structured` and `sign` were named nowhere but in pyproject.toml."""
+    """Regression: only pyproject.toml named `structured` and `sign`."""
     section = (ROOT / "docs/reference.md").read_text().partition("\n## Extras\n")[2].partition("\n## ")[0]
     rows = re.findall(r"^\| (`.+?`) \|", section, re.MULTILINE)
     assert sorted(re.findall(r"`([\w-]+)`", " ".join(rows))) == sorted(EXTRAS - OURS)
 
 
 def test_one_function_says_how_an_extra_is_installed():
-    """Seven modules wrote the hint, six of them with a name that nobody has registered on the index."""
+    """Regression: seven modules wrote the hint, six of them with a name that is not registered on the index."""
     found = {
         name
         for name, file in modules().items()

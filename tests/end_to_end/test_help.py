@@ -1,4 +1,4 @@
-"""The help of every command of both command lines: each option says what it does, its values and its default."""
+"""The help of every command of both command lines: each option has a description, its values and its default."""
 
 import click
 import pytest
@@ -11,7 +11,7 @@ ROOTS = {"ling3export": build, "ling3-runner": run}
 
 
 def commands(group: click.Group, *words: str) -> list[tuple[str, ...]]:
-    """Words of a group and of every command below it."""
+    """Words of a group and of every command in it."""
     found = [words]
     for name, command in group.commands.items():
         found += commands(command, *words, name) if isinstance(command, click.Group) else [(*words, name)]
@@ -37,11 +37,11 @@ def asked(program: str, *words: str) -> str:
 
 @pytest.mark.parametrize(("program", "words"), CASES, ids=NAMES)
 def test_help_names_every_command_argument_and_option(program, words):
-    if words == ("lm-eval",):  # everything behind these words is lm-eval's own, --help included
+    if words == ("lm-eval",):  # lm-eval reads all words after these two, including --help
         return
     text, command = asked(program, *words, "-h"), found(program, words)
     assert text.startswith(f"Usage: {' '.join((program, *words))} ")
-    assert [line for line in text.splitlines() if len(line) > 80 and "|" not in line] == []  # choices stand on one line
+    assert [line for line in text.splitlines() if len(line) > 80 and "|" not in line] == []  # choices are on one line
     for name in getattr(command, "commands", {}):
         assert f"\n  {name} " in text
     assert asked(program, *words, "--help") == text

@@ -1,4 +1,4 @@
-"""Imports point down: each room imports only rooms that stand below it, without circles, and few packages of others."""
+"""Imports point down: each room imports only lower rooms, without cycles, and few other packages."""
 
 import ast
 import functools
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.rooms import below, modules, room
 
-# Packages that a room may import beside the standard library.
+# Packages that a room may import, besides the standard library.
 PACKAGES = {
     "artifacts": {"cryptography", "ml_dtypes", "msgspec", "numpy", "safetensors"},
     "cache": {"msgspec"},
@@ -56,7 +56,7 @@ WITHOUT_JAX = tuple(
 
 @functools.cache
 def imports(file: Path) -> list[tuple[str, bool]]:
-    """Names that a file imports, in functions too, and whether only type checkers read that import."""
+    """Names that a file imports, also in functions, and whether only type checkers read the import."""
     found, unseen = [], set()
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
@@ -70,7 +70,7 @@ def imports(file: Path) -> list[tuple[str, bool]]:
 
 
 def edges(*, of_types: bool) -> set[tuple[str, str]]:
-    """(module, module of ours that it imports); ``of_types`` counts also what only type checkers read."""
+    """(module, imported module of ours); ``of_types`` includes imports that only type checkers read."""
     known = modules()
     found = set()
     for name, file in known.items():
@@ -95,7 +95,7 @@ def test_no_module_imports_itself_through_others():
     everywhere = between | edges(of_types=False)
     graphlib.TopologicalSorter(
         {name: {other for _, other in group} for name, group in itertools.groupby(sorted(everywhere), lambda e: e[0])}
-    ).prepare()  # raises CycleError, which names the circle
+    ).prepare()  # raises CycleError, which names the cycle
 
 
 def test_rooms_import_the_packages_of_their_list():
@@ -136,7 +136,7 @@ def test_what_only_reads_loads_no_jax():
 
 
 def test_help_loads_no_jax():
-    """Of every command of both command lines."""
+    """Runs the help of every command of both command lines."""
     found = loaded(
         "import click\nfrom click.testing import CliRunner\n"
         "from ling3export.cli.main import main as build\nfrom ling3export.runners.cli.main import main as run\n"

@@ -1,4 +1,4 @@
-"""Built artifacts elsewhere: moved, run by an environment that holds the runner alone, or by another jax."""
+"""Built artifacts in other places: moved, in an environment with only the runner installed, and with another jax."""
 
 import json
 import os
@@ -26,10 +26,10 @@ pytestmark = pytest.mark.build
 
 BUILD_SIDE = ("flax", "orbax", "tensorflow", "transformers", "torch")
 STEPS = 33
-LENGTHS = (1, 17, 40, 130, 300)  # the last takes turns with decoding: it is prefilled in several calls
-# The reference's routing margins stay above MARGIN all along the answers; looked for once, asserted below.
+LENGTHS = (1, 17, 40, 130, 300)  # the last prompt is prefilled in several calls, in turns with decoding
+# Seeds for which the reference's routing margins stay above MARGIN over the whole answers; a check is below.
 NAME, SEEDS = "micro-tp2", (10, 11, 12, 13, 14)
-# jax's own events, counted by none of our code.
+# jax's own events, not counted by our code.
 EVENTS = """
 import json, sys, jax
 from jax import monitoring
@@ -46,7 +46,7 @@ print(json.dumps([len(completion.token_ids), len(jax.devices()), prebuilt, seen]
 
 
 class Answers:
-    """What a runner's command printed and wrote."""
+    """The output and the files of a runner's command."""
 
     def __init__(self, done: subprocess.CompletedProcess[str], logits: Path) -> None:
         self.tokens = [json.loads(line)["token_ids"] for line in done.stdout.splitlines()]
@@ -87,13 +87,13 @@ HERE = [sys.executable, "-m", "ling3export.runners.cli"]
 
 @pytest.fixture(scope="module")
 def runner_only(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The commands of a fresh environment with the package as `pip install .` brings it, at this one's versions."""
+    """The commands of a fresh environment after `pip install .`, with the versions of this environment."""
     folder = tmp_path_factory.mktemp("runner")
     pins = [f"{each.name}=={each.version}\n" for each in distributions() if each.name.lower() != "ling3export"]
     (folder / "constraints.txt").write_text("".join(pins))
     run(sys.executable, "-m", "venv", "--without-pip", folder / "venv")
     commands = folder / "venv" / "bin"
-    # Of what is installed a small part is imported: that alone becomes bytecode.
+    # Few of the installed modules are imported, so only these are compiled to bytecode.
     quiet = "install -q --no-input --no-compile --disable-pip-version-check".split()
     words = ["--python", commands / "python", *quiet, "-c", folder / "constraints.txt", copied(folder / "source")]
     run(sys.executable, "-m", "pip", *words, folder=folder, environment=stranger())
@@ -116,7 +116,7 @@ def test_the_runner_needs_nothing_of_the_build_side(runner_only: Path, tmp_path:
 
 @pytest.fixture(params=["here", pytest.param("in an environment of its own", marks=pytest.mark.extras)])
 def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[object], dict[str, Any]]:
-    """The command of a runner, and where it runs: this environment, or one with the runner's packages alone."""
+    """The command of a runner and where it runs: this environment, or one with only the runner's packages."""
     if request.param == "here":
         return HERE, {}
     commands = request.getfixturevalue("runner_only")
@@ -124,7 +124,7 @@ def elsewhere(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[obje
 
 
 def test_a_moved_artifact_gives_the_same_tokens(elsewhere, moved: Path, artifact: Artifacts, tmp_path: Path):
-    """And the logits to the bit; both are the reference's, over all of a prompt's 33 greedy tokens."""
+    """The logits are equal to the bit. Tokens and logits are the reference's, over all 33 greedy tokens of a prompt."""
     command, how = elsewhere
     prompts = prompts_of(Checkpoint.open(artifact.checkpoint(NAME)).config.vocab_size)
     here = generate(HERE, artifact(NAME), prompts, tmp_path / "here")
@@ -143,7 +143,7 @@ def test_a_moved_artifact_gives_the_same_tokens(elsewhere, moved: Path, artifact
 
 
 def test_jax_itself_sees_no_compiling(moved: Path, tmp_path: Path):
-    """Nor tracing. The listeners do work: the script makes jax compile at its end."""
+    """Nor tracing. The script makes jax compile at its end, to show that the listeners work."""
     done = run(sys.executable, "-c", EVENTS, moved)
     tokens, devices, prebuilt, seen = json.loads(done.stdout)
     assert (tokens, devices) == (5, 2)
@@ -159,7 +159,7 @@ def test_an_artifact_names_no_folder_of_its_build(artifact: Artifacts):
     assert [file.name for file in files for word in words if word in file.read_bytes()] == []
 
 
-# Prints each module of the package and what it lacks.
+# Prints each module of the package, and the module that its import lacks.
 IMPORTING = """
 import importlib, pkgutil
 import ling3export
@@ -171,13 +171,13 @@ for module in pkgutil.walk_packages(ling3export.__path__, "ling3export."):
         except ModuleNotFoundError as error:
             print(module.name, error.name)
 """
-# Of extras that the parity environment does not have.
+# Packages of extras that the parity environment does not have.
 LACKING = {"inspect_ai", "lm_eval", "ray"}
 
 
 @pytest.mark.extras
 def test_every_module_imports_in_the_oldest_python():
-    """In 3.11 and 3.12 `serve` and `batch` ended in a TypeError: these versions hash the parts of a type."""
+    """Regression: in 3.11 and 3.12, which hash the parts of a type, `serve` and `batch` ended in a TypeError."""
     python = parity_python()
     found = run(python, "-c", "import sys; print(*sys.version_info[:2], sep='.')").stdout.strip()
     if found != "3.11":
@@ -202,7 +202,7 @@ def other_python() -> Path:
 
 @pytest.mark.extras
 def test_another_jax(other_python: Path, artifact: Artifacts, tmp_path: Path):
-    """Refused without compiling; compiled once where that is allowed, and kept; the tokens stay the same."""
+    """The artifact is refused without compiling, and compiled once where that is allowed; the tokens stay the same."""
     prompts = prompts_of(artifact.manifest(NAME).vocab_size)
     here = generate(HERE, artifact(NAME), prompts, tmp_path / "here")
     moved = shutil.copytree(artifact(NAME), tmp_path / "moved.ling3")

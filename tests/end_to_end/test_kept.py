@@ -1,4 +1,4 @@
-"""What tests keep between runs: one build cache for all of them, and nothing old."""
+"""Files that tests keep between runs: one build cache for all tests, and no old entries."""
 
 import json
 import os
@@ -63,7 +63,7 @@ def test_of_too_many_programs_the_least_recently_used_go_first(folder: Path, mon
 
 def test_what_runners_compiled_stays_until_their_sources_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kept = kept_programs(tmp_path) / RECOMPILED / "key.exec"
-    remove_old(tmp_path)  # there is no folder yet
+    remove_old(tmp_path)  # the folder does not exist yet
     kept.parent.mkdir()
     kept.write_bytes(b"")
     remove_old(tmp_path)

@@ -1,4 +1,4 @@
-"""The Makefile: its targets, and that a second run does no set-up again. Nothing is installed here."""
+"""The Makefile: its targets, and that a second run does no setup again. Nothing is installed."""
 
 import os
 import shutil
@@ -16,7 +16,7 @@ ENVIRONMENTS = [".venv", ".venv-parity"]
 
 def planned(target: str, folder: Path) -> str:
     """The commands that ``make TARGET`` would run in ``folder``."""
-    # An outer `make test` hands its own flags down in MAKEFLAGS.
+    # An outer `make test` passes its flags in MAKEFLAGS.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
     done = subprocess.run(["make", "-n", target], cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -25,7 +25,7 @@ def planned(target: str, folder: Path) -> str:
 
 @pytest.fixture
 def checkout(tmp_path) -> Path:
-    """A fresh checkout's files that the Makefile looks at."""
+    """The files of a fresh checkout that the Makefile checks."""
     (tmp_path / ".ci").mkdir()
     for name in ("Makefile", "pyproject.toml", "constraints.txt", ".ci/venv"):
         shutil.copy(ROOT / name, tmp_path / name)
@@ -50,7 +50,7 @@ def test_every_target_sets_up_what_it_needs_once(target, checkout):
 
 
 def test_a_demo_makes_the_folder_that_its_checkpoint_goes_to(checkout):
-    """In a fresh clone there is none: `make demo-pd` ended there."""
+    """Regression: a fresh clone has no such folder, and `make demo-pd` failed."""
     lines = planned("demo-pd", checkout).splitlines()
     assert lines.index("mkdir -p build") < min(n for n, line in enumerate(lines) if "build/demo-pd" in line)
 

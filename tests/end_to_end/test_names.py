@@ -1,4 +1,4 @@
-"""Names and docstrings of product code say something: no pronoun is a variable, no argument's text is one word."""
+"""Names and docstrings of product code: no pronoun as a variable, no argument documented by one word."""
 
 import ast
 import re
@@ -6,7 +6,7 @@ import re
 from tests.support.rooms import modules
 
 PRONOUNS = {"found", "each", "asked", "given", "here", "there", "said", "how"}
-ENTRY = re.compile(r"^ {4,}(\w+): ([A-Za-z]+\.?)$", re.M)  # "tokenizer: It."
+ENTRY = re.compile(r"^ {4,}(\w+): ([A-Za-z]+\.?)$", re.M)  # such as "tokenizer: It."
 
 
 def bound(node: ast.AST) -> str | None:

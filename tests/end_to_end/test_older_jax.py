@@ -1,4 +1,4 @@
-"""An artifact that the oldest supported jax built (`make parity` has it) runs here by its portable programs."""
+"""An artifact built by the oldest supported jax (from `make parity`) runs with this jax by its portable programs."""
 
 import json
 
@@ -18,7 +18,7 @@ OPTIONS = """--tp 1 --dtype float32 --paddings 16 --decode-paddings 1 --max-runn
 
 
 def test_an_artifact_built_with_jax_0_10_2_loads_by_its_portable_tier(artifact: Artifacts, tmp_path):
-    """And gives the tokens and the log probabilities that it gave under the jax that built it."""
+    """Tokens and log-probabilities are those that the artifact gave with the jax that built it."""
     old, folder = parity_python(), tmp_path / "old.ling3"
     run(old, "-m", "ling3export.cli", "build", artifact.checkpoint("micro-tp1"), folder, *OPTIONS)
     (target,) = read_manifest(folder).targets.values()

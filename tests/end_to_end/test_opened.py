@@ -1,4 +1,4 @@
-"""``ling3export.open``: programs as graphs, as text, and as functions that give what the engine gives."""
+"""``ling3export.open``: programs as graphs, as text, and as functions with the engine's results."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ PROMPT = [5, 9, 2]
 
 
 def decoded(folder) -> int:
-    """The likeliest token after PROMPT by single decode steps."""
+    """The most likely token after PROMPT, by single decode steps."""
     program = ling3export.open(folder).program("decode@8")
     with program.load() as step:
         state = step.state()

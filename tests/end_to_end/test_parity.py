@@ -14,18 +14,19 @@ from tests.support.transformers_peer import transformers_logits
 pytestmark = pytest.mark.extras
 
 ROOT = Path(__file__).resolve().parents[2]
-# Both compute in float64; what is left is transformers' fp32 cosine and sine of the rotary angles (measured 3e-8).
+# Both compute in float64; the rest is transformers' fp32 cosine and sine of the rotary angles (measured 3e-8).
 TOLERANCE = 2e-7
-LENGTHS = (1, 3, 70, 130)  # shorter than the conv, and past one and two of transformers' chunks of 64
+LENGTHS = (1, 3, 70, 130)  # shorter than the conv, and more than one and two of transformers' chunks of 64
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 40, "beta_fast": 4, "beta_slow": 0.1}
 VARIANTS: dict[str, dict[str, Any]] = {
     "flat": {"q_lora_rank": None},
     "q_lora": {"q_lora_rank": 12},
     "softplus": {"kda_safe_gate": False},
     "deep": {"first_k_dense_replace": 3, "num_hidden_layers": 8, "num_shared_experts": 2},
-    # Below and beyond the original context: one of four pairs as it was, one half way, two divided by the factor.
+    # Positions within and beyond the original context: one of four pairs is unchanged, one interpolated, two divided by
+    # the factor.
     "yarn": {"qk_rope_head_dim": 8, "rope_scaling": YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}},
-    # Ling-3.0-flash in small, but for the limits of SwiGLU, which transformers' model does not have.
+    # A small Ling-3.0-flash, without the limits of SwiGLU, which transformers' model does not have.
     "flash": {"qk_rope_head_dim": 8, "rope_scaling": YARN, "q_lora_rank": None, "first_k_dense_replace": 2},
 }
 

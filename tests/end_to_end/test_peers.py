@@ -1,4 +1,4 @@
-"""``python -m bench peers``: which forms of weights stand beside which of llama.cpp's."""
+"""``python -m bench peers``: which forms of weights are compared with which of llama.cpp's."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from ling3export.checkpoint.synth import config_fields
 
 
 def test_each_form_is_compared_with_its_peers_and_with_bf16(monkeypatch, tmp_path, capsys):
-    """An arm of llama.cpp that fails is left out, and the others stay."""
+    """A form of llama.cpp that fails is left out; the others stay."""
     made = []
 
     def artifact(source, name, options):

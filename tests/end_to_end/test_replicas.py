@@ -1,4 +1,4 @@
-"""Three replicas of the server behind vllm-router; one is killed with kill -9 while many clients stream."""
+"""Three replicas of the server with vllm-router before them; one gets kill -9 while many clients stream."""
 
 import contextlib
 import json
@@ -18,13 +18,13 @@ from tests.support import toy_artifact
 from tests.support.serving import WAIT, Server, data_lines
 
 CLIENTS, TOKENS, PROMPTS = 6, 12, 10
-BEFORE, BEHIND = 12, 24  # calls that are answered whole before a replica is killed, and from then on
-LONG = 150  # seconds for what takes a few: a machine may be busy
+BEFORE, BEHIND = 12, 24  # complete calls before a replica is killed, and after it
+LONG = 150  # seconds, for operations of a few; the machine may be busy
 
 
 @contextlib.contextmanager
 def routed(policy: str, replicas: list[Server]) -> Iterator[str]:
-    """A router's address, once it gives calls to all replicas."""
+    """The address of a router, once it sends calls to all replicas."""
     port = free_port()
     command = [sys.executable, "-m", "vllm_router.launch_router", "--host", "127.0.0.1", "--port", port]
     command += ["--policy", policy, "--worker-urls", *(replica.url for replica in replicas)]
@@ -46,11 +46,11 @@ def routed(policy: str, replicas: list[Server]) -> Iterator[str]:
 
 
 class Clients:
-    """Streams one after the other, from several threads, until told to stop.
+    """Streams one after the other from several threads, until it is stopped.
 
     Attributes:
-        whole: When each call began that got all of its tokens, and whether they were the right ones.
-        broken: When each other call began, and what its client saw.
+        whole: The start time of each call that got all of its tokens, and whether they were right.
+        broken: The start time of each other call, and the error that its client got.
     """
 
     def __init__(self, url: str, texts: Mapping[int, str]) -> None:
@@ -74,7 +74,7 @@ class Clients:
 
 
 def called(http: httpx2.Client, url: str, last: int) -> tuple[str, str]:
-    """The streamed text for a prompt that ends in the token ``last``, and what went wrong."""
+    """The streamed text for a prompt that ends in the token ``last``, and the error if there was one."""
     body = {"model": "toy", "prompt": [1, 2, last], "max_tokens": TOKENS, "temperature": 0, "stream": True}
     text = ""
     try:
@@ -100,7 +100,7 @@ def until(condition: Callable[[], bool], clients: Clients) -> None:
 @pytest.mark.extras
 @pytest.mark.jit
 def test_a_replica_that_is_killed_takes_its_running_streams_along_and_no_other_call():
-    """Behind both policies: what the dead one was streaming breaks off; whatever begins later is answered in full."""
+    """With both policies: streams of the dead replica break off, and every later call is answered completely."""
     pytest.importorskip("vllm_router")
     artifact = toy_artifact.shared()
     with ThreadPoolExecutor(CLIENTS) as pool, contextlib.ExitStack() as stack:
@@ -113,7 +113,7 @@ def test_a_replica_that_is_killed_takes_its_running_streams_along_and_no_other_c
         for policy in ("cache_aware", "round_robin"):
             with routed(policy, replicas) as url:
                 clients = Clients(url, texts)
-                stack.callback(clients.stop.set)  # also where an assertion fails: the pool waits for its threads
+                stack.callback(clients.stop.set)  # the pool waits for its threads, even after a failed assertion
                 running = [pool.submit(clients.run, number) for number in range(CLIENTS)]
                 until(lambda clients=clients: len(clients.whole) >= BEFORE, clients)
                 victim = replicas.pop(0)

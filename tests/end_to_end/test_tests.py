@@ -1,4 +1,4 @@
-"""What holds of all tests: each asserts something, and none reads or replaces a private field of another class."""
+"""Rules for all tests: each asserts something, and none reads or replaces a private field of another class."""
 
 import ast
 import functools
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "tests").rglob("*.py"))
 CHECKING = {"raises", "fail", "refusal"}
-# Names with an underscore that the libraries they belong to document.
+# Names with an underscore that their libraries document.
 PUBLIC = {
     "_asdict",
     "_fields",
@@ -36,7 +36,7 @@ def called(function: ast.FunctionDef) -> set[str]:
 
 
 def test_every_test_asserts_something():
-    """By itself, or in a function of the tests that it calls."""
+    """The assertion may be in a function of the tests that it calls."""
     found = [(file, function) for file in FILES for function in functions(file)]
     checking = set(CHECKING)
     for _, function in found:
@@ -59,7 +59,7 @@ def private(name: str) -> bool:
 
 
 def private_names(tree: ast.AST) -> list[str]:
-    """``object._name`` of anything but a method's own object, ``setattr`` of such a name, and its import."""
+    """``object._name`` of any object but a method's own, ``setattr`` of such a name, and its import."""
     methods = {child for node in ast.walk(tree) if isinstance(node, ast.ClassDef) for child in ast.walk(node)}
     found = []
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""What a wheel and a source distribution hold: every file of the five packages, and no generic top-level name."""
+"""The content of a wheel and a source distribution: every file of the five packages, and no generic top-level name."""
 
 import email
 import os
@@ -25,7 +25,7 @@ def build(kind: str, source: Path, out: Path) -> Path:
 
 
 def expected_files(source: Path) -> set[str]:
-    """Every file below the five folders under its installed name; the symlinks in ling3export/ are not followed."""
+    """Installed name of every file in the five folders; the symlinks in ling3export/ are not followed."""
     names = set()
     for part, installed in PARTS.items():
         for folder, _, files in os.walk(source / part):

@@ -1,4 +1,4 @@
-"""Files are written, removed and renamed through one door, ``artifacts/files.py``; what runs is asked for trust."""
+"""Only ``artifacts/files.py`` writes, removes and renames files, and artifacts are run only after a check of trust."""
 
 import ast
 import os
@@ -12,13 +12,13 @@ from ling3export.foundation.errors import ArtifactError
 from tests.support.rooms import modules
 
 DOOR = "artifacts.files"
-OPENERS = {"create", "open_own", "open_lock"}  # functions of the door: what they give is open already
+OPENERS = {"create", "open_own", "open_lock"}  # these functions of files.py return open files
 PATH_WRITERS = {"write_text", "write_bytes"}
 OTHER_WRITERS = {"shutil.copy", "shutil.copy2", "shutil.copyfile", "tempfile.mkstemp", "tempfile.NamedTemporaryFile"}
 LINKERS = {"os.link", "os.symlink", "symlink_to", "hardlink_to"}
 REMOVERS = {"remove", "unlink", "rmdir", "removedirs", "rename", "renames", "rmtree", "move", "link_to"}
 OF_MODULES = {"os", "shutil"}
-# What reads a manifest without asking who signed it, each with its reason.
+# Modules that read a manifest without checking its signature, each with its reason.
 UNSIGNED = {
     "artifacts.catalog.publish": "what it publishes is signed here",
     "artifacts.signing": "the door itself",
@@ -32,7 +32,7 @@ UNSIGNED = {
     "opened": "programs are read as text; loading them asks for trust",
     "report.compared": "programs are read as text, and do not run",
 }
-# What turns bytes of an artifact into something that runs.
+# Functions that turn bytes of an artifact into something that runs.
 EXECUTERS = {
     "machine.kernels": "native kernels",
     "machine.pjrt": "executables",
@@ -45,7 +45,7 @@ EXECUTING = {"deserialize_executable", "deserialize_portable_artifact", "deseria
 
 
 def opens_to_write(call: ast.Call) -> bool:
-    """Whether a call may open a name to write: any that does not show that it only reads, or has a descriptor."""
+    """Whether a call may open a path for writing: true unless it shows that it only reads, or opens a descriptor."""
     function = ast.unparse(call.func)
     name = function.rpartition(".")[2]
     if name in PATH_WRITERS or function in OTHER_WRITERS:
@@ -63,20 +63,20 @@ def opens_to_write(call: ast.Call) -> bool:
 
 
 def removes(call: ast.Call) -> bool:
-    """Whether a call may remove, rename or link a file: also ``path.replace(target)``, of one argument."""
+    """Whether a call may remove, rename or link a file, including ``path.replace(target)`` with one argument."""
     function = call.func
     if not isinstance(function, ast.Attribute):
         return isinstance(function, ast.Name) and function.id in REMOVERS - {"remove", "move", "rename"}
     owner = ast.unparse(function.value)
     if function.attr == "replace":
         return owner == "os" or (owner not in ("dataclasses", "copy") and len(call.args) == 1 and not call.keywords)
-    if function.attr in ("remove", "move"):  # lists and sets remove, too
+    if function.attr in ("remove", "move"):  # lists and sets have remove, too
         return owner in OF_MODULES
     return function.attr in REMOVERS or bool({function.attr, f"{owner}.{function.attr}"} & LINKERS)
 
 
 def callers(found: Callable[[ast.Call], bool]) -> set[str]:
-    """The modules that have such a call, by their short names."""
+    """Short names of the modules that have such a call."""
     return {
         name.removeprefix("ling3export.")
         for name, file in modules().items()
@@ -85,7 +85,7 @@ def callers(found: Callable[[ast.Call], bool]) -> set[str]:
 
 
 def test_files_are_written_removed_and_renamed_by_one_module_alone():
-    """`eval run` wrote through a link at predictions.jsonl.partial; `catalog gc` removed through one."""
+    """Regression: `eval run` wrote through a link at predictions.jsonl.partial; `catalog gc` removed through one."""
     assert callers(opens_to_write) == callers(removes) == {DOOR}
 
 
@@ -107,12 +107,12 @@ def test_calls_that_remove_are_found():
 
 
 def calls(*names: str) -> Callable[[ast.Call], bool]:
-    """Whether a call is one of these functions, whatever it is found in."""
+    """Whether a call is of one of these functions, in whatever object."""
     return lambda call: ast.unparse(call.func).rpartition(".")[2] in names
 
 
 def test_artifacts_are_opened_with_trust_where_something_of_them_runs():
-    """`attach` and `build --into` ran unsigned code under LING3_TRUST."""
+    """Regression: `attach` and `build --into` ran unsigned code although LING3_TRUST was set."""
     assert callers(calls("read_manifest")) == set(UNSIGNED)
     assert callers(calls(*EXECUTING)) == set(EXECUTERS)
 

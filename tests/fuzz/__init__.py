@@ -1,1 +1,1 @@
-"""Damaged input for everything that reads."""
+"""Damaged input for all readers."""

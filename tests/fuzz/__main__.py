@@ -1,4 +1,4 @@
-"""``python -m tests.fuzz``: the same cases as the tests, or more, or others, or one again. ``--help`` says how."""
+"""``python -m tests.fuzz``: the cases of the tests, more of them, other ones, or one again; see ``--help``."""
 
 import argparse
 import os
@@ -6,25 +6,25 @@ import resource
 import sys
 import time
 
-os.environ["LING3_CACHE"] = os.devnull  # never the user's: each worker has its own
+os.environ["LING3_CACHE"] = os.devnull  # never the user's cache: each worker has its own
 
 from tests.fuzz.harness import Failure, Found, run
 from tests.fuzz.targets import TARGETS
 
 
 def cpu_seconds() -> float:
-    """Seconds of CPU that processes have taken which this one started, and which have ended."""
+    """CPU seconds of ended child processes."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="make fuzz", description="Seeded damage for everything that reads.")
-    parser.add_argument("--target", action="append", choices=TARGETS, help="only this one; may be repeated")
+    parser = argparse.ArgumentParser(prog="make fuzz", description="Runs all readers on input with seeded damage.")
+    parser.add_argument("--target", action="append", choices=TARGETS, help="only this target; may be repeated")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--times", type=int, default=10, help="cases: so many times those of `make test`")
-    parser.add_argument("--cases", type=int, help="cases of each target instead")
-    parser.add_argument("--case", type=int, help="this case alone, as it failed")
+    parser.add_argument("--times", type=int, default=10, help="multiple of the number of cases in `make test`")
+    parser.add_argument("--cases", type=int, help="number of cases for each target, instead of --times")
+    parser.add_argument("--case", type=int, help="only this case, such as one that failed")
     asked = parser.parse_args()
     whole = Found()
     for name in asked.target or TARGETS:

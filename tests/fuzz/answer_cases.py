@@ -1,4 +1,4 @@
-"""Answers of a model at its worst: marks, names and values in any order, cut anywhere, against damaged schemas."""
+"""Malformed answers of a model: marks, names and values in any order, cut anywhere, with damaged schemas."""
 
 import json
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ PARTS = (
 
 @contextmanager
 def answers(folder: Path) -> Iterator[Case]:
-    """Taken apart without an error, into the same parts whole and in pieces, of which none is lost."""
+    """Answers are parsed without an error, into the same parts whether whole or in pieces, and no text is lost."""
 
     def case(rng: Random) -> None:
         text = "".join(rng.choices(PARTS, k=rng.randrange(24)))

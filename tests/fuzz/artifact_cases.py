@@ -1,6 +1,6 @@
-"""Damaged artifacts, on the toy: a manifest with right digests, tokenizer files, programs compiled beside it.
+"""Damaged copies of the toy: a manifest with right digests, tokenizer files, recompiled programs.
 
-Whatever is taken must answer the toy's prompts as numpy does.
+If an artifact is accepted, its answers to the toy's prompts must be numpy's.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ TEMPLATES = (
 
 @contextmanager
 def manifests(folder: Path) -> Iterator[Case]:
-    """A manifest whose digests are right: read, inspected, verified, and asked for two tokens."""
+    """A manifest with right digests is read, inspected, verified, and run for two tokens."""
     toy = toy_copy(folder)
     original = json.loads((toy / MANIFEST).read_text())
 
@@ -88,7 +88,7 @@ def manifests(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def calibrations(folder: Path) -> Iterator[Case]:
-    """A calibration beside the toy, mostly with its digests: shown by inspect, and asked for costs."""
+    """A calibration next to the toy, mostly with right digests, is shown by inspect and used for costs."""
     toy = toy_copy(folder)
     manifest = read_manifest(toy)
     ((name, target),) = manifest.targets.items()
@@ -134,12 +134,12 @@ def calibrations(folder: Path) -> Iterator[Case]:
 def recompiled(folder: Path) -> Iterator[Case]:
     """Programs that were compiled on this machine: their records with right digests, their bytes without."""
     toy = toy_copy(folder)
-    os.environ["LING3_CACHE"] = str(folder / "cache")  # of this process alone
+    os.environ["LING3_CACHE"] = str(folder / "cache")  # of this process only
     from ling3export.machine.pjrt import recorded_mesh
 
     cache, small = recompile.cache_folder(), []
     (target,) = read_manifest(toy).targets.values()
-    for cell in target.cells.values():  # the programs of the build: compiling them would take half a minute
+    for cell in target.cells.values():  # reuse the build's programs: compiling them would take half a minute
         key = recompile.cache_key(cell.stablehlo.sha256, recorded_mesh(target.mesh))
         executable = Executable(target.requires, target.mesh, cell.call)
         recompile.store_program(cache, key, (read_checked(toy, cell.exec), executable), lambda text: None)
@@ -159,7 +159,7 @@ def recompiled(folder: Path) -> Iterator[Case]:
             tree = json.loads(files[path])
             del tree["sha256"]
             tree = mutated(rng, tree)
-            with suppress(ValueError, TypeError, AttributeError):  # it has no place for a digest
+            with suppress(ValueError, TypeError, AttributeError):  # the value has no place for a digest
                 tree["sha256"] = sha256_of(tree)
             path.write_bytes(json_text(tree))
         else:
@@ -176,9 +176,9 @@ def recompiled(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def portable(folder: Path) -> Iterator[Case]:
-    """Portable programs whose bytes are not those of their digest: StableHLO's reader, which may abort, sees none."""
+    """Portable programs with wrong digests: they must not reach StableHLO's reader, which may abort."""
     toy = toy_copy(folder)
-    os.environ["LING3_CACHE"] = str(folder / "cache")  # of this process alone
+    os.environ["LING3_CACHE"] = str(folder / "cache")  # of this process only
     from ling3export.machine.pjrt import recorded_mesh
 
     (target,) = read_manifest(toy).targets.values()
@@ -200,11 +200,11 @@ def portable(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def tokenizers(folder: Path) -> Iterator[Case]:
-    """Files of a tokenizer, by right digests: ids, text, streams, and conversations."""
+    """Tokenizer files with right digests are used for ids, text, streams and conversations."""
     from tests.support.short_chats import write_short
     from tests.support.toy_artifact import EOS
 
-    chat.SECONDS = 0.3  # templates that never end are many
+    chat.SECONDS = 0.3  # many templates never end
     write_short(folder, EOS)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, 1], "pad_token_id": 0}))
     files = {path: path.read_bytes() for path in folder.glob("*.json")}
@@ -236,7 +236,7 @@ def tokenizers(folder: Path) -> Iterator[Case]:
 
 
 def toy_copy(folder: Path) -> Path:
-    """The toy artifact, to be damaged, in a process whose jax has its devices."""
+    """A toy artifact that may be damaged, in a process with the devices that it needs."""
     prepare_cpu(2)
     from tests.support.toy_artifact import shared
 
@@ -244,7 +244,7 @@ def toy_copy(folder: Path) -> Path:
 
 
 def check_answers(toy: Path, programs: str = "prebuilt-only") -> None:
-    """Loads the artifact, and compares its answers with numpy's."""
+    """Loads the artifact and compares its answers with numpy's."""
     from ling3export.runners.engine.engine import Engine
     from tests.support.toy_artifact import PROMPTS, answer
 
@@ -255,7 +255,7 @@ def check_answers(toy: Path, programs: str = "prebuilt-only") -> None:
 
 
 def _manifest(rng: Random, original: dict[str, Any]) -> bytes:
-    """A damaged manifest, its digests made anew where it still has a place for them."""
+    """A damaged manifest with right digests, unless the damage removed their places."""
     tree = mutated(rng, original)
     try:
         text = sealed(tree)
@@ -273,7 +273,7 @@ def _manifest(rng: Random, original: dict[str, Any]) -> bytes:
 
 
 def _damaged(rng: Random, data: bytes) -> bytes:
-    """JSON as a tree or as bytes, a template as bytes or another one."""
+    """Damages JSON as a tree or as bytes; damages a template as bytes, or replaces it."""
     try:
         tree = json.loads(data)
     except ValueError:

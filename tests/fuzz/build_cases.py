@@ -1,4 +1,4 @@
-"""Damaged files of the build side: a checkpoint's config, index and shards, the build cache."""
+"""Damaged files of the build side: a checkpoint's config, index and shards, and the build cache."""
 
 import json
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ OPTIONS = Options(paddings=(16, 32), decode_paddings=(4,), tp=2, max_running=4, 
 
 @contextmanager
 def configs(folder: Path) -> Iterator[Case]:
-    """config.json: read, and the plan of what it takes."""
+    """A damaged config.json is read and, if accepted, planned."""
     path, original = folder / "config.json", tiny_fields()
 
     def case(rng: Random) -> None:
@@ -52,7 +52,7 @@ def configs(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def shards(folder: Path) -> Iterator[Case]:
-    """A safetensors file of a checkpoint: its header as JSON of the right length, or any of its bytes."""
+    """A damaged safetensors file of a checkpoint: its header as JSON of the right length, or any of its bytes."""
     path = next(_checkpoint(folder).glob("*00001-of*.safetensors"))
     data = path.read_bytes()
     size = 8 + int.from_bytes(data[:8], "little")
@@ -109,7 +109,7 @@ def forms(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def indexes(folder: Path) -> Iterator[Case]:
-    """The index of a checkpoint; what it takes must be read as it was written."""
+    """The index of a checkpoint; tensors of an accepted index must have the values that were written."""
     path = _checkpoint(folder) / INDEX
     original, wanted = json.loads(path.read_text()), read_checkpoint(folder)
 
@@ -124,8 +124,8 @@ def indexes(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def caches(folder: Path) -> Iterator[Case]:
-    """An entry of the build cache, its key and digest right, or any file of the cache; used, counted and cleaned up."""
-    prepare_cpu(2)  # where the toy is not there yet
+    """An entry of the build cache with right key and digest, or any file of the cache: used, counted and cleaned up."""
+    prepare_cpu(2)  # needed if the toy has not been built yet
     from tests.support.toy_artifact import shared
 
     use, out, config = CacheUse("on", folder / "entries"), folder / "out", Config.from_dict(tiny_fields())
@@ -181,13 +181,13 @@ def caches(folder: Path) -> Iterator[Case]:
 
 
 def printable(text: str) -> None:
-    """Refuses what a terminal would not show as it stands."""
+    """Refuses characters that a terminal would interpret."""
     if not all(line.isprintable() for line in text.split("\n")):
         raise WrongResultError(f"control characters: {text!r}")
 
 
 def read_checkpoint(folder: Path) -> float:
-    """Opens a checkpoint and reads every tensor; their sum."""
+    """Opens a checkpoint and reads every tensor; returns their sum."""
     checkpoint = Checkpoint.open(folder)
     checkpoint.digests()
     for name, form in checkpoint.forms.items():
@@ -205,6 +205,6 @@ def _checkpoint(folder: Path) -> Path:
 
 
 def _places(data: bytes, ending: str) -> list[int]:
-    """Where the tensors of a safetensors file begin whose names end so, counted from the end of its header."""
+    """Starts of the tensors whose names have this ending in a safetensors file, counted from the end of its header."""
     header = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
     return [info["data_offsets"][0] for name, info in header.items() if name.endswith(ending)]

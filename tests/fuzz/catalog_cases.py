@@ -1,4 +1,4 @@
-"""Damaged catalogues: layouts of which one document was changed, with right digests or without; damaged signatures."""
+"""Damaged catalogues: layouts with one changed document, with or without right digests, and damaged signatures."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 
 @contextmanager
 def catalogs(folder: Path) -> Iterator[Case]:
-    """Whatever is taken is what was published; nothing is written outside of the folder that a pull makes."""
+    """An accepted version is the published one, and nothing is written outside of the pulled folder."""
     toy, store = toy_copy(folder), OciLayout(folder / "store")
     image_digest = publish(toy, store, "toy", "1.0.0", Words()).version.image.digest
     index = json.loads((store.folder / "index.json").read_text())
@@ -58,7 +58,7 @@ def catalogs(folder: Path) -> Iterator[Case]:
 
 
 def _write(store: OciLayout, index: dict, image: dict, what: str, data: bytes) -> None:
-    """Puts a document into the layout, and names it by its digest in those above it."""
+    """Writes a document into the layout, and its digest into the documents that refer to it."""
     if what == "record":
         image = image | {"config": image["config"] | _blob(store, data)}
         what, data = "image", json.dumps(image).encode()
@@ -76,13 +76,13 @@ def _blob(store: OciLayout, data: bytes) -> dict[str, object]:
 
 @contextmanager
 def signatures(folder: Path) -> Iterator[Case]:
-    """A signature that was changed lets nothing pass; one beside a good one changes nothing."""
+    """An artifact needs an intact signature of a trusted key; a second, bad signature changes nothing."""
     toy = toy_copy(folder)
     make_key(folder / "key")
     make_key(folder / "other")
     (folder / "keys").mkdir()
     shutil.copy(public_path(folder / "key"), folder / "keys")
-    os.environ[TRUST] = str(folder / "keys")  # of this process alone
+    os.environ[TRUST] = str(folder / "keys")  # of this process only
     sign(toy, folder / "other")
     sign(toy, folder / "key")
     original = json.loads((toy / SIGNATURES).read_text())

@@ -1,4 +1,4 @@
-"""Targets that fail in each way there is: the harness has to find it."""
+"""Targets that fail in every possible way; the harness has to detect each."""
 
 import os
 import time

@@ -53,7 +53,7 @@ def lowered() -> jax.stages.Lowered:
 
 
 def damaged(rng: Random, text: str) -> str:
-    """A text with other numbers and names, and lines that are gone, doubled or moved."""
+    """A text with changed numbers and names, and with removed, doubled or moved lines."""
     names = re.findall(r"%[\w.\-]+", text)
     for _ in range(rng.randint(1, 4)):
         lines = text.splitlines(keepends=True)
@@ -76,7 +76,7 @@ def damaged(rng: Random, text: str) -> str:
 
 
 def use(graph: Graph) -> None:
-    """Everything that the commands do with a graph."""
+    """Does with a graph everything that the commands do."""
     document = json.dumps(summary.document([graph]), allow_nan=False).encode()
     summary.table(graph)
     summary.folded(graph)
@@ -90,7 +90,7 @@ def use(graph: Graph) -> None:
 
 @contextmanager
 def optimized_programs(folder: Path) -> Iterator[Case]:
-    """Optimized HLO, read as a graph and as memory over program order."""
+    """Optimized HLO is read as a graph, and as memory over program order."""
     text = lowered().compile().as_text() or ""
 
     def case(rng: Random) -> None:
@@ -105,7 +105,7 @@ def optimized_programs(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def portable_programs(folder: Path) -> Iterator[Case]:
-    """StableHLO that its own verifier takes: an artifact's digests keep any other bytes away from it."""
+    """StableHLO that its verifier accepts; an artifact's digests keep other bytes away from the reader."""
     shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 64), (9, 64), (16, 64))]
     whole = bytes(export.export(jax.jit(step))(*shapes).mlir_module_serialized)
     text = stablehlo_text(whole)
@@ -126,7 +126,7 @@ def portable_programs(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def packed_texts(folder: Path) -> Iterator[Case]:
-    """Compressed texts, and a few that would be larger than any program; a small one is too large here."""
+    """Compressed texts, some larger than the limit, which is small for this target."""
     hlo.LARGEST = 1 << 22
     text, large = hlo.packed("HloModule a\n" * 1000), hlo.packed("y" * (hlo.LARGEST + 2**20))
 
@@ -140,7 +140,7 @@ def packed_texts(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def summaries(folder: Path) -> Iterator[Case]:
-    """Files of an earlier summary, compared with a program."""
+    """Damaged files of an earlier summary are compared with a program."""
     graph = optimized.read(lowered().compile().as_text() or "", "decode@16", "toy", CONTEXT)
     original = json.loads(json.dumps(summary.document([graph])))
 
@@ -159,8 +159,6 @@ def summaries(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def budgets(folder: Path) -> Iterator[Case]:
-    """Budgets files."""
-
     def case(rng: Random) -> None:
         audit.budgets(mutated_bytes(rng, BUDGETS.encode()).decode(errors="replace"), "budgets.toml")
 

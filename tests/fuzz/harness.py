@@ -1,9 +1,9 @@
 """Runs seeded cases in a process of their own, so that a crash ends that process and not the run.
 
-A target is a context manager that is given an empty folder and yields its case: a function of a ``Random`` that does
-one thing with damaged input. A case is fine if it returns, or raises an error of the project with a printable message.
-It fails with any other exception, with a crash of the process, after LIMIT seconds (more on a machine that is busy), or
-when it takes more than MEMORY.
+A target is a context manager that gets an empty folder and yields its case: a function of a ``Random`` that does one
+thing with damaged input. A case passes if it returns, or if it raises an error of the project with a printable message.
+It fails with any other exception, with a crash of the process, after LIMIT seconds (longer on a busy machine), or when
+it needs more than MEMORY.
 """
 
 import faulthandler
@@ -23,28 +23,28 @@ from pathlib import Path
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.processes import Child, Parent
 
-LIMIT = 10.0  # seconds of a case
-MEMORY = 4 << 30  # bytes of address space that cases may add to what the process has when it is ready
+LIMIT = 10.0  # seconds for a case
+MEMORY = 4 << 30  # bytes of address space that cases may add to the process after its setup
 Case = Callable[[random.Random], object]
 Target = Callable[[Path], AbstractContextManager[Case]]
-FAULT = "fault"  # the file in a target's folder that holds the stacks of a crash or a hang
-TABLE = "tests.fuzz.targets"  # the module whose TARGETS names every target
+FAULT = "fault"  # the file in a target's folder to which the stacks of a crash or a hang are written
+TABLE = "tests.fuzz.targets"  # the module whose TARGETS maps names to targets
 
 
 class WrongResultError(Exception):
-    """Damaged input was taken, and what came of it is not right: other tokens, a dead server, an escape sequence."""
+    """Damaged input was accepted with a wrong result: other tokens, a dead server, or an escape sequence."""
 
 
 @dataclass(frozen=True)
 class Failure:
-    """A case that failed.
+    """A failed case.
 
     Attributes:
-        target: Of which target.
-        seed: The run's.
-        case: Its number.
+        target: The target's name.
+        seed: The seed of the run.
+        case: The number of the case.
         kind: ``traceback``, ``wrong``, ``abort`` or ``hang``.
-        text: What was raised, or what the process said last.
+        text: The exception, or the last output of the process.
     """
 
     target: str
@@ -60,14 +60,17 @@ class Failure:
 
 @dataclass
 class Found:
-    """What a run of cases came to: how many were ``accepted`` and ``refused``, and those that failed."""
+    """The result of a run: the number of ``accepted`` and ``refused`` cases, and the failures."""
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
 
 
 def run(target: str, cases: Sequence[int], seed: int = 0, table: str = TABLE, limit: float = LIMIT) -> Found:
-    """Runs cases of a target, each as if it were alone: its randomness follows from target, seed and number."""
+    """Runs cases of a target.
+
+    A case's randomness depends only on target, seed and number, so it can be repeated alone.
+    """
     found, left = Found(), list(cases)
     while left:
         with (
@@ -89,7 +92,7 @@ def run(target: str, cases: Sequence[int], seed: int = 0, table: str = TABLE, li
                 if reply is None:
                     break
             else:
-                child.send({"seed": None})  # it ends what it has started
+                child.send({"seed": None})  # the target ends the processes that it started
                 child.receive()
     return found
 
@@ -103,11 +106,11 @@ def _worker(target: str, folder: str, table: str, limit: float) -> Iterator[Chil
         yield child
 
 
-IN_THREADS: list[str] = []  # what threads raised since the last case
+IN_THREADS: list[str] = []  # exceptions in threads since the last case
 
 
 def judged(case: Case, rng: random.Random) -> tuple[str, str]:
-    """How a case ended, and what is to be said of it."""
+    """The verdict on a case, and the text of a failure."""
     try:
         case(rng)
     except Ling3Error as error:
@@ -116,30 +119,30 @@ def judged(case: Case, rng: random.Random) -> tuple[str, str]:
         return "wrong", f"a message with control characters: {str(error)!r}"
     except WrongResultError as error:
         return "wrong", str(error)
-    except BaseException:  # panics of Rust libraries are no Exception
+    except BaseException:  # panics of Rust libraries do not inherit from Exception
         return "traceback", traceback.format_exc()[-4000:]
     return "accepted", ""
 
 
 def note_thread(raised: threading.ExceptHookArgs) -> None:
-    """Keeps what a thread raised: whoever started it does not hear of it."""
+    """Records an exception of a thread, which its caller does not see."""
     IN_THREADS.append("".join(traceback.format_exception(raised.exc_type, raised.exc_value, raised.exc_traceback)))
 
 
 def patience(limit: float) -> float:
-    """Seconds until a case hangs: ``limit``, and as many times more as processes share a core at the moment."""
+    """Seconds after which a case counts as a hang: ``limit`` times the number of processes that now share a core."""
     return limit * max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
 
 
 def limit_memory() -> None:
-    """Bounds what this process may take beside what it has."""
+    """Limits the memory that this process may add."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def main() -> None:
-    """Runs cases for the process that started this one."""
+    """Runs cases for the parent process."""
     parent = Parent()
     job = parent.receive()
     target: Target = importlib.import_module(job["table"]).TARGETS[job["target"]][0]
@@ -159,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    importlib.import_module("tests.fuzz.harness").main()  # the one that targets import: its classes are theirs
+    importlib.import_module("tests.fuzz.harness").main()  # use the module that targets import: they raise its classes

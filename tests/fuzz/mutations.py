@@ -1,4 +1,4 @@
-"""Seeded damage: JSON trees with values of other types and sizes in them, and bytes that are flipped, cut or moved."""
+"""Seeded damage: JSON trees with values of other types and sizes, and bytes that are flipped, cut or moved."""
 
 import copy
 import json
@@ -6,8 +6,8 @@ import re
 from random import Random
 from typing import Any
 
-# Spellings that Python's own writer does not make. A text of a tree holds the mark of one until `json_text` puts the
-# spelling in its place.
+# Spellings that Python's JSON writer never produces. A tree has a mark in the place of each; `json_text` replaces the
+# marks by the spellings.
 SPELLINGS = (
     "1e999", "-1e999", "NaN", "Infinity", "-0", "0.1e1", "9" * 5000, "[" * 100_000 + "]" * 100_000, "[" * 40 + "]" * 40,
     '{"a":' * 5000 + "1" + "}" * 5000, "[" * 100_000, "{", '"\\ud800"', '"\\x"', "'a'", "tru", "1 2", "//", "\x1b[2J",
@@ -25,7 +25,7 @@ LENGTHS = (0, 1, 7, 8, 255, 2**16, 2**24, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**64
 
 
 class Twice(str):
-    """A key that stands beside an equal one in a dict, and so twice in the object that is written."""
+    """A key that is unequal to equal text, so that a dict, and the JSON object written from it, has the key twice."""
 
     __slots__ = ()
     __hash__ = object.__hash__
@@ -33,7 +33,7 @@ class Twice(str):
 
 
 def mutated(rng: Random, tree: Any, most: int = 3) -> Any:
-    """A copy of a JSON value with one to ``most`` changes; the original is left as it is."""
+    """A copy of a JSON value with one to ``most`` changes; the original is not changed."""
     root = [copy.deepcopy(tree)]
     for _ in range(rng.randint(1, most)):
         _change(rng, root)
@@ -41,7 +41,7 @@ def mutated(rng: Random, tree: Any, most: int = 3) -> Any:
 
 
 def json_text(tree: Any, indent: int | None = None) -> bytes:
-    """The tree as JSON, its marks replaced by what JSON writers do not write."""
+    """The tree as JSON, with marks replaced by their spellings."""
     return spelled(json.dumps(tree, indent=indent)).encode("utf-8", "surrogatepass")
 
 
@@ -69,7 +69,7 @@ def mutated_bytes(rng: Random, data: bytes, most: int = 4) -> bytes:
                 data = data[:at] + data[at + size :]
             case 6:
                 data = data[:at] + piece * rng.choice((2, 3, 100)) + data[at + size :]
-            case 7:  # a length that is not true
+            case 7:  # a wrong length
                 width, order = rng.choice(((4, "big"), (4, "little"), (8, "little"), (8, "big")))
                 length = (rng.choice(LENGTHS) % 256**width).to_bytes(width, order)
                 at = rng.choice((0, 1, at))
@@ -80,7 +80,7 @@ def mutated_bytes(rng: Random, data: bytes, most: int = 4) -> bytes:
 
 
 def _change(rng: Random, root: list[Any]) -> None:
-    """Changes the tree in ``root`` at one place, which a walk from its root finds."""
+    """Changes the tree in ``root`` at one place, which a random walk from the root selects."""
     holder, key = _place(rng, root)
     old = holder[key]
     match rng.randrange(12):
@@ -90,7 +90,7 @@ def _change(rng: Random, root: list[Any]) -> None:
             holder[key] = f"\ue000{rng.randrange(len(SPELLINGS))}\ue001"
         case 3 | 4 | 5:
             holder[key] = _near(rng, old)
-        case 6:  # what stands elsewhere
+        case 6:  # a value from another place
             other, name = _place(rng, root)
             holder[key] = copy.deepcopy(other[name])
         case 7:  # two values change places
@@ -117,7 +117,7 @@ def _place(rng: Random, root: list[Any]) -> tuple[Any, Any]:
 
 
 def _near(rng: Random, old: Any) -> Any:
-    """A value of the same type, mostly, that could pass for the old one."""
+    """A value that could be mistaken for the old one, mostly of the same type."""
     if isinstance(old, bool) or old is None:
         return rng.choice((True, False, None, int(bool(old)), "true"))
     if isinstance(old, (int, float)):

@@ -1,4 +1,4 @@
-"""Damaged bytes on sockets: bodies and whole requests for a server, greetings for hosts that meet."""
+"""Damaged bytes on sockets: bodies and whole requests for a server, and handshakes between hosts."""
 
 import json
 import socket
@@ -21,9 +21,9 @@ from tests.fuzz.harness import MEMORY, Case, WrongResultError
 from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 from tests.support.serving import RUNNER, Server
 
-WAIT = 8.0  # seconds for a response: less than a case may take
-HEARD: dict[Server, int] = {}  # characters of what a server said that a case has looked at
-PAUSE = 0.2  # seconds, after which a client that sent half a request says that there is no more
+WAIT = 8.0  # seconds to wait for a response: less than the limit of a case
+HEARD: dict[Server, int] = {}  # characters of a server's output that earlier cases have checked
+PAUSE = 0.2  # seconds of silence after which a client half-closes an incomplete request
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 PART = {"type": "text", "text": "x"}
 ASKED = {"model": "toy", "max_tokens": 2, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
@@ -40,7 +40,7 @@ NONCE = "0" * 32
 
 @contextmanager
 def bodies(folder: Path) -> Iterator[Case]:
-    """JSON bodies in right requests, on a server that has to live on."""
+    """Damaged JSON bodies in valid requests; the server has to stay alive."""
     with _server(folder) as server:
 
         def case(rng: Random) -> None:
@@ -60,7 +60,7 @@ def bodies(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def requests(folder: Path) -> Iterator[Case]:
-    """Whole requests, their bytes damaged."""
+    """Whole requests with damaged bytes."""
     with _server(folder) as server:
 
         def case(rng: Random) -> None:
@@ -69,7 +69,8 @@ def requests(folder: Path) -> Iterator[Case]:
             whole = rng.choice(
                 (_request(path, data), _chunked(path, data), _request("/health", b""), _request("/metrics", b""))
             )
-            head = whole.index(b"\r\n\r\n") + 4 if rng.random() < 0.5 else len(whole)  # most bytes mean something there
+            # in half of the cases damage only the head, where most bytes matter
+            head = whole.index(b"\r\n\r\n") + 4 if rng.random() < 0.5 else len(whole)
             whole = mutated_bytes(rng, whole[:head]) + whole[head:]
             _response(_exchange(server, whole, PAUSE))
             _check_alive(server, rng)
@@ -79,7 +80,7 @@ def requests(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def greetings(folder: Path) -> Iterator[Case]:
-    """Hosts that meet while strangers, who have no secret to miss, call host 0; or a stranger answers in its place."""
+    """Hosts meet while other callers reach host 0, or another process answers in place of host 0. No secret is set."""
 
     def case(rng: Random) -> None:
         answering = rng.random() < 0.3
@@ -98,7 +99,8 @@ def greetings(folder: Path) -> Iterator[Case]:
         for peer in (peer for each in calls if not each.exception() for peer in each.result()[0].values()):
             peer.close()
         errors = [error for each in (*calls, *strangers) if (error := each.exception())]
-        for error in sorted(errors, key=lambda each: isinstance(each, Ling3Error)):  # what is no error of ours first
+        # raise errors that are not ours first
+        for error in sorted(errors, key=lambda each: isinstance(each, Ling3Error)):
             raise error
 
     yield case
@@ -106,7 +108,7 @@ def greetings(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def _server(folder: Path) -> Iterator[Server]:
-    """A server of the toy with bounded memory, which does not outlive this process."""
+    """A server of the toy with bounded memory, which ends with this process."""
     bounded = ("prlimit", f"--as={4 * MEMORY}", "setpriv", "--pdeathsig", "KILL", *RUNNER)
     with Server(toy_copy(folder), "--max-requests", 8, "--max-body", 1 << 20, runner=bounded) as server:
         _check_alive(server, None)
@@ -114,7 +116,7 @@ def _server(folder: Path) -> Iterator[Server]:
 
 
 def _request(path: str, data: bytes) -> bytes:
-    """A request whose head is right; the connection is closed behind the response."""
+    """A request with a valid head; the server closes the connection after the response."""
     verb = "POST" if data else "GET"
     lines = (
         f"{verb} {path} HTTP/1.1",
@@ -127,7 +129,7 @@ def _request(path: str, data: bytes) -> bytes:
 
 
 def _chunked(path: str, data: bytes) -> bytes:
-    """The same request, its body in two chunks."""
+    """The same request with its body in two chunks."""
     head = (
         _request(path, data)
         .partition(b"\r\n\r\n")[0]
@@ -138,11 +140,12 @@ def _chunked(path: str, data: bytes) -> bytes:
 
 
 def _exchange(server: Server, data: bytes, patience: float = WAIT) -> bytes:
-    """Sends bytes, and reads until the server closes; one that waits for more hears that there is no more."""
+    """Sends bytes and reads until the server closes; half-closes the connection if the server waits for more."""
     host, port = server.url.removeprefix("http://").split(":")
     received = bytearray()
     with socket.create_connection((host, int(port)), patience) as peer, suppress(ConnectionError):
-        for wait in (patience, WAIT):  # a server takes a client that says so at once for one that has left
+        # half-close only after a wait: a server takes an early half-close for a client that has left
+        for wait in (patience, WAIT):
             try:
                 if not received and wait == patience:
                     peer.sendall(data)
@@ -157,7 +160,7 @@ def _exchange(server: Server, data: bytes, patience: float = WAIT) -> bytes:
 
 
 def _response(data: bytes) -> tuple[int | None, Any]:
-    """Status and JSON of a response, None where the connection was closed without one."""
+    """Status and JSON of a response, or None if the connection was closed without one."""
     if not data:
         return None, None
     head, _, body = data.partition(b"\r\n\r\n")
@@ -165,7 +168,7 @@ def _response(data: bytes) -> tuple[int | None, Any]:
     if words[0] != b"HTTP/1.1" or len(words) < 3 or not words[1].isdigit():
         raise WrongResultError(f"no HTTP: {data[:200]!r}")
     status = int(words[1])
-    if status >= 500 and status != 501:  # which is right for a transfer coding that the server does not know
+    if status >= 500 and status != 501:  # 501 is right for an unknown transfer coding
         raise WrongResultError(f"status {status}: {data[:500]!r}")
     with suppress(ValueError):
         return status, json.loads(body)
@@ -185,7 +188,7 @@ def _check_choices(found: Any, prompt: Any) -> None:
 
 
 def _check_alive(server: Server, rng: Random | None) -> None:
-    """Whether the server runs and has said nothing of an error; now and then, whether its answers are right."""
+    """Checks that the server runs and printed no error, and now and then that its answers are right."""
     new = server.said()[HEARD.get(server, 0) :]
     HEARD[server] = HEARD.get(server, 0) + len(new)
     if server.process.poll() is not None or "Traceback" in new:
@@ -206,14 +209,14 @@ def _message(rng: Random, kind: bytes, tree: Any) -> bytes:
 
 
 def _welcomed(host: Hosts) -> tuple[dict[int, socket.socket], int]:
-    """Host 0's part until the other host is there and knows it."""
+    """Host 0's part until the other host has joined and got the welcome."""
     peers, port = meet(host, IDENTITY)
     welcome(peers, port)
     return peers, port
 
 
 def _call(host: Hosts, rng: Random) -> None:
-    """Greets host 0 as host 1 would or nearly so, and leaves."""
+    """Greets host 0 like host 1, perhaps with damage, and leaves."""
     with suppress(OSError), socket.create_connection(host.address, 1) as peer:
         theirs = json.loads(handshake.receive(peer)[1])["nonce"]
         proof = handshake.proof_of(host.secret, handshake.ROLES[0], (theirs, NONCE), 1)
@@ -222,7 +225,7 @@ def _call(host: Hosts, rng: Random) -> None:
 
 
 def _answer(rng: Random, bound: socket.socket) -> None:
-    """Answers the next caller as host 0, with a damaged challenge, or a damaged welcome behind right proofs."""
+    """Answers the next caller as host 0, with a damaged challenge, or with right proofs and a damaged welcome."""
     with bound, suppress(OSError, ValueError):
         bound.settimeout(3)
         peer, _ = bound.accept()

@@ -1,4 +1,4 @@
-"""Damaged input of the runner: prompt files on a running engine, folders of evaluations, and task files."""
+"""Damaged input of the runner: prompt files for a running engine, folders of evaluations, and task files."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ LINES = (
 
 @contextmanager
 def prompts(folder: Path) -> Iterator[Case]:
-    """A prompt file: read, and completed by an engine that has to live on."""
+    """A prompt file is read and completed; the engine has to stay alive."""
     toy, path = toy_copy(folder), folder / "prompts.jsonl"
     from ling3export.runners.engine.engine import Engine
     from tests.support.toy_artifact import answer
@@ -60,24 +60,28 @@ def prompts(folder: Path) -> Iterator[Case]:
         yield case
 
 
-SIZES = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 320)  # about where buffers grow and pages fill
+# around the sizes at which buffers grow and pages fill
+SIZES = (0, 1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 320)
 GRAMMARS = (
     Grammar("regex", "[a-z ]{1,40}"),
     Grammar("json", '{"type": "array", "items": {"type": "integer"}}'),
     Grammar("lark", 'start: "yes" | "no" | /[0-9]+/'),
-    Grammar("regex", ".{0,8}", behind="e"),  # once a mark was there
+    Grammar("regex", ".{0,8}", behind="e"),  # the mark must come first
 )
-TOGETHER = 8  # requests of a case, beside the choices of one of them
+TOGETHER = 8  # requests of a case, without the choices of one of them
 CHOICES = (1,) * 12 + (2, 16, 128)
 
 
 @contextmanager
 def together(folder: Path) -> Iterator[Case]:
-    """Requests of all settings at once, of sizes up to every limit: tokens are those of each request alone.
+    """Runs requests with all settings and sizes up to every limit together; tokens must be those of each request alone.
 
-    A case has some 17 requests, so the 180 of ``make test`` compare 3,000;
-    ``make fuzz ARGS="--target together --cases 1200"`` compares 20,000. Choices that take the best token differ in
-    their seeds, which no token depends on: together each has its own, alone one stands for all.
+    A case has some 17 requests, so the 180 cases of ``make test`` compare 3,000. This command compares 20,000:
+
+        make fuzz ARGS="--target together --cases 1200"
+
+    Greedy choices of a request differ only in their seeds, on which no token depends. So one of them is run alone for
+    all.
     """
     toy = toy_copy(folder)
     from ling3export.runners.engine.engine import Engine
@@ -87,7 +91,7 @@ def together(folder: Path) -> Iterator[Case]:
         def case(rng: Random) -> None:
             asked = [request_at_random(rng, engine.limits.context, engine.limits.vocab_size) for _ in range(TOGETHER)]
             first, count = asked[0], rng.choice(CHOICES)
-            if count > 16:  # so many long answers, each once more alone, take longer than a case may
+            if count > 16:  # long answers, each run once more alone, would exceed the time of a case
                 asked[0] = first = replace(first, max_tokens=min(first.max_tokens, 16))
             asked += [first.sampled(replace(first.sampling, seed=choice)) for choice in range(1, count)]
             try:
@@ -108,7 +112,7 @@ def together(folder: Path) -> Iterator[Case]:
 
 
 def request_at_random(rng: Random, context: int, vocab: int) -> Request:
-    """A request whose prompt and answer fill up to the whole context, with any of the settings that there are."""
+    """A request whose prompt and answer may fill the context, with any of the settings."""
     size = rng.choice((1, 2, 15, 16, 17, 31, 32, 33, context - 2, context - 1, rng.randrange(1, context)))
     biased = min(rng.choice((0, 0, *SIZES)), vocab)
     often = rng.random() < 0.5
@@ -144,7 +148,7 @@ def request_at_random(rng: Random, context: int, vocab: int) -> Request:
 
 @contextmanager
 def evaluations(folder: Path) -> Iterator[Case]:
-    """The file of a run, finished or not: read, reported, compared, and continued."""
+    """A run's file, finished or not, is read, reported, compared and continued."""
     suite, config = Suite("s", numbered(4)), RunConfig(batch=2)
     whole, copy = folder / "whole", folder / "copy"
     run_suite(suite, FakeBackend(half), whole, config)
@@ -179,7 +183,7 @@ def evaluations(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def tasks(folder: Path) -> Iterator[Case]:
-    """A task file, JSON or YAML: read, and its tasks checked."""
+    """A task file, JSON or YAML, is read, and its tasks are checked."""
     made = folder / "made.json"
     task = {
         "id": "made",
@@ -216,7 +220,7 @@ def tasks(folder: Path) -> Iterator[Case]:
 
 
 def _damaged(rng: Random, data: bytes) -> bytes:
-    """A line of JSON, as a tree or as bytes."""
+    """Damages a line of JSON, as a tree or as bytes."""
     if rng.random() < 0.2:
         return mutated_bytes(rng, data)
     parts = data.split(b"\n")

@@ -1,4 +1,4 @@
-"""The targets by name with their cases in `make test`, more where a case is cheap; and more cases of `make extras`."""
+"""Targets by name, with their cases in `make test` (more for cheap ones) and the further cases of `make extras`."""
 
 from contextlib import AbstractContextManager
 from importlib import import_module
@@ -8,7 +8,10 @@ from tests.fuzz.harness import Case, Target
 
 
 def of(name: str) -> Target:
-    """A target by its module and function. Its module is imported as it starts: some of the others need jax."""
+    """A target by its module and function.
+
+    The module is imported when the target starts: some of the others need jax.
+    """
 
     def target(folder: Path) -> AbstractContextManager[Case]:
         module, _, function = name.partition(".")

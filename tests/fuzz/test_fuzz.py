@@ -1,4 +1,4 @@
-"""Damaged input of every kind, the same cases in each run; and that the harness finds what it is there to find."""
+"""Damaged input of every kind, with the same cases in each run, and tests of the harness itself."""
 
 import json
 from random import Random
@@ -15,7 +15,7 @@ TREE = {"a": [1, 2.5, None, True, {"b": "text"}], "c": {"d": [], "e": "x"}, "f":
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_damage_is_refused_in_clear_words_or_does_no_harm(name):
-    """Never a traceback, an abort, a hang, a wrong token or an escape sequence."""
+    """There is never a traceback, an abort, a hang, a wrong token or an escape sequence."""
     check(name, range(TARGETS[name][1]))
 
 
@@ -58,7 +58,7 @@ def test_what_is_fine_or_refused_is_no_failure():
 
 
 def test_a_case_alone_is_the_case_of_the_run():
-    """Also behind a case that ended the process; another seed gives other cases."""
+    """Also after a case that ended the process; another seed gives other cases."""
     whole = faulty("reveals").failures
     (alone,) = run("reveals", [4], 0, table="tests.fuzz.faulty").failures
     assert alone == whole[4]

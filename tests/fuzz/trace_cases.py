@@ -1,4 +1,4 @@
-"""Damaged traces of jax's profiler, joined to a program: measured times or an error, within the harness's bounds."""
+"""Damaged traces of jax's profiler are joined to a program, which gives measured times or an error."""
 
 import gzip
 import json
@@ -18,7 +18,7 @@ NAMES = ("copy.1", "while.2", "dot.3")
 
 @contextmanager
 def traces(folder: Path) -> Iterator[Case]:
-    """A trace as the profiler writes it, changed in its values, its text or its compressed bytes."""
+    """A trace as the profiler writes it, with changed values, text or compressed bytes."""
     rows = [
         {
             "ph": "X",

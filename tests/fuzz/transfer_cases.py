@@ -19,12 +19,12 @@ from tests.fuzz.mutations import json_text, mutated, mutated_bytes
 from tests.support.transfers import DESCRIPTION, LAYOUT, bytes_of, file_of, name_of, put, random_state, same, store
 
 NAME, HOST = name_of(7), "127.0.0.1"
-PATIENCE = 60.0  # seconds; both ends close what they are done with, so that only a machine that stands still needs them
+PATIENCE = 60.0  # seconds; both ends close finished connections, so only a stalled machine takes this long
 
 
 @contextmanager
 def objects(folder: Path) -> Iterator[Case]:
-    """Files and segments with damage in their heads or anywhere: a miss, or the very bytes."""
+    """Files and segments, damaged in their heads or anywhere: the reader gets a miss, or the exact bytes."""
     with closing(store("shm", folder)) as shared, closing(store("file", folder)) as files:
 
         def case(rng: Random) -> None:
@@ -45,7 +45,7 @@ def objects(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def pulls(folder: Path) -> Iterator[Case]:
-    """Damaged bytes of a holder that proves the secret: a miss, or the very state."""
+    """Damaged bytes from a holder that knows the secret: the reader gets a miss, or the exact state."""
     with closing(store("http", folder, deadline=PATIENCE)) as taker, socket.create_server((HOST, 0)) as listener:
         listener.settimeout(PATIENCE)
         state = random_state(20)
@@ -79,7 +79,7 @@ def pulls(folder: Path) -> Iterator[Case]:
 
 @contextmanager
 def saved(folder: Path) -> Iterator[Case]:
-    """Damaged bytes of states, half of them with the right digest: refused, or as whole as they say."""
+    """Damaged bytes of states, half of them with the right digest: refused, or complete according to their header."""
     record = {"prompt_ids": [1, 2, 3], "max_tokens": 9, "sampling": {"seed": 3}}
     data = bytes_of(random_state(4), {"state": DESCRIPTION, "request": record})
     head = 8 + int.from_bytes(data[:8], "little")

@@ -1,4 +1,4 @@
-"""What is set before jax starts."""
+"""The environment before jax starts."""
 
 import json
 import os
@@ -48,12 +48,15 @@ def test_what_is_set_and_what_is_left(given, expected):
     ],
 )
 def test_a_late_device_is_waited_for_unless_the_user_says_how_long(given, expected):
-    """Pins that ``generate`` ended with SIGABRT: XLA's own limit of 40 s. A file of flags is the user's affair."""
+    """Regression:
+
+    ``generate`` ended with SIGABRT at XLA's own limit of 40 s. A file of flags is the user's own choice.
+    """
     assert run("prepare_cpu(2); import os; print(os.environ['XLA_FLAGS'])", **given).stdout == f"{expected}\n"
 
 
 def test_the_patience_decides_no_program(monkeypatch):
-    """Else every key of the caches would change with it, and a run of an evaluation could not be resumed."""
+    """Otherwise every key of the caches would change with it, and a run of an evaluation could not be resumed."""
     for flags, kept in (
         (environment.PATIENCE, {}),
         ("", {}),
@@ -65,7 +68,7 @@ def test_the_patience_decides_no_program(monkeypatch):
 
 
 def test_jax_that_was_imported_before_starts_on_the_processor_too():
-    """Pins that programs for cpu were refused on a machine with a card, where jax was imported before the target."""
+    """Regression: programs for cpu were refused on a machine with a card, where jax was imported before the target."""
     said = run("import jax; prepare_cpu(3); print(jax.config.jax_platforms, jax.devices())")
     assert said.stdout == "cpu [CpuDevice(id=0), CpuDevice(id=1), CpuDevice(id=2)]\n"
     said = run("import jax; prepare_cpu(3); print(jax.config.jax_platforms)", JAX_PLATFORMS="tpu,cpu")
@@ -73,7 +76,7 @@ def test_jax_that_was_imported_before_starts_on_the_processor_too():
 
 
 def test_receipts_leave_the_import_of_jax_to_the_loader():
-    """It knows what jax needs in the environment only once it has chosen the target."""
+    """The loader knows jax's environment only after it has chosen the target."""
     imports = "import sys, ling3export.verify.measure, ling3export.runners.calibrate.vectors"
     said = run(f"{imports}; print('jax' in sys.modules)")
     assert said.stdout == "False\n"
@@ -97,7 +100,7 @@ print(jax.jit(jax.shard_map(add, mesh=mesh, in_specs=P("tp"), out_specs=P()))(np
 @pytest.mark.jit
 @pytest.mark.parametrize(("seconds", "code", "said"), [(1, -signal.SIGABRT, ""), (60, 0, "[3]\n")])
 def test_xla_obeys_the_limit_for_a_device_that_is_six_seconds_late(seconds, code, said):
-    """Pins that this jaxlib knows both flags and that the second one is what ends such a process."""
+    """Checks that this jaxlib knows both flags, and that the second one ends such a process."""
     done = run(LATE, XLA_FLAGS=f"--xla_cpu_collective_call_warn_stuck_timeout_seconds=1 {LIMIT}={seconds}")
     assert (done.returncode, done.stdout) == (code, said), done.stderr
     assert ("Termination timeout" in done.stderr) == (code != 0)

@@ -1,4 +1,4 @@
-"""Executables as files: saved here, run in processes that have compiled nothing."""
+"""Executables as files: saved by this process, run in processes that have compiled nothing."""
 
 import json
 import os
@@ -23,14 +23,14 @@ from tests.support import toy_program
 pytestmark = pytest.mark.jit
 
 TOY = Path(toy_program.__file__)
-# A process of its own: no settings of this one's jax, and the packages of this checkout.
+# A process without this one's settings of jax, which imports the packages of this checkout.
 CLEAN = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "XLA_"))} | {
     "PYTHONPATH": str(TOY.parents[2])
 }
 
 
 def run(*arguments: object, **variables: str) -> dict:
-    """The JSON line that a fresh process prints. XLA's own log lines on stderr are no failure."""
+    """The JSON line that a fresh process prints; XLA's log lines on stderr are ignored."""
     command = [sys.executable, "-W", "error", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, env=CLEAN | variables, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -148,7 +148,7 @@ def test_bytes_are_given_only_where_the_cache_is_off():
 
 
 def test_an_executable_never_comes_from_the_persistent_cache(tmp_path):
-    """Pins: an executable out of jax's cache is serialized without its code, and fails in every other process."""
+    """Regression: an executable from jax's cache is serialized without its code, and fails in every other process."""
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -160,7 +160,7 @@ def test_an_executable_never_comes_from_the_persistent_cache(tmp_path):
     compiles = pjrt.CompileCounter()
     try:
         with pjrt.no_compilation_cache():
-            pass  # forgets the folder that the tests keep
+            pass  # leaves the folder that the tests keep
         for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
             jax.config.update(name, value)
         for _ in range(2):
@@ -179,7 +179,7 @@ def test_an_executable_never_comes_from_the_persistent_cache(tmp_path):
             jax.monitoring.record_event("/jax/compilation_cache/cache_hits")
     finally:
         with pjrt.no_compilation_cache():
-            pass  # forgets the folder
+            pass  # leaves the folder
         for name, value in before.items():
             jax.config.update(name, value)
 
@@ -209,7 +209,7 @@ print(json.dumps({"error": float(abs(np.asarray(inverse) - np.eye(9)).max()), "c
 
 
 def test_lapack_works_in_a_process_that_traced_nothing(tmp_path):
-    """Pins: XLA's LAPACK calls are null pointers, and the first one a segfault, until jax traces one."""
+    """Regression: XLA's LAPACK calls are null pointers until jax traces one; the first call was a segfault."""
     with pjrt.no_compilation_cache():
         shape = jax.ShapeDtypeStruct((9, 9), jnp.float32)
         solve = jax.jit(lambda a, b: jax.scipy.linalg.solve_triangular(a, b, lower=True))

@@ -1,4 +1,4 @@
-"""Every kind of cell, for every platform, is StableHLO alone: so each stands under the date that its target says."""
+"""Every kind of cell for every platform contains only StableHLO, so that the date in its target is a promise."""
 
 from types import SimpleNamespace
 
@@ -25,7 +25,7 @@ SPLIT = {"attend", "dispatch", "experts", "combine", "head"}
 
 @pytest.mark.parametrize("target", ["cpu@2", "tpu:v6e:2x2", "cuda:h100"])
 def test_every_kind_of_cell_is_stablehlo_without_a_custom_call(target: str):
-    """For a card no prefill could be written for a while: there jax.s cumulative sums have no portable form."""
+    """Regression: for a card, jax's cumulative sums have no portable form, so no prefill could be written."""
     config = Config.from_dict(config_fields("micro", SMALL))
     plan = make_plan(config, Options(**SIZES, afd=True, snapshots=6, score_paddings=(16,)), target)
     assert {cell.phase for cell in plan.cells} == WHOLE | SPLIT

@@ -1,4 +1,4 @@
-"""Which target runs, and the ladder's three verdicts, without jax and without an artifact."""
+"""The choice of the target, and the three verdicts for a program, without jax and without an artifact."""
 
 import os
 from types import SimpleNamespace
@@ -17,7 +17,7 @@ REQUIRES = {
 
 
 def target(platform="cpu", devices=2, processes=1, tiers=("stablehlo", "exec")):
-    """What a verdict looks at, and no more."""
+    """A target with only the fields that a verdict reads."""
     file = schema.FileRecord("x", 0, "0" * 64)
     cells = {name: SimpleNamespace(exec=file if "exec" in tiers else None) for name in ("prefill@16", "decode@16")}
     mesh = schema.Mesh("tp", tuple(range(devices)), tuple(place % processes for place in range(devices)))
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused_with_what_was_found_and_a_hint(record, mac
 
 
 def test_the_hint_for_another_platform_is_a_command_to_copy(monkeypatch):
-    """It ended with `--target TARGET`, and left the reader to guess what this machine is called."""
+    """Regression: the hint ended with `--target TARGET`, and the reader had to guess this machine's name."""
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     with pytest.raises(ArtifactError) as caught:
         enforce(judge(target("tpu"), here()), "prebuilt-only", "tpu-v6e-2x1-tp2", "a.ling3")
@@ -162,7 +162,7 @@ def test_no_target_that_fits_or_more_than_one_is_a_question(targets, wanted, sai
 
 
 def test_libtpu_looks_for_no_tpu_where_there_is_no_device(monkeypatch):
-    """It once printed a page of messages before the verdict; a user's JAX_PLATFORMS is left alone."""
+    """Regression: libtpu printed a page of messages before the verdict. A user's JAX_PLATFORMS is not changed."""
     monkeypatch.setattr(targets, "TPU_DEVICES", ("no such device",))
     for given, found in ((None, "cpu"), ("tpu", "tpu")):
         monkeypatch.setenv("JAX_PLATFORMS", given or "")

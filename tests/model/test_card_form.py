@@ -1,4 +1,4 @@
-"""The form of the steps of one card, on CPU: the chosen experts alone, whole page tables."""
+"""The form of the steps for one card, on CPU: only chosen experts are multiplied, and whole page tables are read."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ def direct(case: Case) -> Quick:
 
 
 def multiplied(direct: Quick, x: np.ndarray, layer: int, valid: np.ndarray) -> np.ndarray:
-    """What the experts of a layer make of ``x``."""
+    """Output of a layer's experts for ``x``."""
 
     def body(params, x, valid):
         return bind(direct.config, direct.geometry)(params).moe(x, layer, valid)
@@ -63,7 +63,7 @@ def by_hand(direct: Quick, x: np.ndarray, layer: int, valid: np.ndarray) -> np.n
 @pytest.mark.parametrize("rows", [1, 3, "most"])
 @pytest.mark.parametrize("layer", [0, 2])
 def test_chosen_experts_make_what_a_loop_over_them_makes(direct: Quick, rows: int | str, layer: int):
-    """Random rows, of which the second and last are padding: these have the shared expert alone."""
+    """The second and the last row are padding: their output is that of the shared expert only."""
     config = direct.config
     count = config.num_experts // config.num_experts_per_tok if isinstance(rows, str) else rows
     assert moe.form_of(count, config, direct.geometry) == "chosen"
@@ -77,7 +77,7 @@ def test_chosen_experts_make_what_a_loop_over_them_makes(direct: Quick, rows: in
 
 @pytest.mark.parametrize("alike", [0, 32])
 def test_batches_of_every_expert_make_what_a_loop_over_them_makes(direct: Quick, alike: int):
-    """Random rows, a quarter is padding; with rows ``alike``, some experts have more than a batch has room for."""
+    """A quarter of the rows is padding. With rows ``alike``, some experts get more rows than a batch holds."""
     config, count = direct.config, 40
     size = card.batch_rows(count * config.num_experts_per_tok, config.num_experts)
     assert moe.form_of(count, config, direct.geometry) == "grouped"
@@ -92,7 +92,10 @@ def test_batches_of_every_expert_make_what_a_loop_over_them_makes(direct: Quick,
 
 
 def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are(direct: Quick):
-    """A padding row of NaN, and a sequence's: the router's order of NaN is any, and no number comes of it."""
+    """NaN in a padding row, and in a sequence's row.
+
+    The router may order NaN anyhow, but no other number may change.
+    """
     x = np.random.default_rng(0).normal(size=(3, direct.config.hidden_size)).astype(np.float32)
     valid = np.array([True, True, False])
     right = multiplied(direct, x, 0, valid)
@@ -106,7 +109,7 @@ def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are(direct: Quic
 
 
 def test_a_decode_step_sees_nothing_behind_its_sequences(case: Case, direct: Quick):
-    """Nor a page of NaN that a table names behind a sequence's last, nor rows behind it in its own page."""
+    """Neither a page of NaN after a sequence's last one in its table, nor rows after its end in the last page."""
     direct.reset()
     for slot, (prompt, _) in enumerate(zip(case.prompts, case.expected, strict=True), 1):
         direct.sequence(32, prompt[:-1], slot=slot)
@@ -124,7 +127,7 @@ def test_a_decode_step_sees_nothing_behind_its_sequences(case: Case, direct: Qui
 
 
 def test_attending_whole_tables_agrees_with_a_plain_softmax():
-    """Random lengths, none among them, and tables that name pages in any order."""
+    """Random lengths, including 0, and tables with pages in any order."""
     rng = np.random.default_rng(0)
     rows, heads, page, rank, width = 5, 3, 4, 8, 11
     pool = rng.normal(size=(2, 21, page, width)).astype(np.float32)

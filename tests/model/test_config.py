@@ -1,4 +1,4 @@
-"""config.json is read strictly: what is accepted, what is refused and in which words."""
+"""config.json is read strictly: accepted and refused configs, and the error for each."""
 
 import json
 import time
@@ -15,7 +15,7 @@ from ling3export.model.config import FIXED, OPTIONAL, READ, YARN, Config
 
 TINY = config_fields("full", {})
 
-# What the public releases of the same architecture add or set otherwise.
+# Fields that the public releases of the same architecture add or set to other values.
 PUBLIC = TINY | {
     "rope_theta": 6000000,
     "rope_parameters": {"partial_rotary_factor": 0.5, "rope_theta": 6000000, "rope_type": "default"},
@@ -89,7 +89,7 @@ def test_flash_structure():
 
 
 def test_yarn_is_read_under_each_of_its_names_and_doubles_the_context():
-    """As ``rope_scaling`` with ``type`` or ``rope_type``, or as transformers 5 writes it, in ``rope_parameters``."""
+    """The names are ``rope_scaling`` with ``type`` or ``rope_type``, and transformers 5's ``rope_parameters``."""
     scaling = {name: value for name, value in YARN_OF.items() if name != "rope_type"}
     parameters = YARN_OF | {"rope_theta": 6000000, "partial_rotary_factor": 0.5}
     found = [
@@ -106,7 +106,7 @@ def test_yarn_is_read_under_each_of_its_names_and_doubles_the_context():
 
 
 def test_partial_rotary_factor_is_not_applied_to_the_rope_dimensions_again():
-    """It says that 64 of a head's 128 dimensions turn; these 64 have 32 frequencies, with it and without."""
+    """The factor says that 64 of a head's 128 dimensions turn; these 64 have 32 frequencies, with it or without."""
     plain = PUBLIC | {"rope_parameters": {"rope_theta": 6000000, "rope_type": "default"}}
     for fields in (plain, PUBLIC, PUBLIC | {"partial_rotary_factor": 0.5}):
         np.testing.assert_allclose(Config.from_dict(fields).rope_frequencies, 6e6 ** (-np.arange(32) / 32))
@@ -114,16 +114,16 @@ def test_partial_rotary_factor_is_not_applied_to_the_rope_dimensions_again():
 
 @pytest.mark.parametrize("scaling", [{}, {"rope_scaling": YARN_OF}], ids=["none", "yarn"])
 def test_a_config_goes_to_another_process_as_json(scaling):
-    """No build had a compiling process that could read YaRN's part of its task."""
+    """Regression: a build's compiling process could not read YaRN's fields in its task."""
     config = Config.from_dict(PUBLIC | scaling)
     assert from_json(Config, json.loads(json.dumps(to_json(config)))) == config
 
 
 def test_yarn_has_deepseek_v3s_frequencies_and_magnitudes():
-    """Factor 40 over 4096 tokens, 64 dimensions, theta 10000: DeepSeek-V3's own setting, worked out by hand.
+    """DeepSeek-V3's own setting, computed by hand: factor 40 over 4096 tokens, 64 dimensions, theta 10000.
 
-    A pair turns 32 times within 4096 tokens at 10.47 of 32 pairs, so the ramp begins at 10, and once at 22.5: it ends
-    at 23. The attention's scale grows by (0.1 ln 40 + 1)².
+    Pair 10.47 of 32 turns 32 times within 4096 tokens, so the ramp begins at 10; pair 22.5 turns once, so it ends at
+    23. The attention's scale grows by (0.1 ln 40 + 1)².
     """
     given = {"type": "yarn", "factor": 40, "original_max_position_embeddings": 4096, "mscale": 1, "mscale_all_dim": 1}
     config = Config.from_dict(TINY | {"rope_scaling": given})
@@ -138,7 +138,7 @@ def test_yarn_has_deepseek_v3s_frequencies_and_magnitudes():
 
 
 def test_limits_count_for_the_layer_whose_number_they_have():
-    """Null, 0 and what is past the list's end are no limit; the dense layers have none."""
+    """Null, 0 and entries after the list's end mean no limit; dense layers have none."""
     config = Config.from_dict(
         FLASH | {"expert_swiglu_limit_list": [7, 7, None, 0, 10], "share_expert_swiglu_limit_list": [0] * 42}
     )
@@ -337,14 +337,14 @@ def test_an_artifact_and_the_name_of_a_download_in_place_of_a_checkpoint_get_the
 
 
 def test_another_architecture_is_refused_as_such():
-    """A Llama config was refused by 28 fields that it lacks."""
+    """Regression: the error for a Llama config listed the 28 fields that it lacks."""
     llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "vocab_size": 32000}
     assert refusal(llama) == (
         'config field `architectures`: expected ["BailingMoeV3ForCausalLM"], found ["LlamaForCausalLM"], '
         "in config.json\nhint: no other value is modelled"
     )
     assert 'config field `model_type`: expected "bailing_hybrid", found "llama"' in refusal({"model_type": "llama"})
-    ling_2_6 = TINY | {"architectures": ["BailingMoeV2_5ForCausalLM"]}  # its model_type is bailing_hybrid, too
+    ling_2_6 = TINY | {"architectures": ["BailingMoeV2_5ForCausalLM"]}  # the model_type is bailing_hybrid here, too
     assert 'expected ["BailingMoeV3ForCausalLM"], found ["BailingMoeV2_5ForCausalLM"]' in refusal(ling_2_6)
 
 
@@ -356,12 +356,12 @@ def test_another_architecture_is_refused_as_such():
     ],
 )
 def test_a_config_whose_tensors_nobody_could_list_is_refused_at_once(fields, message):
-    """A billion experts listed a billion names first."""
+    """Regression: for a billion experts, a billion names were listed first."""
     assert message in refusal(TINY | fields)
 
 
 def test_many_fields_cost_no_more_than_their_number():
-    """40,000 fields were compared with each other."""
+    """Regression: 40,000 fields were compared with each other."""
     began = time.process_time()
     Config.from_dict(TINY | {f"mtp_{number}": number for number in range(40_000)})
     assert "such field" in refusal(TINY | {f"x{number}": number for number in range(40_000)})

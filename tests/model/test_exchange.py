@@ -1,4 +1,4 @@
-"""copy, fetch and store: a sequence's state goes through them bit for bit, whatever the TP and the form."""
+"""copy, fetch and store move a sequence's state bit for bit, in every TP and form."""
 
 from pathlib import Path
 
@@ -27,21 +27,21 @@ class Mover(Quick):
         return {name: np.asarray(value) for name, value in out.items()}
 
     def place_of(self, page: int) -> int:
-        """Where a page lies in the whole pool: each device of a striped one has its own, and a dummy before them."""
+        """Index of a page in the pool's array. In a striped pool, each device has its own pages, after a dummy page."""
         if not self.geometry.striped:
             return page
         tp, each = self.geometry.tp, self.geometry.pages // self.geometry.tp + 1
         return (page - 1) % tp * each + (page - 1) // tp + 1
 
     def listed(self, slot: int) -> np.ndarray:
-        """The pages of a slot as a call lists them: where they are striped, those of the first device first."""
+        """A slot's pages in the order of a call: in a striped pool, those of the first device come first."""
         pages, tp = self.tables[slot][:PAGES], self.geometry.tp
         if not self.geometry.striped:
             return pages
         return np.concatenate([pages[(pages - 1) % tp == device] for device in range(tp)])
 
     def fetch(self, slot: int):
-        """The state of a slot; its latents in the order of their positions."""
+        """The state of a slot, with latents in the order of their positions."""
         out, listed = self.move("offload", PAGES, slot=[slot], page=self.listed(slot)), list(self.listed(slot))
         order = [listed.index(page) for page in self.tables[slot][:PAGES]]
         return out | {"mla_latent": out["mla_latent"][:, order]}
@@ -63,7 +63,7 @@ def mover(case: Case, tp: int, form: str) -> Mover:
 
 
 def marked(machine: Mover, seed: int) -> dict[str, np.ndarray]:
-    """A state that no model gave, with another number in every place."""
+    """An artificial state with a different number in every place."""
     rng, values = np.random.default_rng(seed), dict(machine.step("onload", PAGES)[0].arguments[2])
     del values["packed"]
     return {name: rng.standard_normal(value.shape).astype(value.dtype) for name, value in values.items()}
@@ -74,7 +74,7 @@ def test_what_is_stored_is_fetched_again_bit_for_bit_in_any_tp_and_form(case, so
     one, other = mover(case, *source), mover(case, *target)
     given = marked(one, 1)
     one.store(2, given)
-    # The pools have the heads of all devices in one order, whatever the TP: that of the given arrays.
+    # Whatever the TP, the pools have the heads of all devices in one order: that of the given arrays.
     for name in ("kda_recurrent", "kda_conv"):
         assert np.asarray(one.state[name])[:, 2].tobytes() == given[name].tobytes(), name
     pages = np.asarray(one.state["mla_latent"])

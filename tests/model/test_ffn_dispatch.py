@@ -1,4 +1,4 @@
-"""ffn_worker_batching against the published example, against a numpy oracle written from its contract, and exported."""
+"""ffn_worker_batching against the published example and a numpy oracle of its contract, also after export."""
 
 import re
 from typing import Any
@@ -99,7 +99,7 @@ def random_case(
     layers: int,
     token_dtype: int | None,
 ) -> tuple[Any, ...]:
-    """Arguments of one case: 0 masks everything, 1 gives all to one expert, 2 names sessions that do not exist."""
+    """Arguments of one case: kind 0 masks everything, 1 sends all to one expert, 2 names sessions that do not exist."""
     ids = rng.integers(-2, experts + 2, (a, bs, k1)).astype(np.int32)
     ids[rng.random(ids.shape) < 0.3] = MASK + int(rng.integers(0, 5))
     if kind < 2:
@@ -114,7 +114,7 @@ def random_case(
 
 @pytest.mark.parametrize("seed", range(len(SHAPES)))
 def test_random_cases_equal_the_oracle_to_the_bit(seed):
-    """50 cases a shape: any bits of floats, fp16, bf16 or int8 with a scale, NaN with payload too, and any masking."""
+    """50 cases for each shape: any bits of floats, fp16, bf16 or int8 with a scale, NaN payloads, any masking."""
     rng, compared = np.random.default_rng(seed), 0
     a, _, bs, k1, width, experts, layers, mode = SHAPES[seed]
     token_dtype = (None, 1, 2, 0)[seed % 4]  # None: floats instead of bytes
@@ -154,7 +154,7 @@ def test_random_cases_equal_the_oracle_to_the_bit(seed):
             assert scales[:count].tobytes() == b"".join(row[0].tobytes()[end : end + 4] for row in rows)
             assert not scales[count:].any()
         places = batch.gather_idx[:count].tolist()
-        assert len(set(places)) == count  # a permutation of what was not masked
+        assert len(set(places)) == count  # a permutation of the unmasked pairs
         compared += count
     assert compared > 0
 

@@ -1,4 +1,4 @@
-"""A decode step cut at the experts: through five programs it gives what one program gives."""
+"""A decode step that is split before the experts: its five programs give the results of the one program."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,15 +20,15 @@ from tests.support.tolerances import FLOAT32, SAME
 
 pytestmark = pytest.mark.jit
 
-ROWS = 3  # of a micro batch; one is padding
+ROWS = 3  # rows of a micro batch; one is padding
 STEPS = 6
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """One group: KDA with a dense MLP, KDA with experts whose SwiGLU has limits, MLA with experts without any.
+    """One group: KDA with a dense MLP, KDA with experts that limit SwiGLU, MLA with experts without a limit.
 
-    test_split.py has a model that has no limits at all.
+    test_split.py has a model without any limits.
     """
     limits = {"expert_swiglu_limit_list": [0, 0.01], "share_expert_swiglu_limit_list": [0, 0.02]}
     return Case(tmp_path_factory.mktemp("case") / "checkpoint", (STEPS,) * 4, num_hidden_layers=3, **limits).expect()
@@ -58,7 +58,7 @@ class Split:
         return out
 
     def exchange(self, sent: list[tuple[int, dict[str, Any]]]) -> list[np.ndarray]:
-        """What FFN workers make of several micro batches, which may be in different layers."""
+        """Results of the FFN workers for several micro batches, which may be in different layers."""
         ids = np.full(self.pairs, MASK, np.int32)
         layers, data = np.zeros(self.pairs, np.int32), np.zeros((self.pairs, *sent[0][1]["tokens"].shape[1:]), "f4")
         at = 0
@@ -77,7 +77,7 @@ class Split:
         return list(results[:at].reshape(shape))
 
     def decode(self, batches: Sequence[Sequence[tuple[int, int, int]]], lag: int = 0) -> list[np.ndarray]:
-        """One step of every micro batch of (slot, position, token), ``lag`` layers apart; the logits of their rows."""
+        """One step of each micro batch of (slot, position, token), ``lag`` layers apart; returns the rows' logits."""
         config, fields = self.direct.config, []
         for rows in batches:
             slots, positions, tokens = zip(*rows, strict=True)
@@ -104,9 +104,9 @@ class Split:
 
 
 def test_a_step_through_the_split_equals_the_fused_one(case: Case):
-    """Two micro batches, in different layers at the same time; state, logits and the next step agree.
+    """Two micro batches in different layers at once; state, logits and the next step agree.
 
-    In the form of accelerators; test_split.py has an artifact in that for cpu.
+    This tests the form for accelerators; test_split.py has an artifact in the form for cpu.
     """
     direct = Quick(case.config, case.read, tp=2, form="tiles")
     split = Split(direct, 2 * ROWS * case.config.num_experts_per_tok)
@@ -133,7 +133,7 @@ def test_a_step_through_the_split_equals_the_fused_one(case: Case):
     ids=["limited", "not limited", "int4", "int4-small"],
 )
 def test_dispatch_experts_and_combine_equal_the_fused_experts(case: Case, layer: int, weights: str):
-    """One layer of many rows, so that tiles hold several; rows that are padding stay as they were."""
+    """One layer of many rows, so that tiles hold several; the output of padding rows is zero."""
     config, rng = case.config, np.random.default_rng(0)
     direct = Quick(config, case.read, weights=weights)
     tokens, top = 40, config.num_experts_per_tok
@@ -161,12 +161,12 @@ def test_dispatch_experts_and_combine_equal_the_fused_experts(case: Case, layer:
     fused, split, int8 = (np.asarray(value)[0] for value in jax.jit(alone)(direct.params))
     assert not split[37:].any() and not int8[37:].any()
     assert relative(split[:37], fused[:37]) < SAME
-    # A rounding of at most half of a 127th of a row's largest number; what a limit cuts off, it changes more.
+    # Rounding adds at most half of 1/127 of a row's largest number; where a limit cuts values off, it may change more.
     assert layer == 0 or 1e-3 < relative(int8[:37], fused[:37]) < 3e-2
 
 
 def test_tokens_of_8_bits_are_as_near_as_their_scale_says():
-    """Also a row of zeros, and one whose largest number is negative."""
+    """Also a row of zeros, and one whose largest magnitude is negative."""
     x = np.random.default_rng(0).standard_normal((5, 7)).astype(np.float32) * 10.0 ** np.arange(-12, 13, 6)[:, None]
     x[2], x[3, 4] = 0, -9e9
     rows = np.asarray(jax.jit(quantized)(x.astype(np.float32)))

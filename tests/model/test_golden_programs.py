@@ -1,6 +1,6 @@
-"""The true Ling3-Tiny for a v6e 4x4 slice, compiled here: its cells keep every rule and cost what their budgets say.
+"""The true Ling3-Tiny, compiled for a v6e 4x4 slice: its cells keep every rule and stay within their budgets.
 
-Minutes on two cores, seconds where no source changed. After a change that is meant: ``make budgets``.
+This takes minutes on two cores, and seconds if no source has changed. After an intended change, run ``make budgets``.
 """
 
 import os
@@ -21,10 +21,10 @@ def limits_of(model: str) -> Budgets:
 @pytest.mark.extras
 @pytest.mark.parametrize("model", RECORDED)
 def test_the_programs_keep_their_budgets(model):
-    """And none has become so cheap that its budget would hide the next regression."""
+    """No cell may be so much cheaper than its budget that the budget would hide the next regression."""
     recorded = (BUDGETS / f"{model}.toml").read_text().partition("\n")[0]
     if recorded != toolchain():
-        # Another toolchain than the budget's writes other programs. CI installs the budget's, and does not skip.
+        # Another toolchain writes other programs. CI installs the budget's versions and does not skip.
         assert os.environ.get("LING3_BUDGETS") != "required", f"{toolchain()}, recorded with {recorded}: make budgets"
         pytest.skip(f"{toolchain()}, recorded with {recorded}")
     limits = limits_of(model)
@@ -37,7 +37,7 @@ def test_the_programs_keep_their_budgets(model):
 
 @pytest.mark.extras
 def test_what_moves_states_moves_little_more_than_it_must():
-    """`fetch` moved 1.9 times as much for a while."""
+    """Regression: `fetch` moved 1.9 times as many bytes."""
     times = {name: moved(golden.program) for name, golden in compile_cells("snapshots").items()}
     assert set(times) == {"copy@8", "offload@16", "onload@16"}
     assert max(times.values()) <= MOVED, times

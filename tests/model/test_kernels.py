@@ -1,4 +1,4 @@
-"""The pieces of the model alone, on inputs that a whole model seldom meets, against loops in float64."""
+"""Single parts of the model against loops in float64, on inputs that are rare in a whole model."""
 
 import itertools
 from typing import Any
@@ -25,7 +25,7 @@ HEADS, KEY, VALUE, TOKENS = 2, 24, 20, 5 * CHUNK
 
 
 def random_inputs(gate: str, *, repeated_keys: bool = False, seed: int = 0) -> tuple[np.ndarray, delta.Inputs]:
-    """(state, inputs) in float64; with ``repeated_keys`` one key, written with full strength, all along."""
+    """(state, inputs) in float64; with ``repeated_keys``, all tokens have one key, written at full strength."""
     rng = np.random.default_rng(seed)
     x = random_rows(rng, gate, (TOKENS, HEADS), KEY, VALUE, repeated_keys)
     return rng.normal(size=(HEADS, KEY, VALUE)), x
@@ -65,7 +65,7 @@ def test_kda_forms_equal_a_loop(gate: str, repeated_keys: bool):
 
 @pytest.mark.parametrize("length", [0, 1, 7, 15])
 def test_unused_slots_of_a_chunk_leave_the_state(length: int):
-    """No decay and no strength where there is no token: the state is that of a loop over the tokens alone."""
+    """Unused slots have no decay and no strength: the state is that of a loop over the tokens only."""
     start, x = random_inputs("published")
     x = delta.Inputs(*(y[:CHUNK].copy() for y in x))
     x.g[length:], x.beta[length:] = 0, 0
@@ -74,7 +74,7 @@ def test_unused_slots_of_a_chunk_leave_the_state(length: int):
 
 
 def test_factored_scores_stay_finite_at_the_bound():
-    """Above the diagonal too, where the factors of the last tokens meet: e^75 is near the end of fp32."""
+    """Also above the diagonal, where factors of the last tokens are multiplied: e^75 is near the end of fp32."""
     _, x = random_inputs("saturated")
     k, g = np.swapaxes(x.k[:CHUNK], 0, 1), np.swapaxes(x.g[:CHUNK], 0, 1)
     assert np.all(np.isfinite(delta.scores_factored(*as_float32((k, k, g)))))
@@ -82,7 +82,7 @@ def test_factored_scores_stay_finite_at_the_bound():
 
 @pytest.mark.parametrize("value", [1.0, -1.0, 2.0])
 def test_unit_lower_inverse_of_equal_entries_is_exact(value: float):
-    """Ones: -1 under the diagonal and nothing else. -1: powers of two up to 16384. 2: ±2, from 3^14 that cancel."""
+    """1: only -1 under the diagonal. -1: powers of two up to 16384. 2: ±2, from sums up to 3^14 that cancel."""
     lower = np.tril(np.full((2, 3, CHUNK, CHUNK), value), -1)
     expected = np.linalg.inv(np.eye(CHUNK) + lower)
     found = jax.jit(delta.unit_lower_inverse)(jnp.asarray(lower, jnp.float32))
@@ -124,7 +124,7 @@ def test_rope_at_far_positions():
 
 
 def layouts(rng: np.random.Generator, count: int, experts: int) -> list[np.ndarray]:
-    """Random and extreme choices of experts; ``experts`` stands for a row that is not ours."""
+    """Random and extreme choices of experts; the number ``experts`` marks a row of another device."""
     some = [rng.integers(0, experts + 1, count) for _ in range(20)]
     skewed = [np.minimum(rng.geometric(0.5, count) - 1, experts) for _ in range(5)]
     return [
@@ -148,7 +148,7 @@ def test_tile_layout(count: int, experts: int, rows: int):
         assert len(set(place[ours])) == np.sum(ours)
         np.testing.assert_array_equal(tile_expert[place[ours] // rows], expert[ours])
         np.testing.assert_array_equal(used, np.bincount(place[ours] // rows, minlength=len(tile_expert)))
-        assert np.all(place[ours] % rows < used[place[ours] // rows])  # the first rows of a tile are the taken ones
+        assert np.all(place[ours] % rows < used[place[ours] // rows])  # used rows come first in a tile
         assert all(np.all(np.diff(place[expert == e]) > 0) for e in range(experts))
 
 
@@ -161,7 +161,7 @@ def test_tile_rows_grow_with_the_rows_an_expert():
 
 
 def test_route_equals_the_reference_with_ties():
-    """Scores of few levels, all exact in fp32: ties between experts and between groups go to the lowest index."""
+    """Scores of few values, exact in fp32: ties between experts and between groups go to the lowest index."""
     config = Config.from_dict(config_fields("small", {}))
     rng = np.random.default_rng(0)
     scores, bias = rng.integers(1, 8, (400, 32)) / 8, rng.integers(-2, 3, 32) / 8
@@ -174,7 +174,10 @@ def test_route_equals_the_reference_with_ties():
 
 @pytest.mark.parametrize(("phase", "padding"), [("prefill", 48), ("decode", 5), ("sample", 3)])
 def test_batch_comes_out_as_it_was_packed(phase: str, padding: int):
-    """Floats bit for bit: negative zero, a denormal and infinity too. Fields fill the vector without gap or overlap."""
+    """Floats bit for bit, including negative zero, a denormal and infinity.
+
+    Fields fill the vector without gap or overlap.
+    """
     fields = batch_fields(phase, padding, 7)
     rng = np.random.default_rng(0)
     values: dict[str, np.ndarray] = {}
@@ -192,7 +195,7 @@ def test_batch_comes_out_as_it_was_packed(phase: str, padding: int):
 
 
 def test_chunks_of_a_call():
-    """Slot 2 from its start, two chunks; slot 1 at position 40, one full and one of 3; padding between and after."""
+    """Slot 2 from its start, two chunks; slot 1 at position 40, chunks of 16 and 3; padding between and after."""
     fields = {
         "chunk_slot": [2, 2, 0, 1, 1, 0],
         "chunk_start": [0, 16, 0, 40, 56, 0],

@@ -18,7 +18,7 @@ from tests.support.direct import pack
 
 pytestmark = pytest.mark.jit
 
-VOCAB, ROWS = 320, 3  # 80 tokens a device of four, which begin in the middle of a word of the mask
+VOCAB, ROWS = 320, 3  # 80 tokens on each of four devices, which begin in the middle of a mask's word
 CONFIG = Config.from_dict(config_fields("micro", {}))
 KERNEL = 1e-5
 
@@ -64,7 +64,7 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 
 
 def test_edits_scale_by_sign_then_add_and_rows_count_their_own(adjuster: Adjuster, logits: np.ndarray):
-    """More edits than a block has, in any order and on all devices; row 1 has none, row 2 fewer than stand there."""
+    """More edits than a block has, in any order, on all devices; row 1 has none, row 2 fewer than its block lists."""
     rng = np.random.default_rng(1)
     ids = np.stack([rng.permutation(VOCAB)[:200] for _ in range(ROWS)])
     scale, add = rng.uniform(0.5, 2, ids.shape), rng.normal(size=ids.shape)

@@ -1,4 +1,6 @@
-"""Prompts of many calls, in fp32 against the float64 reference: behind a few pages here, behind 100,000 in `extras`."""
+"""Prompts of many calls, in fp32 against the float64 reference: after a few pages, and in `extras` after 100,000
+tokens.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +16,13 @@ from tests.support.tolerances import FLOAT32
 
 pytestmark = pytest.mark.jit
 
-PAGE, PAGES = 16, 79  # a block of four pages is 64 tokens, and the last one of a full table has three
+PAGE, PAGES = 16, 79  # a block of four pages is 64 tokens; the last block of a full table has three pages
 LENGTH = PAGE * PAGES
 
 
 @pytest.fixture(scope="module")
 def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
-    """A group, and an incomplete one: what the first MLA layer gives at every position goes into the second."""
+    """One layer group and an incomplete one: the first MLA layer's output at every position feeds the second."""
     return Case(
         tmp_path_factory.mktemp("case") / "checkpoint", (LENGTH,) * 2, **FIELDS | {"num_hidden_layers": 3}
     ).expect()
@@ -34,7 +36,7 @@ def compiled(case: Case, request: pytest.FixtureRequest) -> Direct:
 
 @pytest.fixture
 def direct(compiled: Direct) -> Direct:
-    """What freed pages hold must not count, not even what is no number."""
+    """The model with NaN in free pages: their content must not matter."""
     compiled.reset()
     compiled.state = compiled.state | {"mla_latent": compiled.state["mla_latent"] * np.float32(np.nan)}
     return compiled
@@ -42,7 +44,7 @@ def direct(compiled: Direct) -> Direct:
 
 @pytest.mark.parametrize("behind", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, LENGTH - 128])
 def test_a_call_behind_blocks_of_pages(case: Case, direct: Direct, behind: int):
-    """At the borders of pages, of blocks and of the whole table; then a token is decoded, where there is room."""
+    """At the borders of pages, of blocks and of the whole table; then a token is decoded if there is room."""
     ids, expected = case.prompts[0], case.expected[0]
     direct.sequence(128, ids[:behind])
     end = behind + 128
@@ -54,7 +56,7 @@ def test_a_call_behind_blocks_of_pages(case: Case, direct: Direct, behind: int):
 @pytest.mark.parametrize(
     ("behind", "tokens"),
     [
-        ((200, 0), (90, 20)),  # the end of a long prompt beside the beginning of another
+        ((200, 0), (90, 20)),  # the end of a long prompt, with the beginning of another
         ((0, 200), (20, 90)),
         ((0, 200), (90, 3)),  # too few tokens to compute keys and values for
         ((200, 300), (64, 64)),  # two long ones
@@ -73,7 +75,7 @@ def test_calls_that_prompts_share(case: Case, direct: Direct, behind: Sequence[i
 
 
 def errors(direct: Direct, ids: Sequence[int], ends: Sequence[int], expected: np.ndarray) -> list[float]:
-    """Of a prompt that is prefilled on to each of ``ends`` in calls of 512 tokens; the token behind each is decoded."""
+    """Errors of a prompt, prefilled to each of ``ends`` in calls of 512 tokens, and of the next decoded token."""
     found, at = [], 0
     for end in ends:
         while at < end:

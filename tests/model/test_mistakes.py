@@ -1,4 +1,4 @@
-"""Every mistake that docs/model.md lists, planted in the model: the comparison with the reference must show it."""
+"""Plants every mistake that docs/model.md lists in the model; the comparison with the reference must show each."""
 
 import pytest
 
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.extras, pytest.mark.jit]
 
 @pytest.fixture(scope="module")
 def without(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Direct]:
-    """The reference, and the model without a mistake; traced before any is planted."""
+    """The reference and the correct model, traced before any mistake is planted."""
     return mistakes.models(tmp_path_factory.mktemp("mistakes") / "checkpoint")
 
 
@@ -23,7 +23,7 @@ def test_a_mistake_moves_the_logits(without: tuple[Case, Direct], mistake: str, 
 
 @pytest.fixture(scope="module")
 def flash(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Direct]:
-    """The same with YaRN and limits of SwiGLU, as Ling-3.0-flash has them."""
+    """The same with YaRN and limits of SwiGLU, like Ling-3.0-flash."""
     return mistakes.models(tmp_path_factory.mktemp("mistakes") / "flash", **mistakes.FLASH)
 
 
@@ -34,5 +34,5 @@ def test_a_mistake_in_what_flash_adds_moves_the_logits(flash: tuple[Case, Direct
 
 @pytest.mark.parametrize("phase", mistakes.PHASES)
 def test_a_right_recurrence_planted_moves_nothing(without: tuple[Case, Direct], phase: str):
-    """So it is the mistake that shows, not the way in which it is planted."""
+    """This shows that the mistakes are detected, and not the planting itself."""
     assert mistakes.planted(*without, phase, mistakes.recurrence(mistakes.right_token)) < FLOAT32

@@ -1,4 +1,4 @@
-"""Every form of the native kernels that runs here, over random shapes, against plain products in float64."""
+"""Every form of the native kernels that runs on this machine, with random shapes, against float64 products."""
 
 import ctypes
 import platform
@@ -34,7 +34,7 @@ from tests.support.tiny import tiny_fields
 pytestmark = pytest.mark.jit
 
 HERE = [each for each in LEVELS if platform.machine() in each.machines and {*cpu_features()}.issuperset(each.features)]
-# The best form of this machine and the plain one; those between them are of the same source.
+# The best form of this machine and the plain one; forms between them share the source.
 FORMS = [
     pytest.param(level, id=level.name, marks=[pytest.mark.extras] * (level not in (HERE[0], HERE[-1])))
     for level in HERE
@@ -46,11 +46,11 @@ EMULATED = [
 ]
 OF_XLA = pytest.mark.parametrize("geometry", FORMS, indirect=True, scope="module")  # in programs, or by its loader
 ERROR = 1e-6  # fp32 sums of at most 300 products of normal numbers; bf16 operands are exact in fp32
-HIDDEN = 4e-3  # between the two products of an expert stands a rounding to bf16: half an ulp is 2e-3
+HIDDEN = 4e-3  # an expert rounds to bf16 between its two products: half an ulp is 2e-3
 WEIGHTS = 4e-3  # weights of the softmax are rounded to bf16: half an ulp is 2e-3
 CURVES = 3e-6  # exponentials are right to 3e-7, and a decay's exponent is up to 5 times that
 CASES = 4
-addresses = set()  # where the libraries of the forms have their code
+addresses = set()  # code addresses of the forms' libraries
 
 
 @pytest.fixture(params=[*FORMS, *EMULATED], scope="module")
@@ -77,14 +77,14 @@ def draw(rng: np.random.Generator, *shape: int) -> tuple[Any, np.ndarray]:
 
 
 def padded(rng: np.random.Generator, *shape: int) -> tuple[Any, np.ndarray]:
-    """:func:`draw` with rows of padding at the end: zeros, which kernels pass over."""
+    """:func:`draw` with rows of padding at the end: zeros, which kernels skip."""
     value, wide = draw(rng, *shape)
     used = int(rng.integers(1, shape[0], endpoint=True))
     return value.at[used:].set(0), wide[:used]
 
 
 def check(found: jax.Array, expected: np.ndarray) -> None:
-    """All rows of what is expected, and zeros below."""
+    """The first rows are as expected, and the rows after them are zeros."""
     used = len(expected)
     assert relative(found[:used], expected) < ERROR
     assert not np.asarray(found[used:]).any()
@@ -145,7 +145,7 @@ def check_experts(
     limit: float | None,
     hidden_as: Callable[[np.ndarray], np.ndarray] = lambda hidden: hidden,
 ) -> None:
-    """``found`` is what the experts of layer 0 give; ``hidden_as`` says as what the kernel takes what is in between."""
+    """Checks ``found``, the output of layer 0's experts; ``hidden_as`` rounds the values between their products."""
     (tokens, dim), width = x64.shape, up64.shape[-2]
     stacks = zip(up64[:, 0].reshape(-1, 2, width, dim), down64[:, 0].reshape(-1, dim, width), strict=True)
     expected = np.zeros((tokens, dim))
@@ -163,7 +163,7 @@ def check_experts(
 
 @OF_XLA
 def test_the_limits_of_a_models_layers_reach_the_kernel(geometry: Geometry, tmp_path: Path) -> None:
-    """Programs of models with limits called none. The last layer has no limit."""
+    """Regression: programs of models with limits called no kernel. The last layer has no limit."""
     limits = {"expert_swiglu_limit_list": [0, 0.02]}
     case = Case(tmp_path / "checkpoint", (1,), num_hidden_layers=3, **limits)
     direct = Direct(case.config, case.read, dtype="bfloat16")
@@ -189,16 +189,16 @@ def test_the_limits_of_a_models_layers_reach_the_kernel(geometry: Geometry, tmp_
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_the_best_of_many_logits(geometry: Geometry, seed: int) -> None:
-    """As XLA finds it, in rows of any width, where several are the largest, and where logits are not usable, too."""
+    """The results are XLA's for rows of any width, several largest values, and logits that are not finite."""
     rng = np.random.default_rng(seed)
     rows, offset = int(rng.integers(8, 20)), int(rng.integers(1000))
     width = int(rng.integers(1, (40, 600, 20_000, 70_000)[seed]))
     logits = rng.normal(scale=10, size=(rows, width)).astype(np.float32)
-    logits[0] = logits[0, 0]  # all alike
+    logits[0] = logits[0, 0]  # all equal
     logits[1, rng.integers(width, size=3)] = logits[1].max() + 1
     logits[2, 1:] = -np.inf
     logits[3], logits[4, rng.integers(width)], logits[5, rng.integers(width)] = -np.inf, np.inf, np.nan
-    logits[6], logits[7, : width // 2] = 0, 0  # rows of padding are zeros, which are passed over
+    logits[6], logits[7, : width // 2] = 0, 0  # rows of padding are zeros, which are skipped
     most, total, token = np.asarray(calls.best(jnp.asarray(logits), jnp.int32(offset), geometry))
     usable = np.array([0, 1, 2, *range(6, rows)])
     wide = logits[usable].astype(np.float64)
@@ -215,7 +215,7 @@ def config(**changes: Any) -> Config:
 
 @pytest.mark.parametrize("seed", range(CASES))
 def test_the_router_chooses_as_the_reference_does(geometry: Geometry, seed: int) -> None:
-    """Equal scores, too: an expert that repeats another one never comes before it."""
+    """Includes equal scores: an expert that repeats another one never comes first."""
     rng = np.random.default_rng(seed)
     tokens, layers, groups, each, dim = sizes(rng, 70, 3, 5, 9, 300)
     open_groups = int(rng.integers(1, groups, endpoint=True))
@@ -239,7 +239,7 @@ def test_the_router_chooses_as_the_reference_does(geometry: Geometry, seed: int)
 @pytest.mark.parametrize("bound", [-5.0, None], ids=["bounded gate", "unbounded gate"])
 @pytest.mark.parametrize("seed", range(CASES))
 def test_one_token_of_kda(geometry: Geometry, seed: int, bound: float | None) -> None:
-    """States and windows that no row has, and those of rows of padding, stay as they are, bit for bit."""
+    """States and windows that no row uses, and those of padding rows, stay unchanged bit for bit."""
     rng = np.random.default_rng(seed)
     layers, rows, shards, each, key, dim, taps = sizes(rng, 3, 6, 2, 3, 70, 200, 5)
     heads, used, layer, slots = shards * each, int(rng.integers(rows + 1)), int(rng.integers(layers)), rows + 2
@@ -295,14 +295,15 @@ def test_one_token_of_kda(geometry: Geometry, seed: int, bound: float | None) ->
 
 @pytest.mark.parametrize("seed", range(3 * CASES))
 def test_attention_over_pages(geometry: Geometry, seed: int) -> None:
-    """Any lengths, of more than one task, too; a NaN behind a length, or in a page that nobody has, does not count."""
+    """Any lengths, also with several tasks; NaN after a length, or in a free page, does not matter."""
     rng = np.random.default_rng(seed)
     layers, rows, heads, rank, rope, page, columns = sizes(rng, 3, 5, 70, 90, 20, 300, 5)
     pages, layer = rows * columns + 1, int(rng.integers(layers))
     table = 1 + rng.permutation(rows * columns).reshape(rows, columns)
     length = rng.integers(0, page * columns, rows, endpoint=True)
     query, query64 = draw(rng, rows, heads, rank + rope)
-    query, query64 = query / 4, query64 / 4  # exact; so that weights are neither all alike nor one of them all
+    # exact; so that the weights are neither all equal nor concentrated on one position
+    query, query64 = query / 4, query64 / 4
     pool, pool64 = draw(rng, layers, pages, page, rank + rope)
     expected, behind = np.zeros((rows, heads, rank)), np.ones((pages, page), bool)
     for b in range(rows):

@@ -1,4 +1,4 @@
-"""The kernels for quantized weights, at every level that runs here, against the same sums in float64."""
+"""The kernels for quantized weights, at every level that runs on this machine, against the same sums in float64."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,13 +20,13 @@ pytestmark = pytest.mark.jit
 
 ERROR = 1e-6  # sums of groups are fp32
 CASES = 4
-ROW_FORMS = ("int8", "int4", "code4")  # of weights that kernels add up over TP shards, and of experts
+ROW_FORMS = ("int8", "int4", "code4")  # forms of weights that kernels sum over TP shards, and of experts
 EVERY_FORM = pytest.mark.parametrize("form", [*ROW_FORMS, "code6"])
 ROWS_FORM = pytest.mark.parametrize("form", ROW_FORMS)
 
 
 def weights(rng: np.random.Generator, form: str, *shape: int) -> tuple[Quantized, np.ndarray]:
-    """Any values, their extremes often, and scales, as kernels take them; and the weights in float64."""
+    """Quantized weights with random values, often extremes, and scales; and the same weights in float64."""
     values = np.array(FORMS[form].values or range(-(1 << FORMS[form].bits - 1), 1 << FORMS[form].bits - 1))
     q = rng.choice(values, shape)
     q = np.where(rng.random(shape) < 0.1, rng.choice(values[[0, -1]], shape), q)
@@ -43,7 +43,7 @@ def weights(rng: np.random.Generator, form: str, *shape: int) -> tuple[Quantized
 
 
 def rounded(x: np.ndarray) -> np.ndarray:
-    """Rows in 8 bits: each group of 32 as multiples of a 127th of its largest magnitude, in float64 again."""
+    """Rounds rows to 8 bits: each group of 32 becomes multiples of 1/127 of its largest magnitude; returns float64."""
     groups = x.astype(np.float32).reshape(*x.shape[:-1], -1, 32)
     scale = np.abs(groups).max(axis=-1, keepdims=True) / np.float32(127)
     q = np.rint(np.divide(groups, scale, out=np.zeros_like(groups), where=scale > 0))
@@ -51,7 +51,7 @@ def rounded(x: np.ndarray) -> np.ndarray:
 
 
 def rows_of(rng: np.random.Generator, count: int, width: int) -> tuple[Any, np.ndarray]:
-    """Rows of bf16 of very different size, then some of padding; and those before them in 8 bits."""
+    """bf16 rows of very different magnitudes, then padding rows; and the former rounded to 8 bits."""
     used = int(rng.integers(1, count, endpoint=True))
     x = jnp.asarray(rng.normal(size=(count, width)) * 10.0 ** rng.integers(-6, 6, (count, width // 32)).repeat(32, 1))
     x = x.astype(jnp.bfloat16).at[used:].set(0)
@@ -59,7 +59,7 @@ def rows_of(rng: np.random.Generator, count: int, width: int) -> tuple[Any, np.n
 
 
 def check(found: jax.Array, expected: np.ndarray, terms: np.ndarray) -> None:
-    """Sums are right to a small part of the sum of their magnitudes, and zeros below."""
+    """Errors are small relative to the sum of the terms' magnitudes, and the rows after ``expected`` are zeros."""
     used = len(expected)
     error = np.abs(np.asarray(found[:used], np.float64) - expected)
     assert (error <= ERROR * terms).all(), (error / terms).max()
@@ -88,7 +88,7 @@ def test_products_of_any_shape(geometry: Geometry, form: str, rows: int) -> None
 @ROWS_FORM
 @pytest.mark.parametrize("groups", [1, 2, 4, 8, 9, 17])
 def test_sums_over_shards_of_few_groups(geometry: Geometry, form: str, groups: int) -> None:  # noqa: F811
-    """Rows of a weight so short that several fill a vector, and what is not finite in one of them."""
+    """Weights with rows so short that several fit into a vector, and a value that is not finite in one of them."""
     rng = np.random.default_rng(groups)
     for out, rows in ((16, 1), (48, 5), (64, 2), (100, 3), (144, 4), (1600, 1)):
         stored, weights64 = weights(rng, form, 3, 2, out, groups * 32)

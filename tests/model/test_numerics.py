@@ -18,8 +18,8 @@ from tests.support.tolerances import BFLOAT16_MEDIAN, FLOAT32, SAME
 pytestmark = pytest.mark.jit
 
 PADDINGS = (16, 48, 128)
-ROWS = 6  # of a decode step: more than the four slots, so that some are always padding
-# Around the borders of conv taps (4), chunks (16), pages (32) and paddings.
+ROWS = 6  # rows of a decode step: more than the four slots, so that some are always padding
+# Lengths around the borders of conv taps (4), chunks (16), pages (32) and paddings.
 LENGTHS = (1, 2, 3, 4, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 200, 250)
 
 
@@ -38,7 +38,7 @@ def direct(case: Case) -> Direct:
 def test_prompts_of_every_length_through_every_padding(case: Case, direct: Direct, padding: int):
     direct.reset()
     for number, length in enumerate(LENGTHS):
-        which, slot = number % 4, number % 3 + 1  # slots and pages hold what the prompt before left there
+        which, slot = number % 4, number % 3 + 1  # slots and pages still hold the state of the prompt before
         found = direct.sequence(padding, case.prompts[which][:length], slot=slot)
         assert relative(found, case.expected[which][length - 1]) < FLOAT32, length
 
@@ -54,7 +54,7 @@ def test_prefill_cut_into_equal_parts(case: Case, direct: Direct, cut: int):
 def random_prefill(
     rng: np.random.Generator, case: Case, done: list[int], padding: int
 ) -> list[tuple[int, int, list[int]]]:
-    """Parts of random sequences in random order that fill a call at most; sequence n lives in slot n + 1."""
+    """Parts of random sequences in random order that fit into a call; sequence n is in slot n + 1."""
     free, parts = padding // 16, []
     for n in rng.permutation(4).tolist():
         left = len(case.prompts[n]) - done[n]
@@ -63,13 +63,13 @@ def random_prefill(
             parts.append((n + 1, done[n], case.prompts[n][done[n] : done[n] + size]))
             done[n] += size
             free -= -(-size // 16)
-    if free and rng.random() < 0.3:  # padding that is not empty, before real chunks
+    if free and rng.random() < 0.3:  # padding with tokens, before real chunks
         parts.insert(0, (0, 0, [3] * 16))
     return parts
 
 
 def random_decode(rng: np.random.Generator, case: Case, done: list[int]) -> list[tuple[int, int, int]]:
-    """A row for each of some running sequences and padding rows, in random order."""
+    """Rows for some of the running sequences and padding rows, in random order."""
     rows = []
     for n in range(4):
         if 0 < done[n] < len(case.prompts[n]) and rng.random() < 0.7:
@@ -81,7 +81,7 @@ def random_decode(rng: np.random.Generator, case: Case, done: list[int]) -> list
 
 @pytest.mark.parametrize("seed", range(4))
 def test_random_schedules(case: Case, direct: Direct, seed: int):
-    """Four sequences, cut and packed at random, prefill and decode in turn: every logit is right."""
+    """Four sequences, cut and packed at random, with prefill and decode in turn: every logit is right."""
     rng = np.random.default_rng(seed)
     direct.reset()
     done, errors = [0] * 4, []
@@ -110,7 +110,7 @@ def test_packed_equals_alone(case: Case, direct: Direct):
 def test_a_sequence_that_is_not_finite_leaves_the_others_of_its_calls_as_they_are(
     case: Case, direct: Direct, monkeypatch: pytest.MonkeyPatch
 ):
-    """Attention kept a NaN of one sequence at a weight of zero in all others of a prefill call."""
+    """Regression: in a prefill call, attention kept one sequence's NaN in all others, at a weight of zero."""
     ids = [case.prompts[n][:size] for n, size in enumerate((20, 33, 5))]
     bad = next(token for token in ids[0] if token not in ids[1] + ids[2])
     parts = [(n + 1, 0, one) for n, one in enumerate(ids)]
@@ -134,7 +134,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (4, "loops")])
 def test_tensor_parallelism_changes_nothing(short: Case, tp: int, form: Form):
-    """Also pins the form for accelerators, with unrolled layers, against the one for cpu."""
+    """Also compares the form for accelerators, with unrolled layers, with the form for cpu."""
     case, direct = short, Quick(short.config, short.read)
     split = Quick(case.config, case.read, tp=tp, form=form)
     found: list[np.ndarray] = []
@@ -153,7 +153,7 @@ def test_tensor_parallelism_changes_nothing(short: Case, tp: int, form: Form):
 
 
 def test_what_is_not_finite_spoils_no_later_call_and_no_other_row_of_a_step(short: Case):
-    """In the form ``tiles`` one NaN spoiled every later call: padding in slot 0, and whoever got the slot."""
+    """Regression: in the form ``tiles``, a NaN spoiled later calls, in padding and in the slot's next sequence."""
     direct = Quick(short.config, short.read, tp=2, form="tiles")
     ids = [short.prompts[n][:size] for n, size in enumerate((20, 33))]
     bad = next(token for token in ids[0] if token not in [*ids[1], 3])
@@ -170,7 +170,8 @@ def test_what_is_not_finite_spoils_no_later_call_and_no_other_row_of_a_step(shor
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 20, "beta_fast": 4, "mscale_all_dim": 1}
-FLASH = {  # Ling-3.0-flash in small: two dense layers, flat queries, an incomplete last group, YaRN, limits that bite
+# A small Ling-3.0-flash: two dense layers, flat queries, an incomplete last group, YaRN, and limits that change values.
+FLASH = {
     "num_hidden_layers": 7, "layer_group_size": 3, "first_k_dense_replace": 2, "q_lora_rank": None,
     "rope_scaling": YARN | {"mscale": 0.7},
     "expert_swiglu_limit_list": [9, 9, 0.01, None, 0.03, 0, 0.02], "share_expert_swiglu_limit_list": [9, 9, 0.02, 0.01],
@@ -196,7 +197,7 @@ def test_variants_of_the_structure(variant: str, tmp_path: Path):
 
 @pytest.mark.parametrize("fields", [VARIANTS["limits of experts"], {"num_hidden_layers": 4, "rope_scaling": YARN}])
 def test_what_the_variants_set_changes_the_numbers(fields: dict[str, Any], tmp_path: Path):
-    """Else the comparison with the reference would show nothing of it."""
+    """Otherwise the comparison with the reference would not test these fields."""
     case = Case(tmp_path / "with", (60,), **fields).expect()
     plain = Case(tmp_path / "without", (60,), num_hidden_layers=4).expect()
     assert case.prompts == plain.prompts
@@ -204,7 +205,7 @@ def test_what_the_variants_set_changes_the_numbers(fields: dict[str, Any], tmp_p
 
 
 def test_swiglus_limit_is_behind_silu_and_on_both_sides_of_up():
-    """min(silu(gate), L) · clip(up, -L, L), as vLLM's SwigluStepAndMul; before SiLU a limit of 4 would give 3.93."""
+    """min(silu(gate), L) · clip(up, -L, L), like vLLM's SwigluStepAndMul; a limit of 4 before SiLU would give 3.93."""
     gate, up = (jnp.array(values, jnp.float32) for values in ([10, 10, -1, 1], [3, -9, 9, 2]))
     silu = -1 / (1 + np.e), 1 / (1 + np.exp(-1))
     found = swiglu(gate, up, jnp.float32(4))
@@ -213,14 +214,14 @@ def test_swiglus_limit_is_behind_silu_and_on_both_sides_of_up():
 
 @pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (16, "tiles"), (2, "loops")])
 def test_flash_in_small_is_the_same_on_several_devices(tp: int, form: Form, tmp_path: Path):
-    wide = {"num_attention_heads": 16, "num_experts": 64}  # of which two devices read some for one row
+    wide = {"num_attention_heads": 16, "num_experts": 64}  # two devices read only some of these experts for one row
     case = Case(tmp_path / "checkpoint", (60,), **FLASH | wide).expect()
     split = Quick(case.config, case.read, tp=tp, form=form)
     assert case.error_of_prompt(split, 48, 1, lengths=(17, 50), until=56) < FLOAT32
 
 
 def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A call of more token slots than ``QUERY_BLOCK`` attends block by block; 96 splits into blocks of 32."""
+    """A call with more token slots than ``QUERY_BLOCK`` attends block by block; 96 splits into blocks of 32."""
     monkeypatch.setattr(mla, "QUERY_BLOCK", 40)
     case = Case(tmp_path / "checkpoint", (90, 90), num_hidden_layers=1).expect()
     direct = case.direct()
@@ -231,14 +232,14 @@ def test_queries_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_one_tp_shard_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Layers too large for the caches are multiplied TP shard by TP shard; one row decodes without copies of a pool."""
+    """Layers larger than the caches are multiplied TP shard by TP shard; one row decodes without copying a pool."""
     monkeypatch.setattr(products, "CACHED", 0)
     case = Case(tmp_path / "checkpoint", (60,), num_hidden_layers=4).expect()
     assert case.error_of_prompt(Quick(case.config, case.read), 48, 1, lengths=(33, 54), until=60) < FLOAT32
 
 
 GATES = {
-    # dt_bias of every fourth channel where f_proj is nulled and A_log is 0: log decays of -2.6, -5 and -1e-5 a token.
+    # dt_bias of every fourth channel, with f_proj zero and A_log 0: log decays of -2.6, -5 and -1e-5 a token.
     "bounded": ({"kda_safe_gate": True}, (np.log(2.6 / 2.4), 40.0, -13.1)),
     # The same with -60 a token, which reaches e^-960 over a chunk.
     "unbounded": ({"kda_safe_gate": False}, (np.log(np.expm1(2.6)), 60.0, -11.5)),
@@ -247,7 +248,7 @@ GATES = {
 
 @pytest.mark.parametrize("gate", GATES)
 def test_strong_decay(gate: str, tmp_path: Path):
-    """700 tokens with channels that decay strongly, fully, hardly, and (every fourth) between all and nothing."""
+    """700 tokens with channels of strong, full and hardly any decay, and every fourth channel varying between them."""
     overrides, biases = GATES[gate]
     case = Case(tmp_path / "checkpoint", (700,), num_hidden_layers=2, layer_group_size=2, **overrides)
     original, width = case.read, case.config.head_dim * case.config.num_attention_heads
@@ -257,7 +258,8 @@ def test_strong_decay(gate: str, tmp_path: Path):
         if name.endswith("A_log"):
             return np.zeros_like(value)
         if name.endswith("f_proj.weight"):
-            scale = np.tile([0, 0, 0, 20], width // 4)[:, None]  # the last swings by ten and more from token to token
+            # the last one changes by ten and more from token to token
+            scale = np.tile([0, 0, 0, 20], width // 4)[:, None]
             return (value * scale.astype(value.dtype)).astype(value.dtype)
         if name.endswith("dt_bias"):
             return np.tile(np.array([*biases, -2.0], value.dtype), width // 4)
@@ -271,7 +273,7 @@ def test_strong_decay(gate: str, tmp_path: Path):
 
 
 def test_bfloat16(case: Case):
-    """The median alone: routes flip here, and a flipped one moves its position by up to 0.4 (measured)."""
+    """Only the median is compared: a flipped route moves its position by up to 0.4 (measured)."""
     direct = Quick(case.config, case.read, dtype="bfloat16")
     errors = []
     for n in range(4):

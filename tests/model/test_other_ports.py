@@ -1,4 +1,4 @@
-"""Cases in which other ports of this model, or of its relatives, gave wrong numbers (round 4, lines 24 and 25)."""
+"""Cases in which other ports of this or a related model gave wrong numbers (round 4, lines 24 and 25)."""
 
 from pathlib import Path
 
@@ -59,7 +59,7 @@ def test_single_tokens_go_on_next_to_prompts_that_begin(case: Case, direct: Quic
 
 @pytest.mark.parametrize("cut", [16, 40])
 def test_a_token_is_read_across_chunks_pages_and_calls(case: Case, direct: Quick, cut: int):
-    """The needle is the sixth token; the logits of the last one are those of the whole prompt with it."""
+    """The needle is the sixth token; the last token's logits must be those of the whole prompt with it."""
     ids = list(case.prompts[0])
     ids[5] = (ids[5] + 1) % case.config.vocab_size
     (expected,) = Reference(case.config, case.read).logits_many([ids])
@@ -70,7 +70,7 @@ def test_a_token_is_read_across_chunks_pages_and_calls(case: Case, direct: Quick
 
 
 def test_a_slot_full_of_nan_is_begun_anew(case: Case, direct: Quick):
-    """A freed slot's recurrent and convolution state counted for the next sequence, at a weight of zero."""
+    """Regression: a freed slot's recurrent and convolution state reached the next sequence, at a weight of zero."""
     direct.reset()
     for name in ("kda_recurrent", "kda_conv"):
         direct.state[name] = jnp.full_like(direct.state[name], np.nan)
@@ -87,11 +87,11 @@ def test_the_epsilon_of_tiny_queries_and_keys_is_added_to_the_sum(size: float):
 
 
 def test_4096_steps_of_slow_decay_keep_the_state():
-    """The rounding of a constant decay to fp32 is the same in each step and adds up; nothing else may.
+    """A constant decay, rounded to fp32, has the same error in each step; these add up, but no other error may.
 
-    e^-0.0001 is rounded by 2.16e-8: 4,096 times that are 8.85e-5, and the error is 8.84e-5. Without it, the state's own
+    e^-0.0001 is rounded by 2.16e-8: 4,096 times that is 8.85e-5, and the error is 8.84e-5. Without it, the state's own
     roundings remain, a random walk of 64 steps of 2^-24 (3.3e-6 here). A plain loop of numpy in fp32 has 8.82e-5 and
-    3.4e-6, so fp32 cannot have 1e-6.
+    3.4e-6, so 1e-6 is out of reach of fp32.
     """
     rng, steps, heads, size = np.random.default_rng(0), 4096, 2, 16
     q, k = rng.normal(size=(2, steps, heads, size))
@@ -123,7 +123,7 @@ SIXTEEN |= {"intermediate_size": 1024, "num_hidden_layers": 2, "layer_group_size
 @pytest.mark.extras
 @pytest.mark.parametrize("weights", ["int8", "int4"])
 def test_quantized_weights_at_every_tp_are_what_they_stand_for(tmp_path: Path, weights: str):
-    """Against float64 of the dequantized values, which another program computes."""
+    """Against float64 on the dequantized values, which another implementation computes."""
     case = Case(tmp_path / "checkpoint", (24,), **SIXTEEN)
     reference = Reference(case.config, Dequantized(Checkpoint.open(tmp_path / "checkpoint"), weights).tensor)
     expected = reference.logits(case.prompts[0])

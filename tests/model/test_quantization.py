@@ -1,4 +1,4 @@
-"""Which quantizations of a checkpoint config.json may name, and which modules they leave out."""
+"""The quantizations that a config.json may name, and the modules that they leave out."""
 
 import time
 from typing import Any
@@ -50,7 +50,7 @@ def refusal(fields: dict[str, Any], ignore: list[str] | None = None) -> str:
 
 @pytest.mark.parametrize("said", [FP8_CONFIG, INT4_CONFIG, {"quant_method": "fp8"}])
 def test_the_published_quantizations_are_the_same_model(said: dict[str, Any]):
-    """What is computed is the same, so programs of it fit; it cannot be ignored, as the weights are no numbers."""
+    """The computation is the same, so programs fit; but the field must be read, since the weights are not floats."""
     assert Config.from_dict(TINY | {"quantization_config": said}) == Config.from_dict(TINY)
     found = refusal(TINY | {"quantization_config": said}, ignore=["quantization_config"])
     assert "`quantization_config`: expected an unknown field to ignore, found one with a meaning" in found
@@ -98,7 +98,7 @@ def test_other_quantizations_are_refused_by_name(said: Any, field: str, expected
 
 
 def test_no_regular_expression_takes_long():
-    """The worst that is let through, on a name as long as they come."""
+    """The worst expression that is accepted, applied to the longest name."""
     worst = INT4_CONFIG | {"ignore": ["re:" + ".*a" * 3 + "$"] * 64}
     said = quantization({"quantization_config": worst}, "config.json")
     assert said is not None
@@ -108,7 +108,7 @@ def test_no_regular_expression_takes_long():
 
 
 def test_all_regular_expressions_together_take_a_bounded_time(monkeypatch: pytest.MonkeyPatch):
-    """Each of them passes alone; against every name of a large model they took 20 minutes."""
+    """Regression: expressions that pass one by one took 20 minutes over the names of a large model."""
     monkeypatch.setattr("ling3export.model.quantization.MOST_SECONDS", 0.05)
     worst = INT4_CONFIG | {"ignore": ["re:" + ".*a" * 3 + "$"] * 64}
     said = quantization({"quantization_config": worst}, "config.json")
@@ -122,7 +122,7 @@ def test_all_regular_expressions_together_take_a_bounded_time(monkeypatch: pytes
 
 
 def test_modules_are_named_by_their_ends_at_a_dot():
-    """`b_proj` is not `q_b_proj`, and `5.attention.g_proj` is layer 5's."""
+    """`b_proj` does not match `q_b_proj`, and `5.attention.g_proj` is layer 5's."""
     fp8, int4 = (quantization({"quantization_config": said}, "config.json") for said in (FP8_CONFIG, INT4_CONFIG))
     assert fp8 is not None
     assert int4 is not None

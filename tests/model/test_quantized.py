@@ -1,4 +1,4 @@
-"""Programs with quantized weights, in every form, against the plain model on what these weights stand for."""
+"""Programs with quantized weights, in every form, against the plain model with the dequantized weights."""
 
 import dataclasses
 from pathlib import Path
@@ -51,7 +51,7 @@ def expected(case: Case, source: WeightSource) -> dict[str, np.ndarray]:
 
 
 def errors(case: Case, expected: np.ndarray, **options) -> list[float]:
-    """Of the prompt prefilled to its middle, then decoded."""
+    """Errors of a prompt that is prefilled to its middle and then decoded."""
     ids, direct = case.prompts[0], Quick(case.config, case.read, **options)
     middle = LENGTH // 2
     found = [relative(direct.sequence(16, ids[:middle]), expected[middle - 1])]
@@ -110,7 +110,7 @@ def test_a_matrix_without_groups_is_refused_with_the_sum(case):
 
 
 def test_one_chip_takes_8_bit_matrices_a_layer_at_a_time(case):
-    """A stack would be copied to be sliced; on a slice of chips scales of their own would be laid out anew."""
+    """Slicing a stack would copy it; on several chips, separate scales would be laid out anew in every step."""
 
     def by_layer(tp: int, weights: str) -> set[str]:
         geometry = Quick(case.config, case.read, tp=tp, form="tiles", weights=weights).geometry

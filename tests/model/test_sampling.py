@@ -1,4 +1,4 @@
-"""Sampling: exact choices, exact kept sets, and draws that depend on seed and position alone."""
+"""Sampling: exact choices, exact kept sets, and draws that depend only on seed and position."""
 
 from typing import Any
 
@@ -31,13 +31,13 @@ class Sampler:
         geometry = Geometry(tp=tp, dtype="float32", form=form, **sizes)
         mesh = Mesh(np.array(jax.devices()[:tp]), (AXIS,), axis_types=(AxisType.Auto,))
         self.step, self.rows = build_step(CONFIG, geometry, "sample", rows, mesh), rows
-        # Its loops are unrolled, which takes long to optimize.
+        # unrolled loops take long to optimize
         quick = {"xla_backend_optimization_level": 0} if form == "card" else {}
         self.call = jax.jit(self.step.call, compiler_options=quick)
         self.shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), self.step.specs)
 
     def __call__(self, logits: np.ndarray, **fields: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(token, logprob, last_token); greedy unless ``fields`` say otherwise, rows without a sequence appended."""
+        """(token, logprob, last_token); greedy by default. Rows without a sequence fill the call."""
         given = len(logits)
         values = {"slot": np.arange(1, given + 1), "top_p": np.ones(given)} | fields
         padded = {}
@@ -76,7 +76,7 @@ def test_greedy_finds_every_token(samplers: dict, tp: int | str):
 
 @pytest.mark.parametrize("tp", [1, 2, 4, "card"])
 def test_greedy_ties_go_to_the_lowest_id(samplers: dict, tp: int | str):
-    """Within a device's vocabulary, across the border of two, and where all are equal."""
+    """Ties within a device's part of the vocabulary, across two devices, and among all tokens."""
     tied = [(0, 1), (5, 79), (79, 80), (80, 319), (159, 160, 239), (3, 240), (100, 101), tuple(range(VOCAB))]
     logits = np.full((8, VOCAB), -3.0)
     for row, ids in enumerate(tied):
@@ -91,7 +91,7 @@ def test_rows_without_a_sequence_write_to_the_dummy_slot_alone(samplers: dict):
 
 
 def kept_by_numpy(scaled: np.ndarray, top_k: int, top_p: float) -> np.ndarray:
-    """The rule of the contract: the ``top_k`` best, lower ids first among equals; of these the fewest that hold p."""
+    """The contract's rule: the ``top_k`` best, equal ones by id; of these the fewest whose sum reaches ``top_p``."""
     order = np.argsort(-scaled, kind="stable")[: top_k or None]
     probability = np.exp(log_softmax(scaled[order]))
     count = len(order) if top_p >= 1 else int(np.searchsorted(np.cumsum(probability), top_p)) + 1
@@ -119,7 +119,7 @@ def test_kept_set_is_exact(width: int, unrolled: bool):
         scaled -= scaled.max(axis=1, keepdims=True)
         top_k = np.array([0, 1, 2, 5, width, width + 3, 0, 3])
         top_p = np.array([borders(scaled[row], top_k[row], rng) for row in range(8)])
-        top_p[[1, 2]] = [0.0, 1e-9]  # at least the best one is kept
+        top_p[[1, 2]] = [0.0, 1e-9]  # the best token is always kept
         found = mask(jnp.asarray(scaled), jnp.asarray(top_k, jnp.int32), jnp.asarray(top_p, jnp.float32))
         expected = [kept_by_numpy(*row) for row in zip(scaled, top_k, top_p, strict=True)]
         np.testing.assert_array_equal(found, expected)
@@ -148,7 +148,7 @@ def test_order_of_floats_is_kept_as_integers():
 
 
 def test_top_p_of_one_keeps_all():
-    """However small the tail: its cumulated probability rounds to one long before its end."""
+    """Even for tiny probabilities: their cumulated sum rounds to one long before the end."""
     scaled = np.array([np.linspace(0, -40, 320)], np.float32)
     mask = jax.jit(keep_mask)
     for top_k in (0, 200):
@@ -157,7 +157,7 @@ def test_top_p_of_one_keeps_all():
 
 
 def test_draws_depend_on_seed_and_position_alone(samplers: dict):
-    """Not on row, neighbours, number of rows, tensor parallelism or form."""
+    """They do not depend on the row, neighbours, number of rows, tensor parallelism or form."""
     logits = np.random.default_rng(1).normal(size=(8, VOCAB)).astype(np.float32)
     fields = {
         "temperature": np.full(8, 1.3),
@@ -188,7 +188,7 @@ def test_greedy_rows_beside_drawn_ones(samplers: dict):
 
 
 def assert_follows(drawn: list[int], best: np.ndarray, probability: np.ndarray) -> None:
-    """The counts of 2000 draws against the probabilities of ``best``; never another token."""
+    """Compares the counts of 2000 draws with the probabilities of ``best``; no other token may be drawn."""
     counts = np.array([drawn.count(token) for token in best])
     assert counts.sum() == 2000
     assert np.sum((counts - 2000 * probability) ** 2 / (2000 * probability)) < CHI_SQUARE_5
@@ -196,7 +196,7 @@ def assert_follows(drawn: list[int], best: np.ndarray, probability: np.ndarray) 
 
 @pytest.mark.parametrize("along", ["seed", "position"])
 def test_draws_follow_the_distribution(samplers: dict, along: str):
-    """Six tokens kept at temperature 0.7."""
+    """Six tokens are kept at temperature 0.7."""
     logits = np.random.default_rng(3).normal(size=VOCAB).astype(np.float32)
     best = np.argsort(-logits, kind="stable")[:6]
     probability = np.exp(log_softmax(logits[best] / 0.7))
@@ -208,7 +208,7 @@ def test_draws_follow_the_distribution(samplers: dict, along: str):
 
 
 def kept_in_vllms_order(scaled: np.ndarray, min_p: float, top_k: int, top_p: float) -> np.ndarray:
-    """First min_p, over the whole softmax; of what is left the ``top_k`` best; of these the fewest that hold top_p."""
+    """First min_p over the whole softmax, then the ``top_k`` best, then the fewest whose sum reaches top_p."""
     probability = np.exp(log_softmax(scaled))
     left = np.flatnonzero(probability >= min_p * probability.max())
     kept = np.zeros(len(scaled), bool)
@@ -218,7 +218,7 @@ def kept_in_vllms_order(scaled: np.ndarray, min_p: float, top_k: int, top_p: flo
 
 @pytest.mark.parametrize(("tp", "width"), [(1, 2000), (2, 400), (4, 400), ("card", 400)])
 def test_min_p_keeps_what_vllm_keeps_and_draws_follow_the_distribution(samplers: dict, tp: int | str, width: int):
-    """Of the rows of one call one has all settings, one min_p alone, one none, one is greedy."""
+    """One row of the call has all settings, one only min_p, one none, and one is greedy."""
     logits = np.random.default_rng(5).normal(size=VOCAB).astype(np.float32) * 1.5
     scaled = logits.astype(np.float64) / 0.8
     ranked = np.sort(scaled)[::-1]
@@ -244,7 +244,7 @@ def test_min_p_keeps_what_vllm_keeps_and_draws_follow_the_distribution(samplers:
 
 
 def test_a_min_p_of_0_draws_what_was_drawn_before_it(samplers: dict):
-    """Down to a denormal, whose logarithm a device may take for that of zero."""
+    """Also for a denormal, whose logarithm a device may compute like that of zero."""
     logits = np.random.default_rng(8).normal(size=(8, VOCAB)).astype(np.float32) * 4
     fields: dict[str, Any] = {"temperature": 1.4, "top_p": 0.999, "seed": np.arange(8)}
     plain = samplers[1, 8](logits, **fields)[0].tolist()
@@ -256,7 +256,7 @@ def test_a_min_p_of_0_draws_what_was_drawn_before_it(samplers: dict):
 @pytest.mark.parametrize("tp", [1, 2, 4, "card"])
 @pytest.mark.parametrize("temperature", [1e-5, 1e-9, 1e-30, 1e-42])
 def test_temperatures_next_to_zero_take_the_best_token(samplers: dict, tp: int | str, temperature: float):
-    """Logits over a temperature of 1e-9 once lost the best one's difference, and top_p below 1 then took token 0.
+    """Regression: logits over a temperature of 1e-9 lost the best token's lead, and top_p below 1 then took token 0.
 
     1e-42 is a denormal, which a device may treat as zero.
     """
@@ -268,7 +268,7 @@ def test_temperatures_next_to_zero_take_the_best_token(samplers: dict, tp: int |
 
 
 def test_draws_from_large_logits_at_a_small_temperature_follow_the_distribution(samplers: dict):
-    """Logits of 4096 over a temperature of 2^-11 are 2^23, where a float once had no digits left for the noise."""
+    """Regression: logits of 4096 over a temperature of 2^-11 are 2^23, where fp32 had no digits for the noise."""
     temperature = 2.0**-11
     best = np.arange(6) * 50 + 7
     logits = np.zeros(VOCAB, np.float32)
@@ -284,7 +284,7 @@ def test_draws_from_large_logits_at_a_small_temperature_follow_the_distribution(
 @pytest.mark.parametrize("tp", [1, 2, 4, "card"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_rows_whose_logits_are_not_usable_are_marked(samplers: dict, tp: int | str, temperature: float):
-    """A NaN among the logits once became token 2147483647, and a row of -inf token 0; neighbours keep their tokens."""
+    """Regression: NaN logits gave token 2147483647, and a row of -inf token 0. Neighbours keep their tokens."""
     logits = np.random.default_rng(6).normal(size=(8, VOCAB)).astype(np.float32)
     fields: dict[str, Any] = {"temperature": temperature, "top_p": 0.9, "top_k": 40, "seed": np.arange(8)}
     expected = samplers[tp, 8](logits, **fields)[0]
@@ -301,10 +301,10 @@ def test_rows_whose_logits_are_not_usable_are_marked(samplers: dict, tp: int | s
 @pytest.mark.parametrize("tp", [1, 2, 4, "card"])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_tokens_that_may_not_be_taken_make_no_nan(samplers: dict, tp: int | str, temperature: float):
-    """A device whose whole share of the vocabulary is -inf once gave a NaN log-probability, as a token mask would."""
+    """Regression: a device with only -inf in its part of the vocabulary, as from a mask, gave a NaN log-probability."""
     logits = np.random.default_rng(7).normal(size=(8, VOCAB)).astype(np.float32)
     allowed = np.zeros((8, VOCAB), bool)
-    for row in range(8):  # a few neighbours, so that other devices have none; the last row a single token
+    for row in range(8):  # a few neighbours, so that other devices have none; the last row allows a single token
         allowed[row, 40 * row : 40 * row + (1 if row == 7 else 9)] = True
     masked = np.where(allowed, logits, -np.inf).astype(np.float32)
     token, logprob, _ = samplers[tp, 8](masked, temperature=temperature, top_p=0.95, seed=np.arange(8))

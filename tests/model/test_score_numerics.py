@@ -1,4 +1,4 @@
-"""score@T in fp32 against the float64 reference: log-softmax and argmax of its logits, at every token slot."""
+"""score@T in fp32 against log-softmax and argmax of the float64 reference's logits, at every token slot."""
 
 from collections.abc import Sequence
 
@@ -21,10 +21,10 @@ Found = dict[tuple[int, int], tuple[float, int]]  # (slot, position) → log-pro
 
 
 class Scorer(Quick):
-    """Calls of score@T with slots, pages and chunks by hand."""
+    """Calls of score@T with slots, pages and chunks chosen by the test."""
 
     def score(self, parts: Sequence[Part]) -> tuple[Found, dict[int, np.ndarray]]:
-        """One call: what it says behind every token, and the logits behind the last of each part, by slot."""
+        """One call: the scores at every token, and the logits at the end of each part, by slot."""
         spans = [Span(*part) for part in parts]
         out = self.call("score", PADDING, spans)
         following = np.full(PADDING, -1)
@@ -42,7 +42,7 @@ class Scorer(Quick):
 
 
 def assert_right(found: Found, prompts: Sequence[Sequence[int]], expected: Sequence[np.ndarray]) -> None:
-    """Log-probabilities within FLOAT32, together and each one; best tokens wherever rounding cannot turn them."""
+    """Log-probabilities are within FLOAT32, together and each; best tokens are equal unless rounding may swap them."""
     tops = 0
     wanted, values = [], []
     for (slot, position), (logprob, best) in found.items():
@@ -60,7 +60,7 @@ def assert_right(found: Found, prompts: Sequence[Sequence[int]], expected: Seque
 
 
 def schedule(scorer: Scorer, prompts: Sequence[Sequence[int]], seed: int) -> Found:
-    """Sequences packed into calls and cut at random, inside chunks too; every position but the last is scored."""
+    """Packs and cuts sequences into calls at random, also inside chunks; every position but the last is scored."""
     rng = np.random.default_rng(seed)
     done, found = [0] * len(prompts), {}
     scorer.reset()
@@ -79,9 +79,9 @@ def schedule(scorer: Scorer, prompts: Sequence[Sequence[int]], seed: int) -> Fou
 
 
 def is_a_prefill_too(case: Case, scorer: Scorer) -> None:
-    """The same logits at the ends and the same state as prefill's: decode goes on from it."""
+    """Logits and state are those of prefill, so that decode can continue."""
     ids, expected = case.prompts[0], case.expected[0]
-    assert PADDING > ROWS  # else one part holds all
+    assert PADDING > ROWS  # else one part holds all rows
     _, logits = scorer.score([(2, 0, ids[:50], [-1] * 50)])
     assert relative(logits[2], expected[49]) < FLOAT32
     for at in range(50, 54):
@@ -95,7 +95,7 @@ def case(tmp_path_factory: pytest.TempPathFactory) -> Case:
 
 @pytest.mark.parametrize(("tp", "form"), [(1, "loops"), (2, "tiles")])
 def test_packed_cut_and_continued(case: Case, tp: int, form: Form):
-    """Also the form that accelerators get: a striped pool, unrolled layers."""
+    """Also in the form for accelerators: a striped pool, unrolled layers."""
     scorer = Scorer(case.config, case.read, tp=tp, form=form, page_size=16, max_pages=8)
     found = schedule(scorer, case.prompts, seed=tp)
     assert len(found) == sum(len(ids) - 1 for ids in case.prompts)

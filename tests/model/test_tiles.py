@@ -1,4 +1,4 @@
-"""The forms of KDA's prefill that machines with matrix units get, against loops over tokens in float64."""
+"""KDA's prefill in the forms for machines with matrix units, against loops over tokens in float64."""
 
 import functools
 import subprocess
@@ -24,16 +24,19 @@ from tests.support.tolerances import KERNEL, TILES
 pytestmark = pytest.mark.jit
 
 CHUNKS, HEADS, KEY, VALUE = 16, 2, 24, 20
-# First chunks of runs: one run over both tiles; several in each, one across the border; one run a chunk.
+# First chunks of runs: one run over both tiles; several in each, one across the border; one run for each chunk.
 RUNS = {"one": [0], "some": [0, 3, 5, 6, 11, 15], "each": list(range(CHUNKS))}
-THREE_PASSES = 1e-4  # of products good to 2^-16, some twenty of them behind one another; bf16's inputs are at 4e-3
+THREE_PASSES = 1e-4  # a chain of some twenty products, each right to 2^-16; the error of bf16's inputs is 4e-3
 
 
 Scan = Callable[[tiles.Rows, jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 
 
 def scan_at(exact: lax.Precision) -> Scan:
-    """Compiles :func:`tiles.tile_scan`: the states at the ends of runs and tiles, zeros after other chunks, and o."""
+    """Compiles :func:`tiles.tile_scan`.
+
+    It returns states at the ends of runs and tiles, zeros after other chunks, and o.
+    """
 
     def scan(rows: tiles.Rows, pool: jax.Array, first: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
         ended, out = tiles.tile_scan(lambda: pool, held, tiles.runs_of(first, CHUNK), rows, exact)
@@ -55,14 +58,14 @@ exact_scan = scan_at(lax.Precision.HIGHEST)
 
 
 class Case:
-    """Random rows of 16 chunks, and what a loop over tokens makes of them."""
+    """Random rows of 16 chunks, and the results of a loop over tokens."""
 
     def __init__(self, gate: str, starts: list[int], repeated: bool, seed: int = 0) -> None:
         rng = np.random.default_rng(seed)
         self.rows = random_rows(rng, gate, (CHUNKS, CHUNK, HEADS), KEY, VALUE, repeated)
         self.first = np.isin(np.arange(CHUNKS), starts)
         head = np.maximum.accumulate(np.where(self.first, np.arange(CHUNKS), 0))
-        self.pool = rng.normal(size=(CHUNKS, HEADS, KEY, VALUE))[head]  # of a run, in each of its chunks
+        self.pool = rng.normal(size=(CHUNKS, HEADS, KEY, VALUE))[head]  # the run's state, at each of its chunks
 
     def expected(self, held: bool) -> tuple[np.ndarray, np.ndarray]:
         state, after, out = self.pool[0], [], []
@@ -98,7 +101,7 @@ def test_tiles_equal_a_loop(gate: str, starts: str, repeated: bool, held: bool):
 
 
 class ThreePasses:
-    """``jax.numpy`` whose products at HIGH are what a matrix unit makes of them: three products of bf16 halves."""
+    """``jax.numpy`` with products at precision HIGH computed as by a matrix unit: three products of bf16 halves."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(jnp, name)
@@ -126,20 +129,20 @@ class ThreePasses:
 
 @pytest.mark.parametrize(("gate", "repeated"), [("published", False), ("saturated", False), ("none", True)])
 def test_three_passes_are_enough_for_inputs_of_bf16(gate: str, repeated: bool, monkeypatch: pytest.MonkeyPatch):
-    """What programs of bf16 models do on TPU; on CPU the precision asked for changes nothing, so it is made here."""
+    """bf16 models use this precision on TPU. CPU ignores the precision, so the test emulates it."""
     case = Case(gate, RUNS["some"], repeated)
     _, out = case.expected(True)
     monkeypatch.setattr(tiles, "jnp", ThreePasses())
     error = close(case.found(True, scan_at(tiles.island_precision(jnp.dtype("bfloat16"))))[1], out)
-    assert TILES < error < THREE_PASSES  # and it was not the exact product
+    assert TILES < error < THREE_PASSES  # the product was not exact
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_product_with_zeros_and_ones_is_a_convolution(dtype: str):
-    """Runs of any length from a pool or from nothing, the last chunk of each short, against a convolution of each."""
+    """Runs of any length, from a pool or from nothing, with a short last chunk, against a convolution of each run."""
     rng = np.random.default_rng(1)
     width, size, features = 3, tiles.TILE, 6
-    lengths = [1, 2, 3, 16, 17, 18, 35, 60]  # chunks: 1 1 1 1 2 2 3 4, and one that is empty
+    lengths = [1, 2, 3, 16, 17, 18, 35, 60]  # chunks: 1 1 1 1 2 2 3 4, and an empty run
     first, fresh, length, pool, raw, expected, kept = [], [], [], [], [], [], []
     taps = rng.normal(size=(features, width + 1)).astype(np.float32)
     for number, tokens in enumerate([*lengths, 0]):
@@ -208,6 +211,6 @@ print("compiled")
 
 
 def test_the_runs_of_tiles_lowered_for_cuda_compile_on_the_processor():
-    """Pins that `build --target cuda:h100` ended with SIGABRT when it ran its portable programs on the processor."""
+    """Regression: `build --target cuda:h100` ended with SIGABRT when it ran its portable programs on the processor."""
     done = subprocess.run([sys.executable, "-c", FOR_CUDA], capture_output=True, text=True)
     assert done.stdout == "compiled\n", done.stderr[-2000:]

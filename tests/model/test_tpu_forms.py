@@ -1,4 +1,4 @@
-"""The forms of the steps that accelerators get, on CPU in fp32: unrolled layers, tiles, striped pages; one card."""
+"""The steps in the forms for accelerators, on CPU in fp32: unrolled layers, tiles, striped pages; one card."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ from tests.support.tolerances import FLOAT32
 pytestmark = pytest.mark.jit
 
 ROWS = 6
-SHORT = {"num_hidden_layers": 4}  # of each kind one or two: these forms are unrolled, and compiling takes the time
+SHORT = {"num_hidden_layers": 4}  # one or two layers of each kind: these forms are unrolled and take long to compile
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def case(tmp_path_factory) -> Case:
 
 @pytest.mark.parametrize(("tp", "form"), [(4, "tiles"), (1, "card")])
 def test_the_form_agrees_with_the_reference(case: Case, tp: int, form: str):
-    """Three sequences of several pages, cut prefills, then decode side by side with padding rows between them."""
+    """Three sequences of several pages, cut prefills, then decode of all with padding rows between them."""
     direct = Quick(case.config, case.read, tp=tp, form=form, page_size=16, max_pages=8)
     assert direct.geometry.placement == ("striped" if tp > 1 else "replicated")
     errors = []
@@ -51,8 +51,10 @@ def long(tmp_path_factory) -> Case:
 
 @pytest.mark.parametrize(("tp", "form"), [(2, "tiles"), (1, "card")])
 def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, form: str):
-    """Calls of 17 chunks, which are three tiles; runs that cross tiles and go on from the call before; decode over more
-    pages than a tile has, on every device."""
+    """Calls of 17 chunks, which are three tiles; runs cross tiles and continue from the call before.
+
+    Decode reads more pages than a tile has, on every device.
+    """
     direct = Quick(long.config, long.read, tp=tp, form=form, page_size=8, max_pages=48)
     (one, two), (first, second) = long.prompts, long.expected
     found = direct.prefill(272, [(1, 0, one[:144]), (2, 0, two[:120])])
@@ -62,7 +64,8 @@ def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, fo
     assert (328 // 8 + 188 // 8) // tp > TILE and 328 // 8 // tp > tile_pages(1)
     logits = direct.decode(ROWS, [(2, 188, two[188]), (1, 328, one[328])])
     errors += [relative(logits[0], second[188]), relative(logits[1], first[328])]
-    for slot, at, prompt, expected in ((2, 189, two, second), (1, 329, one, first)):  # alone, in tiles of fewer pages
+    # one sequence, in tiles of fewer pages
+    for slot, at, prompt, expected in ((2, 189, two, second), (1, 329, one, first)):
         errors.append(relative(direct.decode(1, [(slot, at, prompt[at])])[0], expected[at]))
     assert max(errors) <= FLOAT32
 
@@ -71,7 +74,7 @@ def test_steps_of_several_tiles_agree_with_the_reference(long: Case, tp: int, fo
     ("layer", "tp", "experts", "weights"), [(0, 4, 128, "bf16"), (2, 2, 128, "bf16"), (1, 2, 128, "int8-channel")]
 )
 def test_reading_some_experts_gives_what_reading_all_gives(tmp_path, layer: int, tp: int, experts: int, weights: str):
-    """With limits that bite; where nobody chose an expert of a device, too, and beside rows of padding that are NaN."""
+    """With limits that change values, on a device without any chosen expert, and next to NaN in padding rows."""
     limits = {"expert_swiglu_limit_list": [0, 0, 0, 0.01], "share_expert_swiglu_limit_list": [0.01] * 4}
     short = Case(tmp_path / "micro", (1,), num_experts=experts, **SHORT | limits)
     direct = Quick(short.config, short.read, tp=tp, form="tiles", weights=weights)
@@ -100,7 +103,7 @@ def test_reading_some_experts_gives_what_reading_all_gives(tmp_path, layer: int,
 @pytest.mark.parametrize("ties", [False, True])
 @pytest.mark.parametrize("experts", [16, 256])
 def test_reducing_chooses_what_sorting_chooses(case: Case, experts: int, ties: bool):
-    """Of more than ``ONE_REDUCTION`` experts, ``route_weights`` sorts, too."""
+    """With more than ``ONE_REDUCTION`` experts, ``route_weights`` sorts, too."""
     config = replace(case.config, num_experts=experts)
     rng = np.random.default_rng(0)
     scores = rng.uniform(size=(64, config.num_experts)).astype(np.float32)
@@ -122,7 +125,7 @@ def test_reducing_chooses_what_sorting_chooses(case: Case, experts: int, ties: b
 
 @pytest.mark.parametrize(("count", "axis"), [(1, 0), (2, 1), (3, 0), (8, 1)])
 def test_largest_are_those_of_a_sort(count: int, axis: int):
-    """Values of few levels: equal ones count as often as they occur."""
+    """Values repeat often; each repetition counts."""
     values = np.random.default_rng(count).integers(0, 9, (16, 24, 5)).astype(np.float32)
     found = jax.jit(lambda v: moe.largest((v,), count, (axis,)))(values)
     expected = -np.sort(-values, axis=axis).take(range(count), axis=axis)
@@ -131,7 +134,7 @@ def test_largest_are_those_of_a_sort(count: int, axis: int):
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 def test_of_equal_values_the_largest_are_the_first(count: int):
-    """Over two axes, with something that comes along."""
+    """Over two axes, with payload values."""
     values = np.random.default_rng(count).integers(0, 4, (6, 8, 5)).astype(np.float32)
     index, along = np.arange(48, dtype=np.int32).reshape(6, 8, 1) + np.zeros((1, 1, 5), np.int32), -7 * values
     found = jax.jit(lambda *rows: moe.largest(rows, count, (0, 1)))(values, index, along)
