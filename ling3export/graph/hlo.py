@@ -150,7 +150,9 @@ class Module:
 
     computations: dict[str, Computation]
     entry: Computation
-    aliased: frozenset[int] = frozenset()  # numbers of the parameters whose buffers the results reuse
+    aliased: Mapping[int, int] = field(
+        default_factory=dict
+    )  # by a result's number, the parameter that it is written into
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:
@@ -194,14 +196,16 @@ def parse(text: str) -> Module:
         raise ValueError("HLO text: no ENTRY computation")
     _written_out(computations, entry.name, {})
     aliases = re.search(r"input_output_alias=\{(.*?\)) \}", text.partition("\n")[0])
-    numbers = re.findall(r": \((\d+), \{", aliases[1]) if aliases else []
-    return Module(computations, entry, frozenset(map(int, numbers)))
+    numbers = re.findall(r"\{(\d*)\}: \((\d+), \{", aliases[1]) if aliases else []
+    return Module(computations, entry, {int(result or 0): int(parameter) for result, parameter in numbers})
 
 
 def _written_out(computations: Mapping[str, Computation], name: str, sizes: dict[str, int]) -> int:
     """Instructions of a computation with every call written out; 0 in ``sizes`` marks a computation not yet counted."""
     if name not in sizes:
         sizes[name] = 0
+        if name not in computations:
+            raise ValueError(f"HLO text: a call of {name}, which is no computation of it")
         instructions = computations[name].instructions.values()
         called = [inner for one in instructions for names in one.called.values() for inner in names]
         sizes[name] = 1 + len(instructions) + sum(_written_out(computations, inner, sizes) for inner in called)

@@ -1,31 +1,30 @@
 """Which tensors are alive at a program's memory peak, and memory over program order.
 
-The reader walks scheduled HLO: a buffer lives from the instruction that makes it until the last one that reads it, and
-the last reader's result may take its place. Inputs live throughout. Results that reuse an operand's buffer (updates in
-place, loops, tuples, bitcasts) make none. Inside a loop, branch or call, its own buffers come on top of the surrounding
-ones. Buffers in a chip's fast memory count, as in the compiler's own peak; the program itself does not.
+The reader walks scheduled HLO: a tensor lives from the instruction that makes it until the last one that reads it. An
+elementwise result may take the place of an operand of its size. Updates in place, loops, tuples and bitcasts make no
+tensor. The next value of a loop lies where the last one did, and the results of all branches lie in one place. Inputs,
+constants and results live throughout; a result may lie in a donated input. Tensors in a chip's fast memory count, as in
+the compiler's own peak; the program itself does not.
 """
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ling3export.foundation.tables import aligned, footnotes
 from ling3export.graph.context import classified_kind, scope_of
-from ling3export.graph.hlo import TYPE, WIDTHS, Computation, Instruction, Module, dims, parse
-from ling3export.graph.optimized import FREE, updated_by_call, updated_by_fusion
+from ling3export.graph.hlo import ELEMENTWISE, TYPE, WIDTHS, Computation, Instruction, Module, dims, kind, parse
+from ling3export.graph.optimized import BRANCHES, FREE, reused
 
-# Results of these are no new buffers.
-VIEWS = {"while", "conditional", "call", *FREE}
-IN_PLACE = {"dynamic-update-slice", "scatter"}
+PASSING = {"tuple", "get-tuple-element", "bitcast"}  # these read no operand
 TILED = re.compile(r"\{([0-9,]*):T\(([0-9,]+)\)")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Tensor:
-    """A buffer; ``bytes`` are on one device, ``what`` is ``weights``, ``state``, ``other`` or ``temporary``."""
+    """A buffer; ``bytes`` are on one device, ``what`` is weights, state, other, temporary, result or constant."""
 
     name: str
     bytes: int
@@ -34,14 +33,17 @@ class Tensor:
     layer_kind: str | None = None
 
 
+Value = Any  # of an instruction: a Tensor, a tuple of values, or None for a constant
+
+
 @dataclass(frozen=True)
 class Timeline:
     """Memory of one device while a program runs.
 
     Attributes:
-        points: For each instruction of the entry: its name, and bytes of temporaries that live while it runs.
+        points: For each instruction of the entry: its name, and bytes on top of the inputs that live while it runs.
         inputs: Buffers that live throughout.
-        at_peak: Temporaries that live at the peak, the largest first.
+        at_peak: Other tensors that live at the peak, the largest first.
         compiler_peak: The compiler's own peak; None if the artifact does not have it.
     """
 
@@ -52,8 +54,8 @@ class Timeline:
 
     @property
     def peak(self) -> int:
-        """Inputs and the temporaries at the peak."""
-        return sum(one.bytes for one in (*self.inputs, *self.at_peak))
+        """Inputs and the other tensors at the peak."""
+        return _size((*self.inputs, *self.at_peak))
 
 
 def timeline(text: str, inputs: Sequence[str], kinds: frozenset[str], compiler_peak: int | None) -> Timeline:
@@ -72,90 +74,154 @@ def timeline(text: str, inputs: Sequence[str], kinds: frozenset[str], compiler_p
         what = {"params": "weights", "state": "state"}.get(label.partition(".")[0], "other")
         shape = module.entry.instructions[name].shape
         held.append(Tensor(label, padded_bytes(shape), what, plain(shape)))
-    points, alive = _Walk(module, kinds).run(module.entry)
-    at_peak = sorted(_largest(points, alive), key=lambda one: -one.bytes)
+    frame = _Frame(module, kinds, module.entry, held)
+    results = frame.result if isinstance(frame.result, tuple) else (frame.result,)
+    fresh = [value for number, value in enumerate(results) if number not in module.aliased]
+    throughout = [replace(one, what="result") for one in _tensors(fresh) if one in frame.elsewhere]
+    if frame.constants:
+        throughout.append(Tensor("constants", frame.constants, "constant", ""))
+    points, alive = frame.run()
+    at_peak = sorted([*throughout, *alive], key=lambda one: -one.bytes)
     held.sort(key=lambda one: -one.bytes)
-    return Timeline(tuple(points), tuple(held), tuple(at_peak), compiler_peak)
+    base = _size(throughout)
+    return Timeline(tuple((name, base + size) for name, size in points), tuple(held), tuple(at_peak), compiler_peak)
 
 
-class _Walk:
-    def __init__(self, module: Module, kinds: frozenset[str]) -> None:
-        self._module, self._kinds = module, kinds
-        self._peaks: dict[str, list[Tensor]] = {}
+class _Frame:
+    """One run of a computation: the value of each instruction, the tensors that it makes, and the frames inside it.
 
-    def run(self, computation: Computation) -> tuple[list[tuple[str, int]], list[list[Tensor]]]:
-        """For each instruction in order: its name and the bytes that live while it runs; and the tensors that live."""
-        made, ends = self._lifetimes(computation)
-        points, alive, live = [], [], dict[str, Tensor]()
-        by_end: dict[int, list[str]] = {}
-        for name, end in ends.items():
-            by_end.setdefault(end, []).append(name)
-        for place, one in enumerate(computation.instructions.values()):
-            for name in by_end.get(place, []):
-                live.pop(name, None)
-            if one.name in made:
-                live[one.name] = made[one.name]
-            inside = [tensor for names in one.called.values() for name in names for tensor in self._inner(one, name)]
-            now = [*live.values(), *inside]
-            points.append((one.name, sum(tensor.bytes for tensor in now)))
-            alive.append(now)
-            if ends.get(one.name) == place:
-                live.pop(one.name, None)
-        return points, alive
+    Attributes:
+        result: The value of the computation's result.
+        elsewhere: Tensors of the result that lie in a buffer of the caller.
+        constants: Bytes of all constants, those of inner frames included.
+    """
 
-    def _inner(self, instruction: Instruction, name: str) -> list[Tensor]:
-        """Buffers of a called computation at its own peak; what is inside a fusion needs none."""
-        if instruction.opcode not in ("while", "conditional", "call", "call-start"):
-            return []
-        if name not in self._peaks:
-            self._peaks[name] = _largest(*self.run(self._module.computations[name]))
-        return self._peaks[name]
+    def __init__(self, module: Module, kinds: frozenset[str], computation: Computation, arguments: Sequence[Value]):
+        self._module, self._kinds, self._arguments = module, kinds, arguments
+        self._order = list(computation.instructions.values())
+        self._computation = computation
+        self._values: dict[str, Value] = {}
+        self._made: dict[str, list[Tensor]] = {}
+        self._inner: dict[str, list[_Frame]] = {}
+        self.constants = 0
+        for one in self._order:
+            self._made[one.name] = []
+            self._values[one.name] = self._value(one, [self._values[name] for name in one.operands])
+        self.result = self._values[computation.root.name]
+        own = {tensor for group in self._made.values() for tensor in group}
+        self.elsewhere = own.intersection(_tensors([self.result]))
 
-    def _lifetimes(self, computation: Computation) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """Buffers that instructions make, by name, and the place of the last instruction that reads each."""
-        made, roots, ends = dict[str, Tensor](), dict[str, set[str]](), dict[str, int]()
-        last = len(computation.instructions) - 1
-        for place, one in enumerate(computation.instructions.values()):
-            sources = [root for name in one.operands for root in roots.get(name, set())]
-            for root in sources:
-                ends[root] = place
-            reused, new = self._results(computation, one, [roots.get(name, set()) for name in one.operands])
-            if new:
-                scope = scope_of(self._module, one)
-                kind = classified_kind(scope, self._kinds)
-                made[one.name] = Tensor(one.name, new, "temporary", plain(one.shape), kind)
-                reused, ends[one.name] = reused | {one.name}, place
-            roots[one.name] = reused
-            if one.root:
-                for root in roots.get(one.name, set()):
-                    ends[root] = last + 1
-        return made, ends
+    def _value(self, one: Instruction, operands: list[Value]) -> Value:
+        opcode = one.opcode
+        if opcode == "parameter":
+            number = int(one.literal)
+            return self._arguments[number] if number < len(self._arguments) else None
+        if opcode == "constant":
+            self.constants += padded_bytes(one.shape)
+            return None
+        if opcode == "while":
+            self._enter(one, [(one.called[role][0], operands) for role in ("condition", "body")])
+            return operands[0]
+        if opcode == "conditional":
+            names = [name for role in BRANCHES for name in one.called.get(role, [])]
+            return self._enter(
+                one, [(name, [operands[min(at, len(operands) - 1)]]) for at, name in enumerate(names, 1)]
+            )
+        if opcode == "call":
+            return self._enter(one, [(one.called["to_apply"][0], operands)])
+        if opcode.endswith("-start"):  # its operands live until it is done
+            if opcode == "call-start":
+                return (self._enter(one, [(one.called["to_apply"][0], operands)]), *operands)
+            moved = sum(padded_bytes(self._computation.instructions[name].shape) for name in one.operands)
+            return (self._new(one, one.shape, padded_bytes(one.shape) - moved), *operands)
+        if opcode.endswith(("-done", "-update")) or (opcode == "get-tuple-element" and isinstance(operands[0], Tensor)):
+            return operands[0][0] if isinstance(operands[0], tuple) else operands[0]
+        value = reused(self._module, one, operands)
+        if opcode in FREE:
+            return value
+        if not one.shape.startswith("("):
+            return self._new(one, one.shape) if value is None else value
+        arrays = TYPE.findall(one.shape)
+        parts = value if isinstance(value, tuple) else (value,) * len(arrays)
+        return tuple(self._new(one, array) if part is None else part for array, part in zip(arrays, parts, strict=True))
 
-    def _results(
-        self, computation: Computation, one: Instruction, operands: Sequence[set[str]]
-    ) -> tuple[set[str], int]:
-        """The buffers of an instruction's ``operands`` that its results are in, and the bytes of its new ones."""
-        if one.opcode in VIEWS:
-            return set[str]().union(*operands), 0
-        if one.opcode in IN_PLACE:
-            return operands[0], 0
-        if one.opcode.endswith("-start"):  # it also returns its operand, which is no new buffer
-            moved = sum(padded_bytes(computation.instructions[name].shape) for name in one.operands)
-            return set(), max(0, padded_bytes(one.shape) - moved)
-        updated = None
-        if one.opcode == "fusion":
-            updated = updated_by_fusion(self._module, one, operands)
-        elif one.opcode == "custom-call" and "output_to_operand_aliasing" in one.attributes:
-            updated = updated_by_call(one, operands)
-        results = updated if isinstance(updated, tuple) else (updated,)
-        arrays = TYPE.findall(one.shape) if isinstance(updated, tuple) else [one.shape]
-        sizes = [padded_bytes(array) for array, result in zip(arrays, results, strict=True) if result is None]
-        return set[str]().union(*(result for result in results if result is not None)), sum(sizes)
+    def _new(self, one: Instruction, shape: str, size: int | None = None) -> Tensor:
+        kind = classified_kind(scope_of(self._module, one), self._kinds)
+        size = padded_bytes(shape) if size is None else max(0, size)
+        tensor = Tensor(one.name, size, "temporary", plain(shape), kind)
+        self._made[one.name].append(tensor)
+        return tensor
+
+    def _enter(self, one: Instruction, calls: Iterable[tuple[str, list[Value]]]) -> Value:
+        """Runs computations that an instruction calls; gives the value of its result if it is no loop."""
+        frames = [_Frame(self._module, self._kinds, self._module.computations[name], values) for name, values in calls]
+        self._inner[one.name] = frames
+        self.constants += sum(frame.constants for frame in frames)
+        if one.opcode == "while":
+            return None
+        if not isinstance(frames[0].result, tuple):
+            return self._common(one, [frame.result for frame in frames])
+        return tuple(self._common(one, values) for values in zip(*(frame.result for frame in frames), strict=True))
+
+    def _common(self, one: Instruction, values: Sequence[Value]) -> Value:
+        """The result of one of several branches: a value from outside if one of them gives that, else a new one."""
+        frames = self._inner[one.name]
+        outside = [value for value, frame in zip(values, frames, strict=True) if value not in frame.elsewhere]
+        if outside or values[0] is None:
+            return next((value for value in outside if value is not None), None)
+        self._made[one.name].append(replace(values[0], name=one.name))
+        return self._made[one.name][-1]
+
+    def run(self, borrowed: Sequence[Tensor] = ()) -> tuple[list[tuple[str, int]], list[Tensor]]:
+        """For each instruction its name and the bytes that live while it runs; and the tensors of the largest.
+
+        ``borrowed`` are tensors of the caller that nothing reads after this computation.
+        """
+        ends = dict.fromkeys(borrowed, -1)
+        for place, one in enumerate(self._order):
+            read = [] if one.opcode in PASSING else _tensors([self._values[name] for name in one.operands])
+            ends |= dict.fromkeys([*self._made[one.name], *read], place)
+        ends |= dict.fromkeys(_tensors([self.result]), len(self._order))
+        points, peak, live = [], list[Tensor](), list(borrowed)
+        for place, one in enumerate(self._order):
+            live = [tensor for tensor in live if ends[tensor] >= place]
+            new = [tensor for tensor in self._made[one.name] if tensor not in self.elsewhere]
+            if new and kind(self._module, one) == ELEMENTWISE:
+                for size in [tensor.bytes for tensor in new]:
+                    replaced = next((old for old in live if ends[old] == place and old.bytes == size), None)
+                    live = [tensor for tensor in live if tensor is not replaced]
+            live += new
+            now = self._with_inner(one, live, [tensor for tensor in live if ends[tensor] == place])
+            points.append((one.name, _size(now)))
+            if not peak or points[-1][1] > _size(peak):
+                peak = now
+        return points, peak
+
+    def _with_inner(self, one: Instruction, live: list[Tensor], ending: list[Tensor]) -> list[Tensor]:
+        """The tensors that live inside of an instruction; those that only a called computation reads may end in it."""
+        if one.name not in self._inner:
+            return live
+        result = set(_tensors([self._values[one.name]]))
+        lent = [tensor for tensor in ending if tensor not in result]
+        inner = max((frame.run(lent)[1] for frame in self._inner[one.name]), key=_size)
+        return [*(tensor for tensor in live if tensor not in lent), *inner]
 
 
-def _largest(points: Sequence[tuple[str, int]], alive: Sequence[list[Tensor]]) -> list[Tensor]:
-    """The tensors that live at the largest point; none of an empty computation."""
-    return alive[max(range(len(points)), key=lambda place: points[place][1])] if points else []
+def _tensors(values: Sequence[Value]) -> list[Tensor]:
+    """Every tensor of some values once, in their order."""
+    tensors, seen, waiting = dict[Tensor, None](), set[int](), list(values[::-1])
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Tensor):
+            tensors[value] = None
+        elif value is not None and id(value) not in seen:
+            seen.add(id(value))
+            waiting += value[::-1]
+    return list(tensors)
+
+
+def _size(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.bytes for tensor in tensors)
 
 
 def padded_bytes(shape: str) -> int:
@@ -168,6 +234,7 @@ def _array_bytes(array: str) -> int:
     sizes = list(dims(rest.partition("]")[0]))
     if match := TILED.search(array):
         order, tile = ([int(size) for size in part.split(",") if size] for part in match.groups())
+        sizes, order = sizes or [1], order or [0]  # a scalar fills a tile
         for axis, size in zip(order, reversed(tile), strict=False):
             sizes[axis] = -(-sizes[axis] // size) * size
     return WIDTHS.get(dtype, 4) * math.prod(sizes)
@@ -192,18 +259,16 @@ def document(memory: Timeline) -> dict[str, Any]:
 def table(memory: Timeline, most: int = 15) -> list[str]:
     """Tensors that live at the peak, for a person, the largest first."""
     tensors = sorted((*memory.inputs, *memory.at_peak), key=lambda one: -one.bytes)
-    sums: Mapping[str, int] = {
-        what: sum(one.bytes for one in tensors if one.what == what)
-        for what in ("weights", "state", "other", "temporary")
-    }
     rows = [("at the peak", "MB", "what", "layer kind", "type")]
     rows += [
         (one.name, f"{one.bytes / 1e6:,.3f}", one.what, one.layer_kind or "-", one.shape[:40]) for one in tensors[:most]
     ]
-    rows += [(f"all {what}", f"{size / 1e6:,.3f}", "", "", "") for what, size in sums.items() if size]
+    for what in dict.fromkeys(one.what for one in tensors):
+        size = _size(one for one in tensors if one.what == what)
+        rows.append((f"all {what}", f"{size / 1e6:,.3f}", "", "", ""))
     rows += [("all", f"{memory.peak / 1e6:,.3f}", "", "", "")]
     peak = memory.compiler_peak
     note = (
-        "" if peak is None else f"the compiler's own peak is {peak / 1e6:,.3f} MB, the program itself left out in both"
+        "" if peak is None else f"by the compiler's sizes it is {peak / 1e6:,.3f} MB; both without the program itself"
     )
     return [*aligned(rows), *footnotes([note])]

@@ -42,7 +42,7 @@ BRANCHES = ("branch_computations", "true_computation", "false_computation")
 LARGE_CONSTANT = 1024  # bytes
 ALLOCATION = "AllocateBuffer"  # a custom call in name only: the compiler's own scratch memory
 # The result of these is their first operand's buffer.
-SAME_BUFFER = {"bitcast", "opt-barrier", "reshape", "copy-done", "dynamic-update-slice", "scatter", "while"}
+SAME_BUFFER = {"bitcast", "opt-barrier", "copy-done", "dynamic-update-slice", "scatter", "while"}
 ALIASES = re.compile(r"\{(\d*)\}: ?\((\d+), ?\{(\d*)\}")
 
 # Text after one of these in an instruction says nothing about its computation.
@@ -68,7 +68,7 @@ def read(text: str, cell: str, target: str, context: Context, peak_bytes: int | 
         peak_bytes=peak_bytes,
         loops=tuple(walk.loops),
         constants=_constants(module),
-        aliased=frozenset(name for number, name in enumerate(context.inputs) if number in module.aliased),
+        aliased=frozenset(name for number, name in enumerate(context.inputs) if number in module.aliased.values()),
     )
 
 
@@ -105,7 +105,9 @@ class _Walk:
                 continue
             free = instruction.opcode in FREE
             self._makers[prefix + name] = self._sources(instruction, prefix) if free else (prefix + name,)
-            origins[name] = self._origin(frame.computation, instruction, origins)
+            origins[name] = reused(
+                self._module, instruction, [origins.get(operand) for operand in instruction.operands]
+            )
             if instruction.opcode not in FREE:
                 result = self._one(frame, instruction, times, origins, prefix)
                 origins[name] = result if result is not None else origins[name]
@@ -136,21 +138,6 @@ class _Walk:
         """The operations and inputs that an instruction's operands come from."""
         makers = (maker for name in instruction.operands for maker in self._makers.get(prefix + name, ()))
         return tuple(dict.fromkeys(makers))
-
-    def _origin(self, computation: Computation, instruction: Instruction, origins: Mapping[str, Origin]) -> Origin:
-        operands = [origins.get(name) for name in instruction.operands]
-        if instruction.opcode == "tuple":
-            return tuple(operands)
-        if instruction.opcode == "get-tuple-element":
-            (whole,) = operands
-            return whole[instruction.index] if isinstance(whole, tuple) and instruction.index < len(whole) else None
-        if instruction.opcode in SAME_BUFFER:
-            return operands[0]
-        if instruction.opcode == "fusion":
-            return updated_by_fusion(self._module, instruction, operands)
-        if instruction.opcode == "custom-call" and "output_to_operand_aliasing" in instruction.attributes:
-            return updated_by_call(instruction, operands)
-        return None
 
     def _one(
         self, frame: Frame, instruction: Instruction, times: float, origins: dict[str, Origin], prefix: str
@@ -292,26 +279,40 @@ def _bound(computation: Computation, operands: Sequence[Origin]) -> dict[str, Or
     }
 
 
-def updated_by_fusion(module: Module, fusion: Instruction, operands: Sequence[Any]) -> Any:
-    """The ``operands`` whose buffers a fusion updates in place: one, or a tuple; None for each result that is new."""
-    inner = module.computations[fusion.called["calls"][0]]
+def reused(module: Module, instruction: Instruction, operands: Sequence[Any]) -> Any:
+    """The values of ``operands`` that an instruction's results are, or are written into; None for a new result.
 
-    def origin(name: str) -> Origin:
-        instruction = inner.instructions[name]
-        while instruction.opcode == "bitcast" or instruction.opcode in ("dynamic-update-slice", "scatter"):
-            instruction = inner.instructions[instruction.operands[0]]
+    Of a tuple they are a tuple; None stands for a tuple of new results.
+    """
+    opcode = instruction.opcode
+    if opcode == "tuple":
+        return tuple(operands)
+    if opcode == "get-tuple-element":
+        (whole,) = operands
+        return whole[instruction.index] if isinstance(whole, tuple) and instruction.index < len(whole) else None
+    if opcode in SAME_BUFFER:
+        return operands[0]
+    if opcode == "fusion":
+        return _updated(module.computations[instruction.called["calls"][0]], operands)
+    if opcode == "custom-call" and "output_to_operand_aliasing" in instruction.attributes:
+        aliases = {result: operands[int(number)] for result, number, _ in ALIASES.findall(instruction.attributes)}
+        if "" in aliases:
+            return aliases[""]
+        return tuple(aliases.get(str(number)) for number in range(len(ARRAY.findall(instruction.shape))))
+    return None
+
+
+def _updated(fused: Computation, operands: Sequence[Any]) -> Any:
+    """The ``operands`` that a fusion updates in place: one, or a tuple."""
+
+    def origin(name: str) -> Any:
+        instruction = fused.instructions[name]
+        while instruction.opcode in ("bitcast", "dynamic-update-slice", "scatter"):
+            instruction = fused.instructions[instruction.operands[0]]
         return operands[int(instruction.literal)] if instruction.opcode == "parameter" else None
 
-    root = inner.root
+    root = fused.root
     return tuple(origin(name) for name in root.operands) if root.opcode == "tuple" else origin(root.name)
-
-
-def updated_by_call(call: Instruction, operands: Sequence[Any]) -> Any:
-    """:func:`updated_by_fusion` for a custom call."""
-    aliases = {result: operands[int(number)] for result, number, _ in ALIASES.findall(call.attributes)}
-    if "" in aliases:
-        return aliases[""]
-    return tuple(aliases.get(str(number)) for number in range(len(ARRAY.findall(call.shape))))
 
 
 def plain(attributes: str) -> str:

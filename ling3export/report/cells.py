@@ -48,10 +48,12 @@ def graph_of(folder: Path, manifest: Manifest, target: str, name: str, *, from_p
 
 def memory_of(folder: Path, manifest: Manifest, target: str, name: str) -> Timeline:
     """The memory of one cell's optimized program. Arguments and errors as of :func:`graph_of`."""
-    cell, where = manifest.targets[target].cells[name], f"{folder.name}: {target} {name}"
+    record, where = manifest.targets[target], f"{folder.name}: {target} {name}"
+    cell = record.cells[name]
+    # The peak of XLA's compiler for processors leaves temporaries out.
+    peak = cell.memory.peak if record.platform == "cpu" else cell.memory.compiler_peak
     with known_form(where):
-        inputs = input_names(cell, compiled=True)
-        return timeline(text_of(folder, cell, where), inputs, frozenset(LAYER_KINDS), cell.memory.compiler_peak)
+        return timeline(text_of(folder, cell, where), input_names(cell, compiled=True), frozenset(LAYER_KINDS), peak)
 
 
 def shown_of(folder: Path, manifest: Manifest, target: str, graph: Graph, before: Graph | None = None) -> Shown:

@@ -243,12 +243,15 @@ def test_a_batched_product_as_a_convolution_counts_only_its_own_products():
 
 
 def test_a_buffer_lives_until_its_last_reader_and_views_make_none():
-    """x and w live throughout; y (4 KiB) until z takes its place; tiles of 8 by 128 are padded."""
+    """x, w and the result z live throughout; y (4 KiB) until z is made; tiles of 8 by 128 are padded."""
     alive = memory.timeline(TEXT, CONTEXT.inputs, frozenset(LAYER_KINDS), None)
     assert [one.bytes for one in alive.inputs] == [8192, 4096, 9 * 64 * 4]
-    assert [(one.name, one.bytes, one.layer_kind) for one in alive.at_peak] == [("y", 4096, "kda")]
-    assert dict(alive.points) == {"w": 0, "s": 0, "x": 0, "y": 4096, "z": 4096, "out": 4096}
+    assert [(one.name, one.bytes, one.what, one.layer_kind) for one in alive.at_peak] == [
+        ("z", 4096, "result", "norm"), ("y", 4096, "temporary", "kda"),
+    ]  # fmt: skip
+    assert dict(alive.points) == {"w": 4096, "s": 4096, "x": 4096, "y": 8192, "z": 8192, "out": 4096}
     assert memory.padded_bytes("bf16[3,5,100]{2,1,0:T(8,128)(2,1)}") == 2 * 3 * 8 * 128
+    assert memory.padded_bytes("s32[]{:T(128)}") == 512  # a scalar fills a tile
 
 
 UPDATED = """HloModule jit_body, is_scheduled=true
@@ -275,4 +278,63 @@ ENTRY %main (s: f32[9,64], at: s32[2], x: f32[2,64]) -> (f32[9,64], f32[2,64]) {
 def test_rows_that_a_fusion_writes_into_a_pool_end_there():
     """The updates of a scatter once counted as parts of the pool, and lived as long as it did."""
     alive = memory.timeline(UPDATED, ("state.kda_conv",), frozenset(LAYER_KINDS), None)
-    assert dict(alive.points) == {"s": 0, "at": 0, "x": 0, "new": 512, "pool": 0, "later": 512, "out": 512}
+    assert dict(alive.points) == {"s": 512, "at": 512, "x": 512, "new": 1024, "pool": 1024, "later": 512, "out": 512}
+
+
+BRANCHES = """HloModule jit_body, is_scheduled=true, input_output_alias={ {1}: (1, {}, may-alias) }
+
+%same (p.1: f32[16]) -> (f32[16]) {
+  %p.1 = f32[16]{0} parameter(0)
+  ROOT %t.1 = (f32[16]{0}) tuple(%p.1)
+}
+
+%sorted (p.2: (f32[16], f32[64])) -> (f32[16]) {
+  %p.2 = (f32[16]{0}, f32[64]{0}) parameter(0)
+  %large = f32[64]{0} get-tuple-element(%p.2), index=1
+  %short = f32[16]{0} slice(%large), slice={[0:16]}
+  %half = f32[32]{0} concatenate(%short, %short), dimensions={0}
+  %zero = f32[] constant(0)
+  %made = f32[16]{0} slice(%half), slice={[0:16]}
+  ROOT %t.2 = (f32[16]{0}) tuple(%made)
+}
+
+ENTRY %main (n: s32[], x: f32[16]) -> (f32[16], f32[16]) {
+  %n = s32[] parameter(0)
+  %x = f32[16]{0} parameter(1)
+  %y = f32[16]{0} add(%x, %x)
+  %wide = f32[64]{0} concatenate(%x, %x, %x, %x), dimensions={0}
+  %both = (f32[16]{0}, f32[64]{0}) tuple(%y, %wide)
+  %c = (f32[16]{0}) conditional(%n, %y, %both), branch_computations={%same, %sorted}
+  %z = f32[16]{0} get-tuple-element(%c), index=0
+  %w = f32[16]{0} negate(%z)
+  %v = f32[16]{0} add(%z, %w)
+  ROOT %out = (f32[16]{0}, f32[16]{0}) tuple(%w, %v)
+}
+"""
+
+
+def test_results_of_branches_lie_in_one_place_and_operands_end_inside_of_them():
+    """`sample` and `logits_processor` had 0.86 to 1.45 of the compiler's peak.
+
+    w lives throughout, and a constant of 4 bytes; v is written into the donated x. Both branches of c write where y
+    lies. The wide array ends in the branch after `short` is made.
+    """
+    alive = memory.timeline(BRANCHES, ("batch.n", "batch.x"), frozenset(LAYER_KINDS), None)
+    assert {name: size - 68 for name, size in alive.points if name in "y wide c w v"} == {
+        "y": 64, "wide": 64 + 256, "c": 64 + 256 + 64, "w": 64, "v": 64,
+    }  # fmt: skip
+    assert [one.name for one in alive.at_peak] == ["wide", "w", "y", "short", "constants"]
+
+
+def test_the_peak_is_that_of_the_compiler(artifact):
+    folder = artifact(NAME)
+    manifest = read_manifest(folder)
+    (target,) = manifest.targets
+    for cell in manifest.targets[target].cells:
+        alive = memory_of(folder, manifest, target, cell)
+        assert alive.peak == pytest.approx(alive.compiler_peak, rel=0.01, abs=4_000), cell  # gaps of the heap
+
+
+def test_a_call_of_a_computation_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match=r"HLO text: a call of gone, which is no computation"):
+        hlo.parse(BRANCHES.replace("%same, %sorted", "%same, %gone"))
