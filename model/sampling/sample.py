@@ -17,6 +17,7 @@ from jaxtyping import Array, Float32, Int32
 
 from ling3export.model.geometry import AXIS, CHUNK, Geometry
 from ling3export.model.native import calls
+from ling3export.model.sampling.noise import gumbel
 from ling3export.model.sampling.thresholds import by_row, keep_mask, numbers, to_lines
 
 # Padded tokens whose logits exist at a time: 5 MB for a sixteenth of Ling3-Tiny's vocabulary, 80 MB for the whole.
@@ -109,11 +110,7 @@ def draw(
     # The best one is 0 now, so this keeps probabilities of at least min_p times the best one's; 0 keeps all.
     scaled = jnp.where(scaled >= to_lines(jnp.log(min_p), len(lines)), scaled, -jnp.inf)
 
-    def gumbel(seed: jax.Array, position: jax.Array) -> jax.Array:
-        key = jax.random.fold_in(jax.random.key(seed), position)
-        return jax.random.gumbel(key, (devices, width), jnp.float32)  # the same numbers, however a row is cut
-
-    noise = jax.vmap(gumbel, out_axes=1)(seed, position).reshape(lines.shape)
+    noise = gumbel(seed, position, devices, width).reshape(lines.shape)
     noisy = jnp.where(keep_mask(scaled, top_k, top_p, unrolled), scaled + noise, -jnp.inf)
     token = first_best(noisy, len(seed))[1]
     chosen = numbers(lines.shape, len(seed)) == to_lines(token, len(lines))

@@ -12,6 +12,7 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import build_step
+from ling3export.model.sampling.noise import gumbel
 from ling3export.model.sampling.thresholds import keep_mask, ordered
 from tests.support.direct import pack
 from tests.support.tolerances import CHI_SQUARE_5, KERNEL
@@ -154,6 +155,19 @@ def test_top_p_of_one_keeps_all():
     for top_k in (0, 200):
         found = mask(jnp.asarray(scaled), jnp.array([top_k], jnp.int32), jnp.ones(1, jnp.float32))
         np.testing.assert_array_equal(found[0], kept_by_numpy(scaled[0], top_k, 1.0))
+
+
+@pytest.mark.parametrize(("devices", "width"), [(1, 1000), (4, 250), (3, 7)])
+def test_noise_is_that_of_jax_bit_for_bit(devices: int, width: int):
+    seed = jnp.array([0, 1, -1, 2**31 - 1, -(2**31), 12345], jnp.int32)
+    position = jnp.array([0, 7, 131071, 2**31 - 1, 5, 0], jnp.int32)
+
+    def own(seed: jax.Array, position: jax.Array) -> jax.Array:
+        return jax.random.gumbel(jax.random.fold_in(jax.random.key(seed), position), (devices, width), jnp.float32)
+
+    expected = jax.jit(jax.vmap(own, out_axes=1))(seed, position)
+    noise = jax.jit(gumbel, static_argnums=(2, 3))(seed, position, devices, width)
+    np.testing.assert_array_equal(np.asarray(noise).view(np.uint32), np.asarray(expected).view(np.uint32))
 
 
 def test_draws_depend_on_seed_and_position_alone(samplers: dict):
