@@ -222,7 +222,7 @@ CELL = (*CPU, "cells", "decode@2")
         (at("notes", value=["\x1b[2J gone"]), r"`notes[0]`: expected a printable text of at most 10,000 characters, "
          r'found "\u001b[2J gone"'),
         (at("targets", "\x1b]0;x\x07", value={}), r"`targets.\u001b]0;x\u0007`: expected a printable text"),
-        # Finding 7: numbers that contradict the rest of the manifest.
+        # Numbers that contradict the rest of the manifest.
         (at(*CPU, "state", "slots", value=100),
          "`targets.cpu-tp2.state.slots`: expected 2, as the plan says, found 100"),
         (at(*CPU, "state", "pages", value=100),

@@ -1,4 +1,4 @@
-"""Cases in which other ports of this or a related model gave wrong numbers (round 4, lines 24 and 25)."""
+"""Cases in which other ports of this or a related model gave wrong numbers."""
 
 from pathlib import Path
 

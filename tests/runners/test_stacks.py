@@ -9,7 +9,7 @@ from tests.support.builds import python
 
 
 def shown(body: str) -> subprocess.CompletedProcess[str]:
-    """A small process that shows stacks as commands do."""
+    """A small process that prints stacks as commands do."""
     return python(
         "-c", f"import os, signal, time\nfrom ling3export.runners import stacks\nwith stacks.shown():\n{body}"
     )
@@ -38,7 +38,7 @@ def test_a_signal_prints_the_stacks_and_the_process_goes_on():
     ids=["hangs", "fast", "compiles", "not in a command"],
 )
 def test_only_a_start_that_hangs_in_a_command_prints_the_stacks(body, count):
-    """`--programs allow-compile` looked like a crash: after 60 s it printed 70 lines of stacks."""
+    """Regression: after 60 s, `--programs allow-compile` printed 70 lines of stacks, as if it had crashed."""
     done = shown(body)
     assert (done.returncode, done.stderr.count("Timeout (0:00:00.200000)!")) == (0, count)
     assert bool(done.stderr) == bool(count)

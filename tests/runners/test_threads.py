@@ -1,4 +1,4 @@
-"""Every thread of the runner, and every job that one does: an error in it ends nothing but the job."""
+"""Every thread of the runner, and every job of one: an error ends only the job."""
 
 import ast
 import itertools
@@ -37,7 +37,7 @@ from tests.support.waiting import until
 RUNNERS = Path(run.__file__).parents[1]
 WAIT = 60.0  # seconds for an answer; one takes milliseconds
 
-# Threads, by file and name. A new one belongs here, and into a test that ends it.
+# Threads by file and name. Add a new one to this table, and to a test that ends it.
 THREADS = {
     ("engine/loop.py", "ling3-engine"),
     ("engine/loop.py", "ling3-watchdog"),
@@ -61,7 +61,7 @@ JOBS = {
     ("transfer/prefix_store.py", "write prefix"),
 }
 PUTS = ("_jobs.put", "_saves.put", "_loads.put", "attempt")
-# Pools give an error to who waits for the future. Timers end a process.
+# Pools pass an error to the caller that waits for the future. Timers end a process.
 OTHERS = {
     ("engine/follower.py", "Timer"): 1,
     ("hosts/channel.py", "Timer"): 2,
@@ -77,7 +77,7 @@ OTHERS = {
 
 
 def calls():
-    """File, name of the function, and first argument of each call in the runner; a formatted text's first part."""
+    """File, function name and first argument of each call in the runner; for a formatted text, its first part."""
     for path in sorted(RUNNERS.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call):
@@ -104,7 +104,7 @@ class Injected(Exception):
 
 @pytest.fixture
 def inject(monkeypatch):
-    """Has a job or a thread raise once, before or after its work; tells whether it did."""
+    """Makes a job or a thread raise once, before or after its work; the returned event is set when it has raised."""
 
     def start(label, when="before", error=Injected):
         raised = threading.Event()
@@ -157,7 +157,7 @@ def engine(artifact, tmp_path_factory):
         yield engine
 
 
-salts = itertools.count()  # prompts with another salt hit nothing, and have the same tokens
+salts = itertools.count()  # prompts with a new salt hit nothing, and have the same tokens
 
 
 def traffic(engine, right, count=1):
@@ -232,7 +232,7 @@ def test_events_go_on_after_an_error(inject, label):
         publisher.tell(Cleared())
         assert publisher.record(16)["sequence"] == -1
     else:
-        until(lambda: publisher.record(16)["sequence"] == 0)  # tells to forget all
+        until(lambda: publisher.record(16)["sequence"] == 0)  # publishes that all blocks are gone
         publisher.tell(Cleared())
         until(lambda: publisher.record(16)["sequence"] == 1)
     publisher.close()
@@ -263,7 +263,7 @@ def test_a_caller_whose_answer_fails_is_dropped_and_calls_again(inject):
 
 @pytest.mark.parametrize("label", ["ling3-host-0", "ling3-host-1", "ling3-beat"])
 def test_the_end_of_a_thread_between_hosts_is_told_to_both_hosts(monkeypatch, inject, label):
-    """Without its watch or its signs of life a host would wait for ever, or end the others without a reason."""
+    """Without its watch or its signs of life, a host would wait forever, or end the others without a reason."""
 
     monkeypatch.setattr(channels, "Service", NoService)
     raised, lost = inject(label), ([], [])
@@ -300,13 +300,13 @@ class _Broken:
 
 @pytest.mark.parametrize("stream", [None, _Broken()])
 def test_a_line_for_a_user_who_has_gone_is_lost_quietly(monkeypatch, stream):
-    """Round 4, line 3: `serve … 2>&1 | head`, then one failed read, and every later prompt waited for ever."""
+    """Regression: with `serve … 2>&1 | head`, every prompt after one failed read waited forever."""
     monkeypatch.setattr(sys, "stderr", stream)
     assert say("a line") is None
 
 
 def test_a_report_that_raises_ends_no_thread(artifact, tmp_path, inject, right):
-    """Round 4, line 3, with a report of the caller's own."""
+    """The same with a report of the caller's own."""
 
     def report(text):
         if "load prefix" in text:
@@ -334,7 +334,7 @@ HALF = {
 
 @pytest.mark.parametrize("state", [{"a": "\ud800"}, {"a": float("nan")}, {"a": float("inf")}, {"a": object()}])
 def test_a_state_that_is_no_json_does_not_end_the_transfers(engine, right, state):
-    """Round 4, line 1: this body ended the transfer thread; every later request with a state waited for ever."""
+    """Regression: this body ended the transfer thread, and every later request with a state waited forever."""
     before = engine.stats()["transfer"].get("bad_params", 0)
     (handle,) = engine.submit(Request((5, 5, 5), 1, kv_transfer_params=HALF | {"state": state}))
     assert len(handle.result(WAIT).token_ids) == 1
@@ -344,7 +344,7 @@ def test_a_state_that_is_no_json_does_not_end_the_transfers(engine, right, state
 
 @pytest.mark.parametrize("call", ["remove", "touch"])
 def test_an_error_of_the_folder_does_not_end_the_transfers(engine, monkeypatch, right, call):
-    """Round 4, line 2: EMFILE once in `_end` or `remove` ended the thread."""
+    """Regression: one EMFILE in `_end` or `remove` ended the thread."""
     from ling3export.runners.transfer.folder import FolderStore
 
     real, tries = getattr(FolderStore, call), [0]

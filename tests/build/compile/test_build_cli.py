@@ -86,7 +86,7 @@ def test_a_signal_ends_the_build_and_its_children_and_leaves_nothing(checkpoint,
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_signal_ends_the_compiler_of_the_kernels_at_once(checkpoint, tmp_path, number):
-    """Regression (round 4, line 37): Ctrl-C waited 101 s for c++, and SIGKILL left it running."""
+    """Regression: Ctrl-C waited 101 s for c++, and SIGKILL left it running."""
     tools, artifact = tmp_path / "tools", tmp_path / "x.ling3"
     tools.mkdir()
     script = f'#!/bin/sh\n[ "$1" = --version ] && exit\ntouch {tmp_path}/begun\nsleep 600\n'

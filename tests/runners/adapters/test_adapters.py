@@ -1,6 +1,6 @@
-"""lm-evaluation-harness and inspect-ai evaluate the demo artifact, offline; the engine's own answers are the oracle.
+"""lm-evaluation-harness and inspect-ai evaluate the demo artifact offline; the engine's own answers are the oracle.
 
-Both libraries run through their own commands, in processes of their own; edges are tested in this one.
+Both libraries run through their own commands, in processes of their own; edge cases are tested in this process.
 """
 
 import asyncio
@@ -61,7 +61,7 @@ def problems() -> list[Problem]:
 
 @dataclass(frozen=True)
 class Own:
-    """The answers of the engine itself."""
+    """The engine's own answers."""
 
     path: Path
     texts: list[str]
@@ -72,7 +72,7 @@ class Own:
 
 @pytest.fixture(scope="module")
 def own(artifact) -> Own:
-    # Without its chat template: what is asked is completed, as lm-eval and the engine itself do.
+    # Without the chat template: the prompt is completed, as lm-eval and the engine itself do.
     plain = artifact.kept(
         "demo-text",
         digest_of(files_below(DEMO)),
@@ -100,7 +100,7 @@ def own(artifact) -> Own:
 
 
 def run_offline(folder: Path, *command: object) -> str:
-    """Runs a command in ``folder`` that must reach no network; its stdout."""
+    """Runs a command in ``folder`` that cannot reach a network; returns its stdout."""
     done = subprocess.run(
         [str(part) for part in command],
         cwd=folder,
@@ -181,7 +181,7 @@ def test_lm_eval_generates_and_scores(own: Own, tmp_path: Path):
 
 @pytest.fixture(scope="module")
 def lm_eval_model(own: Own) -> Iterator[Any]:
-    """In this process; what its libraries warn of is theirs."""
+    """The model in this process, without the warnings of its libraries."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from ling3export.runners.adapters.lm_eval import Ling3Model
@@ -196,7 +196,7 @@ def instance(*arguments: Any) -> Any:
 
 
 def test_lm_eval_edges(lm_eval_model: Any, caplog: pytest.LogCaptureFixture):
-    """Empty contexts, what is longer than the context, texts in windows, settings."""
+    """Empty contexts, texts longer than the context, texts in windows, settings."""
     model, engine = lm_eval_model, lm_eval_model.engine
     assert (model.rank, model.world_size) == (0, 1)
     assert model.max_length == CONTEXT
@@ -210,7 +210,8 @@ def test_lm_eval_edges(lm_eval_model: Any, caplog: pytest.LogCaptureFixture):
     expected = engine.score([([eos], encode(" 5", special=False)), (encode(long)[-(CONTEXT - len(after)) :], after)])
     assert [empty, cut] == [(score.logprob, score.is_greedy) for score in expected]
     assert caplog.messages == [f"a context of {len(encode(long))} tokens is cut to its last {CONTEXT - len(after)}"]
-    # Every token once: all but one of the context behind the end-of-text token, then windows of the whole context.
+    # Every token is scored once: first after the end-of-text token, all but one of the context; then in windows of the
+    # whole context.
     windows = [([eos], ids[: CONTEXT - 1])]
     for start in range(CONTEXT - 1, len(ids), CONTEXT - 1):
         end = min(start + CONTEXT - 1, len(ids))
@@ -260,7 +261,7 @@ def inspect_model(own: Own) -> Iterator[Any]:
 
 
 def test_both_models_pull_a_reference(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """They took folders alone."""
+    """Regression: they accepted only folders."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from ling3export.runners.adapters import inspect_ai, lm_eval
@@ -285,7 +286,7 @@ def test_both_models_pull_a_reference(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_inspect_edges(own: Own, inspect_model: Any):
-    """Settings that the model does not have are refused by name; our tokenizer counts; each end has a reason."""
+    """Settings that the model does not have are refused by name; our tokenizer counts; each stop has a reason."""
     from inspect_ai.model import ChatMessageSystem, ChatMessageUser, ContentImage, GenerateConfig
     from inspect_ai.tool import ToolInfo
 
@@ -331,7 +332,7 @@ def test_inspect_edges(own: Own, inspect_model: Any):
 
 
 def test_a_thought_is_no_part_of_the_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Both gave `I add.</think>The answer is 29.`; inspect's next message has the thought next to the answer again."""
+    """Regression: both returned `I add.</think>The answer is 29.`; inspect's next message repeated the thought."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from inspect_ai.model import ChatMessageUser, GenerateConfig

@@ -1,4 +1,4 @@
-"""lm-eval and inspect-ai evaluate an artifact through a server on loopback, offline, as in process."""
+"""lm-eval and inspect-ai evaluate an artifact offline through a server on loopback; results equal those in process."""
 
 import gc
 import json
@@ -27,7 +27,7 @@ def toy():
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    """What the engine itself answers, greedily."""
+    """The engine's own greedy answers."""
     with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
         asked = [engine.request([{"role": "user", "content": text}], TOKENS) for text in QUESTIONS]
         return [done.text or "" for done in engine.complete(asked)]
@@ -44,14 +44,14 @@ def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
         opened.append(Engine(*args, **options))
         return opened[-1]
 
-    with warnings.catch_warnings():  # theirs
+    with warnings.catch_warnings():  # the libraries' own warnings
         warnings.simplefilter("ignore")
         for name in ("lm_eval", "inspect_ai"):
             monkeypatch.setattr(f"ling3export.runners.adapters.{name}.Engine", opening)
         yield
         for engine in opened:  # neither tool closes its model
             engine.close()
-        gc.collect()  # inspect-ai leaves streams open, which say so when they go
+        gc.collect()  # inspect-ai leaves streams open, which warn when they are collected
 
 
 def lm_eval(folder: Path, rows: list[dict[str, Any]], task: dict[str, Any], model: str, **how: Any) -> dict[str, Any]:
@@ -104,7 +104,7 @@ def test_lm_eval_chats_as_in_process(toy: Server, texts: list[str], tmp_path: Pa
 
 
 def test_lm_eval_scores_choices_as_in_process(artifact, tmp_path: Path):
-    """By token ids, with the server's own tokenizer, from the log-probabilities of an echoed prompt."""
+    """With token ids, the server's own tokenizer, and the log-probabilities of an echoed prompt."""
     rows = [{"question": f"Question: {n} + {n}\nAnswer:", "choices": [f" {n}", f" {2 * n}", " a"]} for n in range(4)]
     task = {
         "output_type": "multiple_choice",
@@ -125,10 +125,10 @@ def test_lm_eval_scores_choices_as_in_process(artifact, tmp_path: Path):
 
 
 def test_inspect_scores_as_in_process(toy: Server, texts: list[str], tmp_path: Path):
-    """Through both of inspect's providers for such servers, /v1/chat/completions and /v1/responses.
+    """With both of inspect's providers for such servers: /v1/chat/completions and /v1/responses.
 
-    The provider `openai` takes a name that it does not know for a reasoning model of OpenAI's, and sends such a model
-    no temperature in a chat: that goes into `extra_body`.
+    The provider `openai` takes an unknown name for a reasoning model of OpenAI's, and sends no temperature in a chat to
+    such a model; the test sends it in `extra_body`.
     """
     from inspect_ai import Task, eval
     from inspect_ai.dataset import Sample

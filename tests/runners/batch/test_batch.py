@@ -1,4 +1,4 @@
-"""Batches: each line gets an answer, shards and broken-off runs give what one run gives."""
+"""Batches: each line gets an answer, and shards and continued runs give the output of one run."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def answers(path: Path) -> list[dict[str, Any]]:
 
 
 def timeless(path: Path) -> str:
-    """An output without the moment of its answers."""
+    """An output without its answers' timestamps."""
     return re.sub(r'"created": \d+', "", path.read_text())
 
 
@@ -132,7 +132,7 @@ def test_a_line_that_is_too_long_is_refused_and_the_next_one_is_read(engine, tmp
 
 @pytest.mark.parametrize("shards", [2, 9])
 def test_the_outputs_of_shards_one_after_the_other_are_what_one_run_gives(engine, tmp_path, shards):
-    """Nine shards of seven lines leave two empty."""
+    """Nine shards of seven lines include two empty ones."""
     source = numbered(tmp_path / "in.jsonl", 7)
     run(engine, source, tmp_path / "whole")
     parts = [tmp_path / f"part{index}" for index in range(shards)]
@@ -142,7 +142,7 @@ def test_the_outputs_of_shards_one_after_the_other_are_what_one_run_gives(engine
 
 
 def test_a_run_that_was_broken_off_goes_on(engine, tmp_path):
-    """Broken off behind three answers and in the middle of the fourth."""
+    """The run ends after three answers, in the middle of the fourth."""
     source, output = numbered(tmp_path / "in.jsonl", 9), tmp_path / "out"
     run(engine, source, tmp_path / "whole")
 
@@ -171,7 +171,7 @@ def test_a_run_that_was_broken_off_goes_on(engine, tmp_path):
     ],
 )
 def test_lines_that_answer_others_are_not_gone_on_with(engine, tmp_path, lines, place):
-    """Finding 19: five lines of junk were taken for the answers to an input of three."""
+    """Regression: five lines of junk counted as the answers to an input of three."""
     source, output = numbered(tmp_path / "in.jsonl", 3), tmp_path / "out"
     run(engine, source, output)
     name = answers(output)[0]["id"].removesuffix("_0")
@@ -187,7 +187,7 @@ def test_lines_that_answer_others_are_not_gone_on_with(engine, tmp_path, lines, 
 
 
 def test_a_finished_output_that_is_not_the_answers_is_not_taken_for_them(engine, tmp_path):
-    """One that had lost lines, or held others, counted as done."""
+    """Regression: an output with missing or foreign lines counted as finished."""
     source, output = numbered(tmp_path / "in.jsonl", 3), tmp_path / "out"
     run(engine, source, output)
     lines = output.read_bytes().splitlines(keepends=True)
@@ -202,7 +202,7 @@ def test_a_finished_output_that_is_not_the_answers_is_not_taken_for_them(engine,
 
 
 def test_a_full_disk_is_named_with_the_file(engine, tmp_path):
-    """Finding 19: it was "output: expected to be readable or writable"."""
+    """Regression: the error was "output: expected to be readable or writable"."""
     source = numbered(tmp_path / "in.jsonl", 9)
     with (
         file_size_limit(1500),

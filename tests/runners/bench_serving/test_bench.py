@@ -1,4 +1,4 @@
-"""``ling3-runner bench`` on an engine with toy programs and on servers: tables, lines of JSON, exit codes."""
+"""``ling3-runner bench`` with an engine of toy programs and with servers: tables, lines of JSON, exit codes."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def test_an_engine_in_this_process_is_measured(artifact, tmp_path):
 
 
 def test_a_full_disk_is_named_with_the_file(artifact, tmp_path):
-    """The error had no path: "output: expected to be readable or writable"."""
+    """Regression: the error had no path: "output: expected to be readable or writable"."""
     size, output = 1 << 20, tmp_path / "runs.jsonl"
     output.write_bytes(b"\n" * size)
     with serving(words) as (url, _), file_size_limit(size):

@@ -1,4 +1,4 @@
-"""``ling3-runner bench compare``: the same requests to several servers, side by side."""
+"""``ling3-runner bench compare``: the same requests to several servers, in one table."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_runs_stand_side_by_side_with_ratios_to_the_first():
     assert cells["Successful requests"] == ["1", "1 (1.00×)"] and cells["Failed requests"] == ["0", "0"]
     assert cells["Mean TTFT (ms)"] == ["20.00", "40.00 (2.00×)"]
     assert cells["Cache hit rate (%)"] == ["-", "75.00"]
-    assert "hit rate" not in side_by_side([record_of("mine", 0.02)])  # which a server does not report
+    assert "hit rate" not in side_by_side([record_of("mine", 0.02)])  # a server does not report it
 
 
 def test_servers_are_sent_the_same_requests(tmp_path):
@@ -54,7 +54,7 @@ def test_servers_are_sent_the_same_requests(tmp_path):
         ("theirs", 4, None),
     ]
     assert len({record["workload_sha256"] for record in records}) == 1
-    assert len(bodies) == 5  # the first is not measured
+    assert len(bodies) == 5  # the first one is a warm-up
 
 
 def test_a_server_that_fails_ends_the_run_and_what_was_measured_is_printed():

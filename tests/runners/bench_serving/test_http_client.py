@@ -1,4 +1,4 @@
-"""The client: token times of a stream, what servers say of tokens, every way in which an answer can fail."""
+"""The client: token times of a stream, token counts that servers report, and every way in which an answer can fail."""
 
 import asyncio
 import math
@@ -60,7 +60,7 @@ def test_the_warm_up_is_short_and_its_failure_ends_the_run():
 
 
 def test_an_answer_that_says_how_it_ended_is_whole():
-    """The server of transformers sends no [DONE] behind its answers: all of them counted as cut short."""
+    """Regression: transformers' server sends no [DONE] after its answers, and all of them counted as cut short."""
     last = {"choices": [{"text": "", "finish_reason": "stop"}], "usage": {"prompt_tokens": 2, "completion_tokens": 1}}
     answer = [HEAD, event({"choices": [{"text": "a", "finish_reason": None}]}), event(last), b"0\r\n\r\n"]
     with serving(lambda body: answer) as (url, _):
@@ -177,7 +177,7 @@ def test_without_a_server_or_its_models_the_error_says_so():
         with pytest.raises(Ling3Error, match="expected a list of models at /v1/models, found something else"):
             asyncio.run(client(url).open())
         assert sent(url, [SampleRequest("a", 2)], model="named").results[0].tokens == 2
-    with serving(words, models=whole({}, "500 Internal Server Error")) as (url, _):  # that of transformers, offline
+    with serving(words, models=whole({}, "500 Internal Server Error")) as (url, _):  # transformers' server, offline
         with pytest.raises(Ling3Error, match="expected 200 for /v1/models, found 500"):
             asyncio.run(client(url).open())
         assert sent(url, [SampleRequest("a", 2)], model="named").results[0].tokens == 2

@@ -1,4 +1,4 @@
-"""Texts that begin alike: the specification's tables, the tree itself counted by hand, and a cache of blocks."""
+"""Texts with shared prefixes: the specification's tables, the tree against counts by hand, and a cache of blocks."""
 
 import random
 
@@ -26,7 +26,7 @@ def test_the_example(least, longer, prefixes, ratio, coverage):
 
 
 def tree(texts, least, longer):
-    """Every beginning counted by itself."""
+    """Counts every prefix separately."""
     counts = {}
     for text in texts:
         for end in range(1, len(text) + 1):

@@ -1,4 +1,4 @@
-"""Servers that benchmarks start: named with their last output, and always ended."""
+"""Servers that benchmarks start: errors show their last output, and they are always ended."""
 
 import sys
 from pathlib import Path

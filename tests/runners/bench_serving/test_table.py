@@ -1,4 +1,4 @@
-"""The table byte for byte; the check of tables: those measured elsewhere agree, with a changed digit they do not."""
+"""The table byte for byte, and the check of tables: others' measured tables pass, and a changed digit fails."""
 
 import math
 import random
@@ -79,7 +79,7 @@ def test_tables_measured_elsewhere_agree(path):
 
 
 def possible(rows):
-    """Whether some duration, rounded, gives every printed rate: tried on a fine grid, independently of the check."""
+    """Whether some duration, rounded, gives every printed rate; tried on a fine grid, independently of the check."""
     value = {name: float(rows[name]) for name in NEEDED}
     counts = [(value[counted], value[rate]) for counted, rate in RATES]
     counts.append((counts[1][0] + counts[2][0], value[TOTAL]))
@@ -94,7 +94,7 @@ def possible(rows):
 
 @pytest.mark.parametrize("path", TABLES, ids=lambda path: path.stem)
 def test_a_changed_digit_is_found_unless_rounding_explains_it(path):
-    """Every digit of every row that others depend on is replaced, each by one other."""
+    """Replaces each digit of every row on which others depend, one at a time."""
     text, rng = path.read_text(), random.Random(path.stem)
     found = hidden = 0
     for name in NEEDED:

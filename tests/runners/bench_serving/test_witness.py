@@ -1,4 +1,4 @@
-"""What the comparison with other clients rests on: a checkpoint whose tokens all have text, and figures by either."""
+"""The comparison with other clients: all generated tokens have text, and figures count tokens or pieces."""
 
 import json
 import struct
@@ -15,7 +15,7 @@ from ling3export.runners.bench_serving.metrics import RequestResult, figures
 
 
 def test_tokens_without_text_of_their_own_are_never_the_likeliest(tmp_path):
-    """Of a checkpoint of random weights others saw less than half of the tokens: aiperf's first one came late."""
+    """Regression: with random weights, less than half of the tokens had text, and aiperf saw its first one late."""
 
     def head():
         index = json.loads((tmp_path / "micro" / "model.safetensors.index.json").read_text())

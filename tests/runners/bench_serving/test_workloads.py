@@ -1,4 +1,4 @@
-"""Workloads: the same seed gives the same requests, lengths are what was asked for, bad data sets are refused."""
+"""Workloads: equal seeds give equal requests, lengths are the requested ones, and bad data sets are refused."""
 
 import math
 from itertools import pairwise

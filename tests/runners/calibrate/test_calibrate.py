@@ -1,4 +1,4 @@
-"""``verify --time``: what it measures and writes, who uses it, and when it is not used."""
+"""``verify --time``: its measurements and file, who uses them, and when they are not used."""
 
 import re
 import shutil
@@ -29,7 +29,7 @@ from tests.support.refusals import refusal, said
 
 
 class Run(NamedTuple):
-    """An artifact's copy with its calibration next to it, and the command's output."""
+    """A copy of an artifact with its calibration next to it, and the command's output."""
 
     folder: Path
     file: Path
@@ -70,7 +70,7 @@ def test_every_cell_is_proven_and_timed_and_the_file_names_machine_and_digests(r
 
 @pytest.mark.hosts
 def test_two_hosts_measure_together_and_host_0_writes(artifact, tmp_path):
-    """Collectives are timed with all hosts in them; the other host says and writes nothing."""
+    """All hosts take part in timed collectives; the other host prints and writes nothing."""
     path = artifact("micro-2x1-snapshots")
     folders = [Path(shutil.copytree(path, tmp_path / f"host{host}.ling3")) for host in range(2)]
     verify = [(sys.executable, "-m", "ling3export.cli")] * 2
@@ -87,7 +87,7 @@ def test_two_hosts_measure_together_and_host_0_writes(artifact, tmp_path):
     assert f"\n{found.target}:\n" in said[0][0]
 
 
-# Not a time that a cell of the toy may take.
+# A time that no cell of the toy can take.
 @pytest.mark.parametrize(("unseen", "said"), [(0, "9876.543"), (2, "at least 9876.543")])
 def test_an_estimate_without_the_time_of_custom_calls_says_at_least(run, unseen, said):
     found = calibration.read_calibration(run.file)
@@ -185,7 +185,7 @@ def test_a_cut_file_and_wrong_types_are_refused_by_name(copied, change, told):
 
 
 class Channel:
-    """The connection to another host, which says what it found."""
+    """The connection to another host, which sends its own digest."""
 
     def __init__(self, other: bytes | None) -> None:
         self.other = other

@@ -1,4 +1,4 @@
-"""``ling3-runner chat``: a model that writes what the test says, in this process and in a terminal of its own."""
+"""``ling3-runner chat`` with a scripted model, in this process and in a terminal of its own."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def conversation(model: Talk):
 
 
 def said(conversation: Conversation, model: Talk, text: str, answer: str) -> list[tuple[bool, str]]:
-    """What is said of an answer: thoughts and text, each joined."""
+    """The thoughts and the text of an answer, each joined."""
     model.lines.texts = [answer]
     parts: list[tuple[bool, str]] = []
     conversation.answer(text, lambda thought, part: parts.append((thought, part)))  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def test_an_answer_is_taken_apart_into_a_thought_and_text(conversation, model):
 
 
 def test_the_next_prompt_begins_with_the_one_before_and_its_answer(conversation, model):
-    """So the prefix cache has both."""
+    """So the prefix cache contains both."""
     conversation.system("Be brief.")
     said(conversation, model, "Hi", "Hm.</think>Hello")
     said(conversation, model, "Go", "</think>Bye")
@@ -122,7 +122,7 @@ def test_help_of_chat_has_at_most_15_options():
 
 
 def test_a_conversation_with_an_artifact_hits_the_prefix_cache(artifact, tmp_path):
-    """The command itself, in a process of its own: turns come from a pipe."""
+    """Runs the command in a process of its own, with turns from a pipe."""
     system = ["--system", "Be brief, and always say what you mean to say."]
     words = ["chat", str(artifact("micro-tp1-snapshots")), "--max-tokens", "8", *system, "--think", "off"]
     command = [sys.executable, "-m", "ling3export.runners.cli", *words]
@@ -159,7 +159,7 @@ class Terminal:
         os.write(self._own, keys.encode())
 
     def until(self, text: str) -> str:
-        """What is shown up to ``text``."""
+        """The output up to ``text``."""
         end = time.monotonic() + LONG
         while text not in self.text:
             ready, _, _ = select.select([self._own], [], [], max(0, end - time.monotonic()))
@@ -170,11 +170,11 @@ class Terminal:
 
 
 def test_ctrl_c_ends_an_answer_and_ctrl_d_the_talk(tmp_path):
-    """In a terminal: thoughts are dim, an endless answer ends with Ctrl-C, and the next turn knows what it had said."""
+    """In a terminal, thoughts are dim. Ctrl-C ends an endless answer, and the next prompt contains its text."""
     terminal = Terminal(tmp_path)
     try:
         terminal.until("> ")
-        terminal.type("Halo\x02l\n")  # Ctrl-B: the line is edited
+        terminal.type("Halo\x02l\n")  # Ctrl-B: the line can be edited
         assert "\x1b[2mHm.\x1b[0m" in terminal.until("Hello").replace("\x1b[0m\x1b[2m", "")  # it came in pieces
         assert "tokens/s, first after" in terminal.until("> ")
         terminal.type("endless\n")
@@ -196,13 +196,13 @@ def test_ctrl_c_ends_an_answer_and_ctrl_d_the_talk(tmp_path):
 
 
 def child(folder: str) -> None:
-    """Talks in this process's terminal with a model that may never end."""
+    """Chats in this process's terminal with a model that may never end."""
 
     def script(prompt: str) -> str:
         last = prompt.rpartition("<role>HUMAN</role>")[2]
         return "</think>" + "more " * 3000 if last.startswith("endless") else "Hm.</think>Hello"
 
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job has it ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
     with scripted(Path(folder), script) as (engine, _):
         os.chdir(folder)
         talk(Conversation(engine))

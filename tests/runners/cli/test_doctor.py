@@ -1,4 +1,4 @@
-"""``ling3-runner doctor``: each single problem of a machine, faked, is named once with its mend and its exit code."""
+"""``ling3-runner doctor``: each single, faked problem of a machine is reported once, with a hint and its exit code."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def on_cpu(artifact):
 
 @pytest.fixture(scope="module")
 def on_tpu(on_cpu):
-    """The same programs as a slice's of two hosts with two chips each, and a host that fits."""
+    """The same programs for a slice of two hosts with two chips each, and a host that fits."""
     target = on_cpu.target
     requires = structs.replace(
         target.requires,
@@ -118,7 +118,7 @@ ON_TPU = {
     ("machine", "name"), [*(("on_cpu", name) for name in ON_CPU), *(("on_tpu", name) for name in ON_TPU)]
 )
 def test_each_single_problem_is_named_once(request, problems, machine, name):
-    """A host of a slice also hears that others belong to it."""
+    """On a host of a slice, the report also says that other hosts belong to it."""
     changes, severity, what, mend = (ON_CPU if machine == "on_cpu" else ON_TPU)[name]
     fitting = request.getfixturevalue(machine)
     if name == "little memory of a chip":
@@ -185,7 +185,7 @@ def test_the_command_describes_the_machine_and_gives_the_verdict(artifact, on_cp
 
 
 def test_it_reports_without_jax(artifact, tmp_path):
-    """A folder before all others on the path hides jax, as if it were not installed."""
+    """The first folder on the path hides jax, as if it were not installed."""
     for name in ("jax", "jaxlib"):
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(\"No module named '{name}'\")\n")
     path = os.pathsep.join([str(tmp_path), *(each for each in sys.path if each)])

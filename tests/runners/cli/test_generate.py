@@ -1,4 +1,4 @@
-"""The runner's command line: data on stdout alone, exit codes, prompt files, logits files."""
+"""The runner's command line: stdout contains only data; exit codes, prompt files, logits files."""
 
 import dataclasses
 import json
@@ -37,7 +37,7 @@ def test_text_goes_to_stdout_and_nothing_else(artifact):
 
 
 def test_without_max_tokens_an_answer_ends_with_the_context_at_the_latest(artifact, engine):
-    """`--max-tokens` had to be given: the first command that a new user tries ended in a usage error."""
+    """Regression: `--max-tokens` was required, so that a new user's first command ended in a usage error."""
     done = run(artifact, "--prompt-ids", "1,2,3", "--ignore-eos", "--json")
     assert done.exit_code == 0, done.stderr
     assert len(json.loads(done.stdout)["token_ids"]) == min(256, engine.limits.context - 3)
@@ -79,15 +79,16 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
 
 
 def test_what_the_api_takes_generate_takes_by_the_same_names():
-    """And `chat`, but for the form of an answer and log-probabilities."""
+    """`chat` accepts them, too, except for the form of an answer and log-probabilities."""
     taken, talked = ({param.name for param in command.params} for command in (generate, chat))
-    # Of one caller among several, of the form of its answer, and names that the commands have for the same.
+    # Fields for one client among several, for the form of its answer, and fields that the commands have under other
+    # names.
     http = {"model", "stream", "stream_options", "priority", "cache_salt", "structured_outputs", "response_format", "n"}
     http |= {"max_completion_tokens", "kv_transfer_params", "return_token_ids", "truncate_prompt_tokens"}
     http_only = {"skip_special_tokens", "include_stop_str_in_output", "min_tokens", "stop_token_ids"}
     fields = GenerationBody.model_fields.keys() - http - http_only - {"logit_bias"}
     assert fields <= taken
-    assert taken >= {"json_schema", "regex", "grammar"}  # which say the same
+    assert taken >= {"json_schema", "regex", "grammar"}  # other names for the same options
     of_python = {"name", "score_from", "kv_transfer_params", "sampling"} | http_only
     assert {field.name for field in dataclasses.fields(Request)} - taken == of_python | http & {
         "priority",
@@ -98,7 +99,7 @@ def test_what_the_api_takes_generate_takes_by_the_same_names():
 
 
 def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, engine, tmp_path):
-    """One by one: `generate` had none of them."""
+    """Regression: `generate` had none of these options."""
     prompt, how = [1, 2, 3], {"max_tokens": 12, "ignore_eos": True}
     plain = toy_artifact.answer(prompt, 12)[0]
     stop = engine.files.tokenizer("test").decode(plain)[3:5]
@@ -132,7 +133,7 @@ def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, 
 
 
 def test_generate_stays_greedy_whatever_generation_config_says(artifact, monkeypatch):
-    """Its settings are the defaults of `serve` and `chat` alone."""
+    """Its settings are defaults only for `serve` and `chat`."""
     monkeypatch.setattr(TokenizerFiles, "generation_config", lambda files: {"temperature": 2.0, "top_k": 20})
     done = run(artifact, "--prompt-ids", "1,2,3", "--max-tokens", 6, "--ignore-eos", "--json")
     assert json.loads(done.stdout)["token_ids"] == toy_artifact.answer([1, 2, 3], 6)[0]
@@ -223,7 +224,7 @@ def test_a_bad_line_of_a_prompt_file_is_named(artifact, tmp_path, line, message)
     path.write_text(f'{{"prompt_ids": [1]}}\n{line}\n{{"prompt_ids": [1]}}\n')
     done = run(artifact, "--prompt-file", path, "--max-tokens", 2, "--json")
     assert done.exit_code == 1
-    said = done.stderr.removeprefix(f"{artifact.name}: unsigned\n")  # token ids are known once it is loaded
+    said = done.stderr.removeprefix(f"{artifact.name}: unsigned\n")  # token ids are printed after the load
     assert said.startswith(f"error: prompt file `{path}` line 2: expected ")
     assert message in done.stderr
     assert done.stdout == ""
@@ -246,7 +247,7 @@ def test_messages_go_through_the_chat_template(artifact, tmp_path):
 
 
 def test_the_command_makes_its_own_devices_and_compiles_nothing(artifact, tmp_path):
-    """In a fresh process, with nothing set up: the environment is the runner's work."""
+    """In a fresh process without any setup: the runner prepares the environment."""
     code = "import sys; from ling3export.runners.cli.main import main; sys.argv[0] = 'ling3-runner'; main()"
     words = ("generate", artifact, "--prompt-ids", "1,2,3", "--max-tokens", "6", "--ignore-eos", "--json", "--stats")
     env = {"PYTHONPATH": ":".join(sys.path), "JAX_LOG_COMPILES": "1"}

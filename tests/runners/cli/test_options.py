@@ -1,4 +1,4 @@
-"""Every command of both command lines alike: Ctrl-C, ``python -m``, the options of settings."""
+"""Rules for every command of both command lines: Ctrl-C, ``python -m``, the options of settings."""
 
 import dataclasses
 import signal
@@ -31,7 +31,7 @@ from tests.support.refusals import refusal
 def test_each_of_several_hosts_refuses_what_works_on_one(
     command: list[str], host: str, option: str, text: str, monkeypatch: pytest.MonkeyPatch
 ):
-    """A follower took no notice of them, and waited for host 0, which had refused them alone."""
+    """Regression: a follower ignored these options, and waited for host 0, which had refused them."""
     for name, value in (("DIST_INIT_ADDR", "127.0.0.1:1"), ("NNODES", "2"), ("NODE_RANK", host)):
         monkeypatch.setenv(name, value)
     assert refusal(runner, command[0], "none", *command[1:], option, "any") == text
@@ -63,8 +63,7 @@ def test_what_an_ffn_worker_cannot_be_is_refused_before_anything_is_loaded(optio
     ids=["interrupted", "an error", "escape sequences"],
 )
 def test_what_ends_a_command_is_said_on_stderr(raised: BaseException, code: int, said: str):
-    """Names that were read from a checkpoint once sent escape sequences to the terminal, and half a character could not
-    be printed everywhere."""
+    """Regression: names from a checkpoint sent escape sequences to the terminal; half a character failed to print."""
 
     def go():
         raise raised
@@ -74,7 +73,7 @@ def test_what_ends_a_command_is_said_on_stderr(raised: BaseException, code: int,
 
 
 def test_an_interrupted_import_is_no_traceback():
-    """numpy's extension modules raise ImportError where Ctrl-C comes while they are loaded."""
+    """numpy's extension modules raise ImportError if Ctrl-C comes while they are loaded."""
 
     def go():
         try:
@@ -88,7 +87,7 @@ def test_an_interrupted_import_is_no_traceback():
 
 @pytest.mark.parametrize("module", ["ling3export.cli.main", "ling3export.runners.cli.main"])
 def test_ctrl_c_at_any_time_of_the_start_is_no_traceback(module: str):
-    """Within the first 0.3 s it was a traceback of whatever was being imported."""
+    """Regression: within the first 0.3 s, Ctrl-C printed a traceback of an import."""
     code = f"from ling3export.foundation import starting; print(flush=True); starting.start({module!r})"
     for seconds in (0.02, 0.1, 0.2, 0.3):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -97,7 +96,8 @@ def test_ctrl_c_at_any_time_of_the_start_is_no_traceback(module: str):
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
-        assert process.returncode == 2 or (process.returncode, stderr) == (130, b"interrupted\n")  # 2: shows its help
+        # 2: the command shows its help
+        assert process.returncode == 2 or (process.returncode, stderr) == (130, b"interrupted\n")
 
 
 def test_the_package_runs_as_a_module():
@@ -107,7 +107,7 @@ def test_the_package_runs_as_a_module():
 
 
 def test_a_command_ends_after_its_exit_functions_without_destructors() -> None:
-    """A command took 0.35 processor seconds to end, 0.25 of them in the search for cycles of garbage."""
+    """Regression: a command took 0.35 processor seconds to end, 0.25 of them for garbage collection."""
     code = (
         "import atexit\n"
         "from ling3export.runners.cli.main import main\n"
@@ -122,7 +122,7 @@ def test_a_command_ends_after_its_exit_functions_without_destructors() -> None:
 
 
 def test_every_setting_of_an_engine_and_of_a_server_has_an_option():
-    """Other settings stand in the list PYTHON_ONLY."""
+    """PYTHON_ONLY lists the other settings."""
     composed = ("prefix_store", "transfer")
     fields = {field.name for field in dataclasses.fields(EngineConfig)}
     assert fields == {*options.ENGINE, *composed, *options.PYTHON_ONLY}

@@ -1,4 +1,4 @@
-"""The runner as one file: packed once, then run beside a moved artifact where there is Python and no package."""
+"""The runner as one file: packed once, then run next to a moved artifact with Python but without the package."""
 
 import json
 import os
@@ -19,7 +19,7 @@ PROMPT = ["--prompt", "the number of", "--max-tokens", 12, "--json"]
 
 @pytest.fixture(scope="module")
 def packed(artifact: Artifacts) -> Path:
-    """Packed again when a source has changed, or what is installed beside."""
+    """The packed runner; packed again if a source or an installed package has changed."""
     names = "pyproject.toml constraints.txt .ci/runner ling3export artifacts foundation machine model runners".split()
     below = {f"{name}/{file}": path for name in names for file, path in files_below(ROOT / name).items()}
     files = {name: path for name, path in below.items() if path.suffix != ".pyc"}
@@ -31,7 +31,7 @@ def packed(artifact: Artifacts) -> Path:
 
 
 def test_the_file_needs_python_alone(packed: Path, artifact: Artifacts, tmp_path: Path):
-    """It generates what this environment generates, and serves."""
+    """It generates the tokens of this environment, and serves."""
     bare = {"PATH": f"{Path(sys.base_prefix, 'bin')}:{os.defpath}", "HOME": str(tmp_path)}
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
     names = "jax numpy click starlette ling3export"

@@ -1,4 +1,4 @@
-"""Penalties, biases, grammars and log-probabilities, through a real engine over the toy: numpy says what is right."""
+"""Penalties, biases, grammars and log-probabilities with a real engine of the toy, against numpy."""
 
 import re
 from unittest.mock import Mock
@@ -70,14 +70,14 @@ def test_a_grammar_that_is_cut_says_length(engine):
 
 
 def test_an_impossible_grammar_is_refused_with_the_reason(engine):
-    """Over HTTP, whose table of reasons is in serve/test_fields.py, a schema has fewer levels."""
+    """Over HTTP a schema may have fewer levels; serve/test_fields.py has the table of reasons."""
     for text, found in (("{", "grammar"), ('{"items":' * 200 + "{}" + "}" * 200, "recursion limit")):
         with pytest.raises(RequestError, match=found):
             engine.submit(ask(grammar=("json", text)))
 
 
 def test_a_grammar_is_compiled_once_however_many_requests_have_it(engine, monkeypatch):
-    """Once it was compiled to check a request, and again in the engine's thread, where all others waited for it."""
+    """Regression: it was compiled to check a request, and again in the engine's thread, where all others waited."""
     compiled = Mock(wraps=llguidance.LLMatcher)
     monkeypatch.setattr(llguidance, "LLMatcher", compiled)
     done = engine.complete([ask(9, name=name, grammar=("regex", "[b-d]{7}"), ignore_eos=False) for name in "ab"])
@@ -94,7 +94,7 @@ def test_what_is_no_grammar_is_refused():
 
 
 def test_penalties_hold_where_a_sequence_starts_again():
-    """Two sequences that do not fit the pool together: one gives its pages back, and goes on as if it had not."""
+    """Two sequences do not fit into the pool together: one gives its pages back, and continues with the same tokens."""
     with Engine(toy_artifact.shared(), overlap=False, report=lambda text: None) as engine:
         requests = [ask(40, [token] * 20, how={"frequency_penalty": 1.0}) for token in (3, 4, 5)]
         done = engine.complete(requests)

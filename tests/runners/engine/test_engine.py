@@ -1,4 +1,4 @@
-"""The engine on real programs in fp32: what a naive loop says, whatever arrives when; streams, striped pages."""
+"""The engine with real programs in fp32 against a plain loop, for any arrival times; streams, striped pages."""
 
 import asyncio
 import random
@@ -32,12 +32,12 @@ def prompts():
 
 
 def silent(text: str) -> None:
-    """Takes what a start reports."""
+    """Discards the reports of a start."""
 
 
 @pytest.fixture(scope="module")
 def naive(artifact: Artifacts) -> list[list[int]]:
-    """Greedy answers of one request at a time, by the programs alone: no scheduler, no block manager, no engine."""
+    """Greedy answers, one request at a time, by calls of the programs: no scheduler, block manager or engine."""
     loaded = load(artifact(NAME), report=silent)
     driver = Driver(loaded.runner, loaded.record)
     (decode,) = driver.paddings["decode"]
@@ -59,7 +59,7 @@ def greedy(prompt, max_tokens=ANSWER, **options):
 
 
 def run_in_random_order(engine, seed):
-    """Each prompt twice, in random order, at random moments; tokens by prompt."""
+    """Sends each prompt twice, in random order at random moments; returns tokens by prompt."""
     rng = random.Random(seed)
     order = [place for place in range(len(LENGTHS)) for _ in range(2)]
     rng.shuffle(order)
@@ -86,7 +86,7 @@ def test_the_engine_says_what_a_naive_loop_says(artifact: Artifacts, naive: list
 def test_striped_pages_give_the_same_tokens(
     artifact: Artifacts, naive: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """A whole artifact whose latent pages lie on their devices alone, as TPU targets have them; here built for cpu."""
+    """A striped artifact, as for TPU targets, built for cpu: each device has only its own latent pages."""
     forms = {"form": "tiles"}
     given = plan.forms
     monkeypatch.setattr(plan, "forms", lambda config, target: given(config, target) | forms)
@@ -128,7 +128,7 @@ def test_striped_pages_give_the_same_tokens(
 def test_giving_pages_back_changes_no_token_in_fp32(
     artifact: Artifacts, naive: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ):
-    """Eight sequences in eight pages all want a second one. docs/engine.md says what holds in bf16."""
+    """Eight sequences in eight pages all need a second page. docs/engine.md says what holds in bf16."""
     place = LENGTHS.index(50)
     few = BlockManager(slots=8, pages=8, page_size=64, max_pages=16)
     monkeypatch.setattr(BlockManager, "of", lambda target: few)
@@ -146,7 +146,7 @@ def random_mate(rng: random.Random) -> Request:
 
 
 def test_sampling_depends_on_the_request_alone(artifact: Artifacts):
-    """The same request among random mates, three times, at random places of the batch."""
+    """The same request three times in random batches."""
     hot = Sampling(temperature=1.0, top_k=40, top_p=0.9, seed=5)
     asked = greedy(prompts()[4], sampling=hot)
     found = []

@@ -1,4 +1,4 @@
-"""The calls of programs: which padding pays, beside who waits too, and the fields of the step contract."""
+"""The inputs of programs: the best padding of a call, also with running sequences, and fields of the step contract."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,13 +22,13 @@ def test_the_padding_that_pays(work, padding):
 
 @pytest.mark.parametrize(("work", "padding"), [(17, 16), (64, 128), (130, 128), (4000, 128)])
 def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
-    """A slot costs 3, 1.25 and 1.0625: 128 loses less than a quarter."""
+    """The costs per slot are 3, 1.25 and 1.0625, so a call of 128 wastes less than a quarter."""
     assert Shapes((16, 128, 512), (16,), 16).cheapest_padding(work, beside_decode=True) == padding
     assert Shapes((16, 512), (16,), 16).cheapest_padding(4000, beside_decode=True) == 512
 
 
 def test_the_padding_that_pays_by_the_compilers_estimates():
-    """Where a call costs the same at any padding, the largest always pays; a manifest says so."""
+    """If a call costs the same at any padding, the largest is best; the costs are in a manifest."""
     target = next(iter(read_manifest(Path(__file__).parents[2] / "data").targets.values()))
     some = next(iter(target.cells.values()))
     cells = {

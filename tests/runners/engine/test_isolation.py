@@ -1,4 +1,4 @@
-"""A failure of one request ends that request by name: the others that run go on with the same tokens."""
+"""An error in one request ends only that request, with its name; the others continue with the same tokens."""
 
 import asyncio
 import threading
@@ -40,7 +40,7 @@ def applied(processor: LogitsProcessorState, row: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("of", ["logit_bias", "prompt", "both", "answer"])
 def test_edits_of_any_number_of_tokens_are_what_numpy_says(of, size):
-    """65 biases, or a repetition_penalty with a prompt of 65 tokens, once ended the whole engine."""
+    """Regression: 65 biases, or a repetition_penalty with a prompt of 65 tokens, ended the whole engine."""
     rng = np.random.default_rng(size)
     row, names = rng.standard_normal(1000).astype(np.float32), rng.permutation(1000).tolist()
     bias = {token: float(at % 7 - 3.5) for at, token in enumerate(names[:size])} if of in ("logit_bias", "both") else {}
@@ -64,14 +64,15 @@ def test_an_engine_takes_any_number_of_biases(engine, size):
 
 
 class Panic(BaseException):
-    """An error as libraries in Rust raise it."""
+    """An error like those that Rust libraries raise."""
 
 
 GRAMMAR: dict[str, Any] = {"grammar": ("regex", "[a-z]{20}")}
 PENALTY: dict[str, Any] = {"sampling": Sampling(frequency_penalty=1.0)}
 TAKEN_IN, RESTRICTED = "expected it to be taken in", "expected its next token to be restricted"
 READ, TOGETHER = "expected its token to be taken", "expected its answer to be put together"
-# The function of the engine's thread that raises, after how many calls, what is said, and what comes there.
+# The function of the engine's thread that raises, the number of calls before, the error, and fields of the request that
+# reaches it.
 PLACES: list[tuple[type, str, int, str, dict[str, Any]]] = [
     (Limits, "answer", 0, TAKEN_IN, {}),
     (LogitsProcessorState, "__init__", 0, TAKEN_IN, {"sampling": Sampling(logit_bias={3: 1.0})}),
@@ -94,7 +95,7 @@ PLACES: list[tuple[type, str, int, str, dict[str, Any]]] = [
 
 
 def break_for_mine(patch: pytest.MonkeyPatch, owner: type, name: str, after: int, does: Callable[[], None]) -> None:
-    """Has a function do this in the engine's thread where the request `mine` comes there; others change no logits."""
+    """Makes a function call ``does`` when it handles the request `mine` in the engine's thread."""
     before, calls = vars(owner)[name], iter(range(after))
 
     def is_mine(self: Any, args: tuple[Any, ...]) -> bool:
@@ -116,7 +117,7 @@ def break_for_mine(patch: pytest.MonkeyPatch, owner: type, name: str, after: int
 )
 @pytest.mark.parametrize(("owner", "name", "after", "said", "asked"), PLACES)
 def test_an_error_in_one_request_ends_that_one(engine, monkeypatch, owner, name, after, said, asked, error, stream):
-    """Any of these once ended the engine, and with it every request of every client."""
+    """Regression: any of these errors ended the engine, and with it every request of every client."""
     others = [Request((n, 2), 20, ignore_eos=True, logprobs=n % 2 or None, name=f"other {n}") for n in range(5)]
     mine = Request(tuple(PROMPT), 20, name="mine", ignore_eos=True, **asked)
     before = engine.stats()["failed"]
@@ -155,7 +156,7 @@ def test_tokens_that_a_request_comes_with_may_fail_it_alone(monkeypatch):
 
 
 class Host(Rig):
-    """A host of several on the fake model; preparing a sequence raises ``error``."""
+    """A host of several with the fake model; preparing a sequence raises ``error``."""
 
     def __init__(self, number: int, error: Exception | None) -> None:
         self.wire, self.error = Wire(number), error
@@ -202,7 +203,7 @@ def test_a_host_that_fails_a_request_alone_ends_all_before_its_next_call(errors)
 
 @pytest.mark.parametrize("error", [MemoryError("no room"), OSError("no file")])
 def test_an_error_of_a_machine_ends_all_hosts(error):
-    """The others do not meet it: what one of them does next is not what they do."""
+    """The other hosts do not get this error, so they would make other calls."""
     (lead,) = hosts(error)
     with pytest.raises(type(error)):
         lead.core.step(arrivals())

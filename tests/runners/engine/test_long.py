@@ -1,4 +1,4 @@
-"""The engine behind long prompts: whatever happens on the way, the logits are the plain model's."""
+"""The engine with long prompts: its logits are the plain model's, also with caching, pre-emption and moved states."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -48,7 +48,7 @@ def right(checkpoint):
 
 
 def comparison(checkpoint: Path) -> Callable[[Sequence[int], Completion], bool]:
-    """Whether the logits of a request's answer, its last ones, are the plain model's."""
+    """Whether the logits of a request's last tokens are the plain model's."""
     reference = KeptReference(checkpoint)
 
     def right(ids: Sequence[int], done: Completion) -> bool:
@@ -61,7 +61,7 @@ def comparison(checkpoint: Path) -> Callable[[Sequence[int], Completion], bool]:
 
 
 def test_a_prompt_of_100_000_tokens_computed_cached_and_moved(engine, right):
-    """Alone, behind what the prefix cache has of it with another end, and decoded from a state that travelled."""
+    """Computed alone, after a hit in the prefix cache, and decoded from a state that was moved."""
     ids = prompt(LONG)
     (alone,) = engine.complete([asked(ids)])
     assert alone.cached_tokens == 0 and right(ids, alone)
@@ -77,7 +77,7 @@ def test_a_prompt_of_100_000_tokens_computed_cached_and_moved(engine, right):
 
 
 def test_a_prompt_of_67_000_tokens_that_gives_its_pages_back_in_the_middle(engine, right):
-    """The older sequence, behind 32k tokens, grows into a page that is not there while the younger one is prefilled."""
+    """The older sequence, at 32k tokens, needs a page that is not free while the younger one is prefilled."""
     before, first = engine.stats(), prompt(128 * PAGE - 60, seed=2)
     second = prompt((PAGES - 128) * PAGE - 10, seed=3)
     older, younger = engine.complete([asked(first, 70), asked(second)])
@@ -89,7 +89,7 @@ def test_a_prompt_of_67_000_tokens_that_gives_its_pages_back_in_the_middle(engin
 
 @pytest.mark.parametrize(("original", "length", "page"), [(64, 128 - ANSWER, 16), (131_072, 131_400, PAGE)])
 def test_yarn_doubles_an_artifacts_context_and_decodes_as_the_plain_model_does(artifact, original, length, page):
-    """Beyond the original context in prefill and decode, the short one filled to its end."""
+    """Beyond the original context in prefill and decode; the short context is filled to its end."""
     scaling = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": original}
     fields = FIELDS | {"max_position_embeddings": original, "rope_scaling": scaling}
     checkpoint = artifact.kept("yarn", fields, lambda path: synthesize(path, "micro", 0, overrides=fields))

@@ -30,7 +30,7 @@ def test_a_handle_gives_tokens_text_and_times():
     assert done.token_ids == expected(asked)
     assert done.text == "".join(chr(65 + i) for i in done.token_ids)
     assert done.stop_reason == "length"
-    # 20 tokens are a full call and the rest; then one decode call a token but the first.
+    # 20 tokens are a full call and the rest; then each token but the first is one decode call.
     assert [(step.kind, step.padding, step.tokens) for step in done.steps] == [
         ("prefill", 16, 16),
         ("prefill", 4, 4),
@@ -63,7 +63,7 @@ def test_a_stream_says_what_the_completion_says():
 def test_what_a_slow_reader_did_not_take_is_one_piece():
     async def read(rig):
         (handle,) = rig.submit(request([1, 2, 3], 30))
-        assert handle.result(WAIT)  # blocks this event loop until all is there
+        assert handle.result(WAIT)  # blocks this event loop until the answer is complete
         return [piece async for piece in handle.pieces()]
 
     with Rig() as rig:
@@ -104,7 +104,7 @@ def test_leaving_a_stream_cancels_the_request(leave):
             await task
             until = time.monotonic() + WAIT
             while not handle.cancelled and time.monotonic() < until:
-                await asyncio.sleep(0.001)  # asyncio closes a generator that was left, soon
+                await asyncio.sleep(0.001)  # asyncio closes an abandoned generator soon
         rig.backend.let_go()
         return await asyncio.to_thread(handle.result, WAIT)
 
@@ -116,7 +116,7 @@ def test_leaving_a_stream_cancels_the_request(leave):
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("moment", ["queued", "prefilling", "decoding"])
 def test_cancelling_with_a_step_in_flight(moment, ahead):
-    """The devices are held in the middle of a step; who is cancelled then emits nothing more, the others go on."""
+    """The devices are held in the middle of a step. The cancelled request emits nothing more, the others continue."""
     with Rig(ahead) as rig:
         backend = rig.backend
         backend.hold()
@@ -133,7 +133,7 @@ def test_cancelling_with_a_step_in_flight(moment, ahead):
         handle.cancel()
         backend.let_go()
         done = handle.result(WAIT)
-        # The read that the devices were held in may still have been ours.
+        # The read in which the devices were held may belong to the cancelled request.
         assert done.stop_reason == "cancelled" and len(done.token_ids) <= had + 1
         assert done.token_ids == answer(list(range(40)), 20)[: len(done.token_ids)]
         for number, other in enumerate(others):
@@ -156,11 +156,11 @@ def test_an_error_in_a_step_reaches_every_waiter():
         with pytest.raises(EngineStopped, match="found RuntimeError: RESOURCE_EXHAUSTED"):
             rig.submit(request([1], 1))
         rig.loop.close()
-        rig.blocks = BlockManager(SLOTS, PAGES, PAGE)  # what the devices held is lost
+        rig.blocks = BlockManager(SLOTS, PAGES, PAGE)  # the state on the devices is lost
 
 
 def test_what_has_not_ended_is_told_why():
-    """An engine may be closed twice."""
+    """Closing an engine twice is allowed."""
     with Rig() as rig:
         rig.backend.hold()
         handles = rig.submit(*(request([n], 50) for n in range(7)))
@@ -176,11 +176,11 @@ def test_what_has_not_ended_is_told_why():
 
 
 def test_a_future_that_takes_no_error_leaves_no_coroutine_asleep(monkeypatch):
-    """Round 4, line 14: InvalidStateError of one future ended what wakes the coroutines."""
+    """Regression: an InvalidStateError of one future ended the callback that wakes the coroutines."""
 
     class Answered(Future):
         def done(self):
-            return False  # as it was when it was looked at; it is answered before its error is set
+            return False  # the answer arrives between this check and the error
 
     async def read(handle):
         return await asyncio.gather(asyncio.wait_for(handle.wait(), WAIT), return_exceptions=True)
@@ -246,7 +246,7 @@ def test_a_full_engine_takes_none_of_what_is_too_much():
 
 
 def test_a_later_call_waits_for_a_row_or_two_of_a_large_one():
-    """A plain call waited for all 40 rows of another client's call."""
+    """Regression: a plain call waited for all 40 rows of another client's call."""
     with Rig() as rig:
         ended, step = [], rig.core.step
 
@@ -258,7 +258,7 @@ def test_a_later_call_waits_for_a_row_or_two_of_a_large_one():
         rig.core.step = noted
         rig.backend.hold()
         large = rig.submit(*(request([n], 3) for n in range(20)))
-        rig.backend.reach()  # as many rows as there are slots have begun
+        rig.backend.reach()  # a row for each slot has begun
         late = [rig.submit(request([n], 3))[0] for n in (20, 21)]
         rig.backend.let_go()
         for n, handle in enumerate((*large, *late)):
@@ -277,7 +277,7 @@ def test_a_timeout_leaves_the_request_running():
 
 
 def test_an_event_loop_that_closed_is_no_reader():
-    """A client that vanished with its event loop: its request is cancelled, the engine goes on."""
+    """A client vanished with its event loop: its request is cancelled, and the engine continues."""
 
     async def read(handle):
         return [piece async for piece in handle.pieces()]
@@ -296,7 +296,7 @@ def test_an_event_loop_that_closed_is_no_reader():
 
 
 async def client(rig, rng):
-    """Sends a request, and reads it, waits for it, or leaves somewhere on the way."""
+    """Sends a request, and reads it, waits for it, or leaves at some point."""
     asked = request(
         [rng.randrange(VOCAB) for _ in range(rng.randint(1, 24))],
         rng.randint(1, 16),
@@ -304,7 +304,7 @@ async def client(rig, rng):
     )
     (handle,) = rig.submit(asked)
     ways = rng.random()
-    if ways < 0.2:  # a disconnect: the task that reads is cancelled
+    if ways < 0.2:  # a disconnect: the reading task is cancelled
         task = asyncio.create_task(handle.wait())
         await asyncio.sleep(rng.choice([0, 0.001, 0.003]))
         task.cancel()
@@ -332,14 +332,14 @@ async def crowd(rig, rng, count, at_once=40):
 
 
 def test_hundreds_of_requests_leave_nothing_behind():
-    """A soak with the fake model; the same on real programs is ``python -m bench soak``."""
+    """A soak with the fake model; ``python -m bench soak`` does the same with real programs."""
     rng = random.Random(3)
     with Rig() as rig:
         threads, free = set(threading.enumerate()), rig.free()
         tracemalloc.start()
         try:
             held = []
-            for count in (200, 600):  # the first of them make what is made once
+            for count in (200, 600):  # the first requests make objects that stay
                 asyncio.run(crowd(rig, rng, count))
                 rig.backend.calls.clear()
                 gc.collect()
@@ -349,5 +349,5 @@ def test_hundreds_of_requests_leave_nothing_behind():
         assert rig.loop.live == 0
         assert (rig.free(), set(threading.enumerate()) - threads) == (free, set())
         assert not rig.core.busy and not rig.core.live
-        assert held[1] - held[0] < 200_000, held  # a handle that stays with each of 600 would be four times that
+        assert held[1] - held[0] < 200_000, held  # a leaked handle for each of 600 requests would be four times that
         assert 400 < rig.counters.started <= 800  # those cancelled in the queue never started

@@ -1,4 +1,4 @@
-"""Grammars of all rows together hold a step for a few milliseconds: rows whose masks do not fit sit out steps."""
+"""Masks of all grammars together may delay a step by a few milliseconds; rows whose masks do not fit skip steps."""
 
 import random
 import time
@@ -21,7 +21,7 @@ SLOW = 3 * STEP_SECONDS
 
 
 class Matcher:
-    """A grammar that allows every token, and takes its time."""
+    """A slow grammar that allows every token."""
 
     error, over = "", False
 
@@ -38,7 +38,7 @@ class Matcher:
 
 
 class Backend(FakeBackend):
-    """Changes no logits: the oracle knows no grammar."""
+    """Leaves logits unchanged, since the oracle knows no grammar."""
 
     def adjust(self, logits: Any, count: int, fields: Any, edits: Any, mask: Any) -> dict[str, Any]:
         return {"logits": logits}
@@ -51,7 +51,7 @@ def restricted(rig: Rig, tokens: list[int], count: int, matcher: Any) -> Sequenc
 
 
 def test_slow_grammars_of_all_other_rows_slow_a_plain_sequence_by_a_mask_or_two_a_step():
-    """One request of 854 bytes with n=40 filled 40 masks one after the other in each step."""
+    """Regression: a request of 854 bytes with n=40 filled 40 masks one after the other in each step."""
     rig = Rig(slots=16, pages=160, decode=(4, 16), backend=Backend)
     matchers = [Matcher() for _ in range(15)]
     for number, matcher in enumerate(matchers):
@@ -62,8 +62,8 @@ def test_slow_grammars_of_all_other_rows_slow_a_plain_sequence_by_a_mask_or_two_
         rig.step()
         now = sum(matcher.fills for matcher in matchers)
         most, fills = max(most, now - fills), now
-    assert most <= 2  # the oldest, and one whose time is unknown
-    assert fills < 60  # of 15 a step; it takes part in 20 calls, with those of prefill before
+    assert most <= 2  # the oldest one, and one with unknown time
+    assert fills < 60  # instead of 15 a step; it takes part in 20 calls, including prefill
     rig.run()
     rig.check()
     assert [matcher.fills for matcher in matchers] == [8] * 15
@@ -71,7 +71,7 @@ def test_slow_grammars_of_all_other_rows_slow_a_plain_sequence_by_a_mask_or_two_
 
 @pytest.mark.parametrize("accepting", [False, True])
 def test_grammars_take_a_share_of_the_time_while_others_run(accepting: bool):
-    """Each step filled at least one mask, and nothing bounded accept(): 40 rows slowed plain calls 11 times."""
+    """Regression: each step filled a mask or more, and accept() had no limit: 40 rows slowed plain calls 11 times."""
     rig = Rig(slots=16, pages=160, decode=(4, 16), backend=Backend)
     seconds = 0.0 if accepting else SLOW
     matchers = [Matcher(seconds, SLOW - seconds) for _ in range(15)]
@@ -112,7 +112,7 @@ def test_a_cheap_grammar_waits_for_no_slow_one():
     while cheap.stop_reason is None:
         rig.step()
         steps += 1
-    assert steps < 60  # 18 on a quiet machine, 86 where it waited for them
+    assert steps < 60  # 18 on a quiet machine, 86 if it waits for them
     rig.run()
     rig.check()
 
@@ -137,7 +137,7 @@ def test_rows_that_wait_keep_their_logits_through_preemption_and_cancelling(seed
 
 
 def test_logits_of_few_calls_are_kept():
-    """Each is [rows, vocab] of the devices' memory."""
+    """Each array takes [rows, vocab] of device memory."""
     rig = Rig(slots=16, pages=160, decode=(4, 16), backend=Backend)
     for number in range(16):
         restricted(rig, [number], 8, Matcher())
@@ -168,7 +168,7 @@ def test_a_mask_that_waits_too_long_fails_its_request_and_no_other(monkeypatch):
 
 
 def test_all_hosts_sample_the_rows_whose_masks_fit_on_host_0():
-    """Time decides which masks fit, and hosts that take different rows make different calls."""
+    """Times decide which masks fit, and hosts that sampled other rows would make different calls."""
     shared: list[bytes] = []
     wires = Wire(0, shared), Wire(1, shared)
     lead, follower = (Rig(slots=8, pages=80, decode=(8,), backend=Backend, channel=wire) for wire in wires)

@@ -1,4 +1,4 @@
-"""Requests to the engine on a toy artifact: what comes out, what ends an answer, and what is refused at once."""
+"""Requests to an engine of a toy artifact: results, ends of answers, and immediate errors."""
 
 import json
 import math
@@ -87,13 +87,13 @@ def test_what_can_never_be_served_is_refused_at_once(engine, prompts, options, m
 
 
 class Unprintable:
-    """Its own class cannot write it."""
+    """An object without a text form."""
 
     def __repr__(self):
         raise RuntimeError("no text")
 
 
-# What a caller may put where a number, a text, a flag or a list belongs.
+# Values that a caller may pass as a number, a text, a flag or a list.
 WEIRD = [
     None, True, 0, 3, -1, 3.5, math.nan, math.inf, 10**30, 10**5000, 1j, Fraction(1, 2), Decimal("0.5"), "", "x", "3",
     "\ud83d", b"x", bytearray(b"x"), [], [5], [1.5], ["x"], ["x", 5], [None], [[1]], [True], (1, 2), range(3), {},
@@ -106,7 +106,7 @@ SETTINGS = ("temperature", "top_k", "top_p", "min_p", "seed")
 
 
 def built_of(field, value):
-    """A request with ``value`` in one place, or why there can be none."""
+    """A request with ``value`` in one field, or the error for it."""
     try:
         if field in SETTINGS:
             return Request((1, 2, 3), 4, Sampling(**{field: value}))
@@ -118,9 +118,9 @@ def built_of(field, value):
 
 @pytest.mark.parametrize("field", [*FIELDS, *SETTINGS])
 def test_whatever_a_request_is_made_of_the_engine_lives_on(engine, field):
-    """A list of a number among the stop strings once ended the engine, a max_tokens of NaN once held its slot for ever.
+    """Regression: a number among the stop strings ended the engine, and a max_tokens of NaN kept its slot forever.
 
-    And a seed of numpy's once ended several hosts: what is accepted travels, and is what it was.
+    A numpy integer as seed ended several hosts: accepted values must reach other hosts unchanged.
     """
     taken = []
     for value in WEIRD:
@@ -161,7 +161,7 @@ def test_whatever_a_request_is_made_of_the_engine_lives_on(engine, field):
 
 
 def test_the_same_is_refused_wherever_it_enters(engine, tmp_path):
-    """Python, the other hosts' channel and a prompt file say the same of a token id that is none."""
+    """Python, the other hosts' channel and a prompt file give the same error for an invalid token id."""
     said = "expected token ids, found 1.5 at place 1"
     with pytest.raises(RequestError, match=said):
         Request((1, 1.5), 4)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""The scheduler against a fake model that sees a sequence only through slots and pages: same tokens as one by one."""
+"""The scheduler with a fake model that reads a sequence only through slots and pages: tokens as without batching."""
 
 import random
 
@@ -14,7 +14,7 @@ from tests.support.scheduler_rig import Rig, prompt
 @pytest.mark.parametrize("stripes", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(9))
 def test_random_arrivals_finishes_and_cancels(seed, stripes, ahead):
-    """Also in pools that devices share, with fewer rows than devices, and with so few pages that sequences give way."""
+    """Includes pools that devices share, fewer rows than devices, and so few pages that sequences are pre-empted."""
     rng = random.Random(seed)
     pages, decode = stripes * rng.choice([20, 24, 60]), rng.choice([(1,), (2, 4), (4, 8)])
     rig = Rig(slots=rng.randint(1, 8), pages=pages, decode=decode, ahead=ahead, stripes=stripes)
@@ -36,7 +36,7 @@ def test_random_arrivals_finishes_and_cancels(seed, stripes, ahead):
 
 
 def test_who_gives_way_holds_what_is_wanted():
-    """The youngest of those with a page on the device that ran dry, not the youngest of all."""
+    """The youngest of the sequences with a page on the full device gives way, not the youngest of all."""
     rig = Rig(slots=4, pages=20, stripes=2, decode=(4,))
     for seed, (length, tokens) in enumerate(((17, 15), (22, 37), (25, 19), (2, 2))):
         rig.submit(prompt(random.Random(seed), length), tokens)
@@ -86,7 +86,7 @@ def test_the_pool_running_dry_preempts_the_highest_priority_and_changes_no_token
 
 
 def test_prefill_and_decode_take_turns():
-    """A long prompt that arrives delays a running sequence by one call at a time."""
+    """An arriving long prompt delays a running sequence by one call at a time."""
     rig = Rig(context=200, pages=100, prefill=(16,))
     rig.submit([1, 2, 3], 12)
     rig.run(2)
@@ -144,7 +144,7 @@ def test_logits_rows_are_those_that_the_tokens_were_taken_from():
 
 
 def test_two_runs_of_the_same_inputs_make_the_same_calls():
-    """Hosts replay what the first one was asked: no clock and no chance may decide."""
+    """Hosts replay the inputs of host 0, so that neither time nor chance may decide."""
     runs = []
     for _ in range(2):
         rng = random.Random(7)
@@ -161,7 +161,7 @@ def test_two_runs_of_the_same_inputs_make_the_same_calls():
 
 
 def test_a_long_prompt_in_the_middle_is_waited_for_call_by_call():
-    """Chunks that give no token are waited for too: else all of them would be dispatched at once."""
+    """Chunks without a token are waited for, too: otherwise all of them would be dispatched at once."""
     rig = Rig(context=200, pages=100, prefill=(16,))
     rig.submit(prompt(random.Random(1), 100), 2)
     for step in range(1, 7):
@@ -190,7 +190,7 @@ def test_a_long_prompt_takes_shorter_calls_once_it_is_waited_for():
     [(-1, "NaN or infinity"), (2147483647, f"token 2147483647 of {VOCAB}"), (VOCAB, "token 97 of 97")],
 )
 def test_a_sequence_that_samples_no_token_fails_and_the_others_go_on(ahead, marked, found):
-    """Sample programs mark such rows with -1; those of older artifacts gave 2147483647, which went into the answer."""
+    """Sample programs mark such rows with -1; older artifacts gave 2147483647, which was put into the answer."""
     rig = Rig(slots=3, ahead=ahead)
     rig.backend.poison, rig.backend.marked = 7, marked
     others = [rig.submit([n, n + 1], 9) for n in (1, 2, 3)]
@@ -208,7 +208,7 @@ def test_a_sequence_that_samples_no_token_fails_and_the_others_go_on(ahead, mark
 
 
 def test_tokens_of_prompts_count_once_they_are_prefilled():
-    """Prompts that were cancelled before any call once counted, and those prefilled again must not count twice."""
+    """Regression: prompts that were cancelled before any call counted. Those prefilled again must not count twice."""
     rig = Rig(slots=3, pages=20)
     for seed in range(3):
         rig.submit(prompt(random.Random(seed), 20), 50)

@@ -1,4 +1,4 @@
-"""Scoring in the runner: which calls are made, whose numbers they give, and that everything comes back; ``--into``."""
+"""Scoring in the runner: its calls, each request's numbers, that everything is given back, and ``--into``."""
 
 import hashlib
 import json
@@ -43,7 +43,7 @@ def score_request(ids, context, name="pair"):
 
 
 class ScoringBackend(FakeBackend):
-    """Scores what it finds through slots and pages; ``unlikely`` has log-probabilities that some tokens get instead."""
+    """Scores tokens read through slots and pages; ``unlikely`` overrides the log-probability of some tokens."""
 
     unlikely: ClassVar[dict[int, float]] = {}
 
@@ -101,7 +101,7 @@ def test_scores_that_cannot_be_taken_end_their_request_alone(monkeypatch):
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 @pytest.mark.parametrize("seed", range(10))
 def test_scoring_and_generating_at_random_times(seed, ahead):
-    """Small pools, so that sequences give pages back; cancels; every number is the oracle's and nothing leaks."""
+    """With pools so small that sequences are pre-empted, and with cancels: the oracle's numbers, and no leaks."""
     rng = random.Random(seed)
     rig = ScoreRig(slots=rng.randint(1, 5), pages=rng.choice([20, 24, 40]), ahead=ahead)
     for _ in range(60):
@@ -194,7 +194,7 @@ def test_what_was_cancelled_is_no_score():
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_a_score_that_is_not_finite_fails_alone(value):
-    """The pair that has the token 7 at place 5 of 12, in calls that it shares with others."""
+    """The pair has the token 7 at place 5 of 12, in calls that it shares with others."""
     rig = ScoreRig(score=(8, 16))
     rig.backend.unlikely = {7: value}
     bad = rig.ask([1, 2, 3, 4, 5, 7, *range(10, 16)], 1)
@@ -239,13 +239,13 @@ def test_a_receipt_fails_where_scores_or_best_tokens_are_wrong():
     assert (bad.status, bad.wrong_best) == ("failed", 0)
     assert 1e-5 < bad.log_probabilities == bad.relative < 1e-2
     assert [receipt(other(at)).status for at in (1, 3)] == ["failed", "failed"]
-    # In bf16 rounding turns tokens round: only the program's own logits, here at 3, can tell.
+    # In bf16, rounding swaps best tokens: only the program's own logits, here at position 3, show an error.
     assert [receipt(other(at), "median").status for at in (1, 3)] == ["passed", "failed"]
 
 
 @pytest.fixture(scope="module")
 def extended(artifact: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An artifact without score programs, to which the command of the engine's hint has added them."""
+    """An artifact that got its score programs from the command in the engine's hint."""
     path = shutil.copytree(artifact("micro-tp1"), tmp_path_factory.mktemp("score") / "x.ling3")
     with Engine(path, report=lambda text: None) as engine, pytest.raises(ArtifactError) as raised:
         engine.score([([1], [2])])
@@ -254,7 +254,7 @@ def extended(artifact: Artifacts, tmp_path_factory: pytest.TempPathFactory) -> P
     assert raised.value.hint == hint
     words = shlex.split(hint.removeprefix("add them: ling3export "))
     before = read_manifest(path)
-    empty = tmp_path_factory.mktemp("cache")  # the tests' own has what the last run compiled
+    empty = tmp_path_factory.mktemp("cache")  # the tests' cache has the programs of the last run
     command = sys.executable, "-m", "ling3export.cli", *words, "--cache-dir", empty
     done = run(*command, environment=environment(UNOPTIMIZED))
     assert f"cells: {len(before.targets['cpu-tp1'].cells) + 1} compiled, 0 from the cache" in done.stderr
@@ -319,7 +319,7 @@ def test_plan_shows_score_programs():
     record = json.loads(said(cli.main, *arguments))
     cells = record["targets"]["tpu-v6e-2x2-tp4"]["cells"]
     assert record["score_paddings"] == [512]
-    # The head, 512 x 128, for all 512 slots instead of 32: two operations a weight, of which a device has a quarter.
+    # The head, 512 x 128, for all 512 slots instead of 32: two operations a weight, and each device has a quarter.
     more = cells["score@512"]["flops"] - cells["prefill@512"]["flops"]
     assert more == 2 * (512 - 32) * 512 * 128 // 4
     assert cells["score@512"]["bytes"] == cells["prefill@512"]["bytes"]

@@ -1,4 +1,4 @@
-"""Weights that are not finite: the requests that meet them fail by name, in every way in, and the others go on."""
+"""Weights that are not finite: requests that use them fail by name in every interface, and the others continue."""
 
 import json
 import shutil
@@ -30,7 +30,7 @@ VOCAB = toy_artifact.VOCAB
 
 
 def sums(prompt: list[int], count: int) -> list[int]:
-    """The rows of the toy's table that an answer of ``count`` tokens is taken from."""
+    """The rows of the toy's table that are read for an answer of ``count`` tokens."""
     tokens = toy_artifact.answer(prompt, count)[0]
     return [(sum(prompt) + sum(tokens[:n])) % VOCAB for n in range(count)]
 
@@ -42,7 +42,7 @@ SAID = "expected finite numbers, found NaN or infinity, at position 1"
 
 
 def put_nan(artifact: Path, tensor: str, *place: int) -> None:
-    """Sets an element of a weight, or a range of it, to NaN; ``--check programs`` does not see it."""
+    """Sets an element of a weight, or a range of it, to NaN; ``--check programs`` does not detect it."""
     stored = read_manifest(artifact).weights.index[tensor]
     kind = BY_NAME[stored.dtype].numpy
     weights = np.memmap(artifact / stored.file, kind, "r+", stored.offset, stored.shape)
@@ -52,7 +52,7 @@ def put_nan(artifact: Path, tensor: str, *place: int) -> None:
 
 @pytest.fixture(scope="module")
 def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy with one NaN, in the logits of one row alone, on the second device."""
+    """The toy with one NaN, in the logits of one row, on the second device."""
     folder = shutil.copytree(toy_artifact.shared(), tmp_path_factory.mktemp("nan") / "toy.ling3")
     put_nan(folder, "toy.table", 1, ROW, 3)
     return folder
@@ -61,7 +61,7 @@ def spoiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0, top_p=0.9)])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_the_request_fails_and_the_others_go_on(spoiled: Path, overlap: bool, sampling: Sampling):
-    """Also those that get its slot and pages after it."""
+    """Also requests that get its slot and pages later."""
     with Engine(spoiled, check="programs", overlap=overlap, report=lambda text: None) as engine:
         for round_ in range(1, 4):
             (handle,) = engine.submit(engine.request([ROW], 8, sampling, name="mine"))
@@ -74,7 +74,7 @@ def test_the_request_fails_and_the_others_go_on(spoiled: Path, overlap: bool, sa
 
 
 def test_generate_says_which_prompt(spoiled: Path, tmp_path: Path):
-    """It once printed 2147483647 among the tokens, with exit code 0."""
+    """Regression: 2147483647 was printed among the tokens, with exit code 0."""
     (tmp_path / "prompts").write_text(f'{{"prompt_ids": [1, 2, 3]}}\n{{"prompt_ids": [{ROW}]}}\n')
     command = ("generate", spoiled, "--prompt-file", tmp_path / "prompts", "--max-tokens", 4, "--check", "programs")
     said = refusal(main, *command)
@@ -92,7 +92,7 @@ def test_a_line_of_a_batch_gets_the_error_as_its_answer(spoiled: Path, tmp_path:
 
 
 def test_a_server_answers_500_by_name_and_goes_on(spoiled: Path):
-    """A stream once never ended: what carried its pieces was gone."""
+    """Regression: a stream never ended, because the task that sent its pieces had died."""
     body = {"model": "toy", "prompt": [ROW], "max_tokens": 4, "temperature": 0, "return_token_ids": True}
     error = {"message": f"logits of prompt: {SAID}", "type": "server_error", "param": None, "code": "logits_not_finite"}
 
@@ -112,7 +112,7 @@ def test_a_server_answers_500_by_name_and_goes_on(spoiled: Path):
 
 
 def test_an_evaluation_records_which_trial(spoiled: Path, tmp_path: Path):
-    """The others of its batch are answered."""
+    """The other trials of its batch are answered."""
     prompts = {"good": [1, 2, 3], "bad": [ROW], "also": [5] * 20}
     tasks = [Task(id=name, input={"prompt_ids": ids}, target="42", graders=[NUMERIC]) for name, ids in prompts.items()]
     with EngineBackend(Engine(spoiled, check="programs", overlap=False, prefix_cache=False)) as backend:
@@ -146,9 +146,10 @@ def test_a_layer_that_is_not_finite_fails_every_request(micro):
 
 
 def test_a_token_that_is_not_finite_fails_the_prompts_that_have_it(micro, artifact: Artifacts):
-    """Whoever gets their slots and pages afterwards, full of NaN, gets the right tokens, and so do their neighbours.
+    """Later requests in their slots and pages, full of NaN, get the right tokens, and so do their neighbours.
 
-    A prompt that shared a prefill call with such a one failed with it: attention keeps a NaN at a weight of zero.
+    Regression: a prompt that shared a prefill call with such a prompt failed, since attention keeps a NaN at a weight
+    of zero.
     """
     good = [[1, 2, 3], [9] * 40]
     with Engine(artifact("micro-tp1"), report=lambda text: None) as engine:

@@ -103,7 +103,7 @@ class Flips(FakeBackend):
 
 
 def test_diff_finds_an_injected_flip(tmp_path):
-    """A8: the same suite twice must give the same tokens."""
+    """The same suite run twice must give the same tokens."""
     a = finished(tmp_path / "a", half, numbered(4))
     run_suite(Suite("s", numbered(4)), Flips(half), tmp_path / "b", RunConfig())
     flips = [Divergence("t0", 3, ord(" "), None), Divergence("t2", 4, ord("a"), ord("X"))]

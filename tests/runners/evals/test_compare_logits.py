@@ -1,4 +1,7 @@
-"""``eval compare-logits``: KL over the vocabulary, equal best tokens and perplexities of two artifacts, by numpy."""
+"""``eval compare-logits``:
+
+KL over the vocabulary, equal best tokens and perplexities of two artifacts, against numpy.
+"""
 
 import json
 import math
@@ -37,7 +40,7 @@ def compared(*arguments):
 
 @pytest.fixture(scope="module")
 def toys() -> tuple[Path, Path]:
-    """The toy, and one of another table."""
+    """The toy, and one with another table."""
     made_of = [sources_of("ling3export.compile.lower"), digest_of({"toy": Path(toy_artifact.__file__)}), versions()]
     other = Artifacts(kept_folder()).kept("toy-5.ling3", made_of, lambda path: toy_artifact.build_toy(path, seed=5))
     return toy_artifact.shared(), other
@@ -60,7 +63,7 @@ def ids_of(artifact: Path) -> list[int]:
 
 
 def figures(a: np.ndarray, b: np.ndarray, tokens: list[int]) -> dict[str, float]:
-    """The figures that the command prints of logits [T, V] and the tokens that follow, in float64."""
+    """The figures that the command prints, in float64, for logits [T, V] and the next tokens."""
     p, q = (np.exp(x - x.max(-1, keepdims=True)) for x in (a.astype(np.float64), b.astype(np.float64)))
     p, q = p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True)
     kl, each = np.sum(p * np.log(p / q), -1), np.arange(len(tokens))
@@ -74,7 +77,7 @@ def figures(a: np.ndarray, b: np.ndarray, tokens: list[int]) -> dict[str, float]
 
 
 def wanted(toys: tuple[Path, Path], window: int, tokens: int) -> tuple[list[int], int, list[np.ndarray]]:
-    """The text's ids that are used, half a window, and both toys' logits for each judged token."""
+    """The used ids of the text, half a window, and both toys' logits for each scored token."""
     ids, half = ids_of(toys[0]), min(window, toy_artifact.CONTEXT) // 2
     ids, rows = ids[: half + tokens], []
     for at in range(half, len(ids)):
@@ -85,7 +88,7 @@ def wanted(toys: tuple[Path, Path], window: int, tokens: int) -> tuple[list[int]
 
 @pytest.mark.parametrize(("window", "tokens"), [(512, 4096), (16, 4096), (10, 33), (2, 3)])
 def test_every_token_behind_half_a_window_is_judged_by_a_whole_row(toys, loaded, window, tokens):
-    """Windows of the context, of one chunk, of parts of one, in batches of one for each slot."""
+    """Windows as long as the context, a chunk, or parts of a chunk, in batches of one for each slot."""
     ids, half, (rows, _) = wanted(toys, window, tokens)
     steps = [*compare_logits.steps(loaded, ids, half)]
     assert sorted(place for places, _ in steps for place in places) == [*range(len(ids) - half)]
@@ -112,7 +115,7 @@ def test_a_short_text_is_judged_from_its_middle_on(toys, tmp_path):
 
 
 def test_other_tokenizers_and_vocabularies_are_refused(toys, text, tmp_path, monkeypatch):
-    """With equally many tokens the logits could be compared, and would mean something else."""
+    """With vocabularies of equal size the logits could be compared, but would mean something else."""
     other = Path(shutil.copytree(toys[0], tmp_path / "other.ling3"))
     file = other / "tokenizer/tokenizer.json"
     said = json.loads(file.read_text())
@@ -139,7 +142,7 @@ def test_numbers_that_are_not_finite_are_refused():
 
 @pytest.mark.extras
 def test_models_are_compared_as_the_reference_in_float64_does(artifact, text):
-    """Artifacts of other weights, on one device and on two, with windows that pages and calls of prefill cut."""
+    """Artifacts with different weights, on one device and on two, with windows cut by pages and prefill calls."""
     names = ("micro-tp2", "micro-tp1-seed2")
     folders = [artifact(name) for name in names]
     found = compared(*folders, "--text", text, "--window", 48, "--tokens", 60)

@@ -6,7 +6,7 @@ from ling3export.runners.evals.graders import choice_letter, extract_answer, gol
 
 NUMBERS = [
     ("The answer is 1,234.", "1234"),
-    ("so 5-3", "3"),  # a minus behind a digit is no sign
+    ("so 5-3", "3"),  # a minus after a digit is not a sign
     ("-$5", "-5"),
     ("$18.00", "18.00"),
     ("ratio 3/4", "4"),  # the last number, by definition
@@ -52,7 +52,7 @@ NUMBERS = [
     ("3$ - 5", "5"),
     ("**7** - 5", "5"),
     ("The answer is - 5 of them", "5"),  # a dash
-    ("they are\n- 4\n- 5", "5"),  # items
+    ("they are\n- 4\n- 5", "5"),  # list items
     ("1.5e-3", "1.5e-3"),  # was 3
     ("2E5", "2E5"),
     ("3e", "3"),
@@ -99,7 +99,7 @@ def test_letter_of_a_choice(text, letter):
 
 def test_letters_beyond_the_choices_are_skipped():
     assert choice_letter("The answer is B. No, the answer is J.", 4) == "B"
-    assert choice_letter("The answer is J. Or (C).", 4) == "C"  # the first stage finds nothing that counts
+    assert choice_letter("The answer is J. Or (C).", 4) == "C"  # the first stage finds no valid letter
 
 
 def test_numbers_compare_as_decimals():

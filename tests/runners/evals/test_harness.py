@@ -1,4 +1,4 @@
-"""The minimal harness with agents of the user: the specification's snippet, infrastructure errors, broken graders."""
+"""The minimal harness with a user's own agents: the specification's snippet, infrastructure errors, broken graders."""
 
 import asyncio
 
@@ -27,7 +27,7 @@ def run(agent, *tasks, **settings):
 
 @pytest.mark.parametrize("transcript", [Transcript("Hi there"), "Hi there"])
 def test_snippet_of_the_specification(transcript):
-    """A1: as it stands there; the transcript may be a plain string."""
+    """The specification's snippet verbatim; the transcript may be a plain string."""
     outcome = Outcome({"text": "Hi there"})
 
     async def main():

@@ -1,4 +1,4 @@
-"""A5: an evaluation on 4 processes of 4 virtual devices. One writes and prints; all compare what they sampled."""
+"""An evaluation on 4 processes of 4 virtual devices. One writes and prints; all compare their sampled tokens."""
 
 import json
 import os
@@ -26,7 +26,7 @@ DIVERGED = (
 
 @pytest.fixture
 def command(artifact, tmp_path):
-    """Everything is named relative to host 0's folder, where alone it can be found."""
+    """The command with paths relative to host 0's folder, the only place where the files exist."""
     (tmp_path / "0").mkdir()
     (tmp_path / "0/all.json").write_text(json.dumps(TASKS))
     return ["eval", "run", artifact("micro-4x1"), "run", "--suite", "all.json", "--max-tokens", 3, "--batch", 2]
@@ -42,7 +42,7 @@ def folders(tmp_path):
 
 @pytest.mark.extras
 def test_a_killed_process_ends_the_run_and_the_same_command_finishes_it(command, folders):
-    """What was finished is kept; then one predictions file and one line, from a process that nobody else imitates."""
+    """Finished trials are kept. Then there is one predictions file and one printed line, both from host 0."""
     run = folders[0] / "run"
     with hosting([command] * COUNT, folders=folders) as processes:
         wait_until_following(processes[2])
@@ -70,7 +70,7 @@ def kept(run: Path) -> list[str]:
 
 
 def test_a_process_that_samples_other_tokens_is_named_by_all(command, folders):
-    """The last read of the first batch comes out wrong: it is not written, and every process exits with 5."""
+    """The last read of the first batch is wrong: it is not written, and every process exits with 5."""
     programs = [RUNNER, RUNNER, (sys.executable, diverging.__file__, 3), RUNNER]
     with hosting([command] * COUNT, folders=folders, programs=programs) as processes:
         said = [process.communicate(timeout=60) for process in processes]

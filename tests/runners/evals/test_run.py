@@ -1,4 +1,4 @@
-"""Runs on a fake backend: the completion line, infrastructure errors, kill and resume, the report, what is refused."""
+"""Runs on a fake backend: the completion line, infrastructure errors, kill and resume, the report, refused input."""
 
 import json
 import os
@@ -49,7 +49,6 @@ def evaluate(tmp_path, monkeypatch):
 
 
 def test_half_of_ten_tasks(evaluate, tmp_path):
-    """A4."""
     done = evaluate(FakeBackend(half))
     assert done.exit_code == 0
     assert done.stdout == "正确率: 5/10 = 0.5000\n"
@@ -86,7 +85,7 @@ def test_half_of_ten_tasks(evaluate, tmp_path):
 
 
 class FailsOn(FakeBackend):
-    """Raises whenever a batch holds one prompt."""
+    """Raises whenever a batch has a given prompt."""
 
     def __init__(self, bad, error, times=1000):
         super().__init__(lambda prompt: "42")
@@ -100,7 +99,7 @@ class FailsOn(FakeBackend):
 
 
 def test_one_infrastructure_error_of_ten(evaluate, tmp_path):
-    """A6: strict 9/10, adjusted 9/9, exit 4, and the line still comes last."""
+    """The strict rate is 9/10, the adjusted one 9/9, the exit code 4; the completion line still comes last."""
     done = evaluate(FailsOn("3", RuntimeError("RESOURCE_EXHAUSTED: no memory")))
     assert done.exit_code == 4
     assert done.stdout == "INVALID: infra rate 0.1000 > 0.0100\n正确率: 9/10 = 0.9000\n"
@@ -122,7 +121,7 @@ def test_each_trial_of_a_batch_that_failed_is_tried_by_itself(tmp_path):
 
 
 class TooLong(FakeBackend):
-    """Refuses the prompt 3 as the engine does: alone by ``check``, and with its whole batch by ``generate``."""
+    """Refuses the prompt 3 like the engine: one prompt in ``check``, its whole batch in ``generate``."""
 
     checks = True
 
@@ -138,7 +137,7 @@ class TooLong(FakeBackend):
 
 @pytest.mark.parametrize("checks", [True, False])
 def test_a_prompt_that_is_too_long_is_a_failure_of_its_own_and_no_infrastructure_error(evaluate, tmp_path, checks):
-    """Finding 9: such a run was INVALID, and the other trials' records carried the message of this one."""
+    """Regression: such a run was INVALID, and the other trials' records had the message of this one."""
     backend = TooLong(half)
     backend.checks = checks
     done = evaluate(backend)
@@ -169,7 +168,7 @@ def test_a_first_batch_that_is_refused_as_a_whole_ends_the_run(evaluate, tmp_pat
     done = evaluate(FakeBackend(refuse))
     assert (done.exit_code, done.stdout) == (1, "")
     assert done.stderr == f"error: {error.message}\nhint: give token ids\n"
-    assert evaluate(FakeBackend(half)).exit_code == 0  # nothing is lost: the run goes on
+    assert evaluate(FakeBackend(half)).exit_code == 0  # nothing is lost: the run continues
 
 
 def test_divergence_of_processes_exits_with_5_and_keeps_what_came_before(evaluate, tmp_path):
@@ -187,7 +186,7 @@ def test_divergence_of_processes_exits_with_5_and_keeps_what_came_before(evaluat
 
 
 def test_an_engine_that_stopped_ends_the_run_at_once_and_it_goes_on_later(evaluate, tmp_path):
-    """Not trial by trial: every further one would only hear the same."""
+    """It does not continue with further trials, which would all get the same error."""
     error = EngineStopped("engine: expected every step to run, found RuntimeError: device lost", "load it again")
     backend = FailsOn("5", error)
     done = evaluate(backend, "--batch", "2")
@@ -222,7 +221,7 @@ def test_a_broken_grader_fails_the_run_and_keeps_what_was_done(tmp_path):
 
 
 def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(tmp_path):
-    """A7: nothing twice, nothing lost; also where the kill cut a line short."""
+    """No trial is repeated or lost, even if the kill cut a line short."""
     path, head = tmp_path / "killed", 41
     here = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
     with subprocess.Popen([sys.executable, eval_fakes.__file__, path, "0.05"], env=here) as process:
@@ -240,7 +239,7 @@ def test_kill_9_and_resume_give_the_file_of_an_uninterrupted_run(tmp_path):
 
 @pytest.mark.parametrize("length", [0, 1, 500, 2500])
 def test_a_run_killed_while_it_wrote_its_head_is_begun_again(tmp_path, length):
-    """Finding 26: a kill at any moment leaves a file that the same command continues."""
+    """After a kill at any moment, the same command continues the file."""
     run_suite(Suite("s", numbered(10)), FakeBackend(half), tmp_path / "whole", RunConfig())
     whole = (tmp_path / "whole").read_bytes()
     (tmp_path / "cut").write_bytes(whole[:length])
@@ -326,7 +325,7 @@ def test_files_that_cannot_be_read_or_written_are_named(evaluate, tmp_path):
 
 
 def test_a_run_is_not_written_through_a_link(tmp_path):
-    """A user who could write the folder once had a file elsewhere appended to, and cut at its last line break."""
+    """Regression: through a link, a file elsewhere was extended, and cut at its last line break."""
     outside = tmp_path / "outside"
     outside.write_text("mine\nhalf a line")
     (tmp_path / "run").symlink_to(outside)
@@ -336,7 +335,7 @@ def test_a_run_is_not_written_through_a_link(tmp_path):
 
 
 def test_a_full_disk_is_named_with_the_file(tmp_path):
-    """Finding 19: it was "output: expected to be readable or writable"."""
+    """Regression: the error was "output: expected to be readable or writable"."""
     run_suite(Suite("s", numbered(1)), FakeBackend(half), tmp_path / "small", RunConfig())
     largest = (tmp_path / "small").stat().st_size + 1000
     with file_size_limit(largest), pytest.raises(ArtifactError, match=r"write `r`: expected room"):
@@ -376,7 +375,7 @@ def test_settings_out_of_range_are_named():
 
 
 def report_run(path):
-    """The run whose report is kept: failures of several kinds, trials."""
+    """The run of the golden report: failures of several kinds, trials."""
     tasks = [*numbered(6), *numbered(3)]
     for place, task in enumerate(tasks):
         task.id = f"t{place}"
@@ -392,7 +391,7 @@ def report_run(path):
 
 
 def test_golden_report(tmp_path):
-    """To renew: ``UPDATE_GOLDEN=1``, then read the difference."""
+    """To update the golden report, set ``UPDATE_GOLDEN=1`` and read the difference."""
     report_run(tmp_path / "r")
     done = CliRunner().invoke(main, ["eval", "report", str(tmp_path / "r")])
     assert done.exit_code == 4
@@ -421,7 +420,7 @@ def test_golden_report(tmp_path):
     ],
 )
 def test_values_of_other_types_in_the_file_of_a_run_are_refused_by_name(tmp_path, number, field, value, message):
-    """Each once ended a command with a traceback, or went unseen."""
+    """Regression: each value ended a command with a traceback, or was not noticed."""
     path = tmp_path / "r"
     run_suite(Suite("s", numbered(2)), FakeBackend(half), path, RunConfig())
     lines = path.read_text().splitlines()
@@ -434,7 +433,7 @@ def test_values_of_other_types_in_the_file_of_a_run_are_refused_by_name(tmp_path
 
 
 class Telling(FakeBackend):
-    """Says of each prompt that it ended, as an engine does."""
+    """Reports that each prompt has ended, like an engine."""
 
     def generate(self, prompts):
         done = super().generate(prompts)
@@ -444,7 +443,7 @@ class Telling(FakeBackend):
 
 
 def test_trials_are_counted_as_they_end(tmp_path):
-    """The bar jumped from 0 to 100 % where all trials were one batch."""
+    """Regression: the bar jumped from 0 to 100 % if all trials were one batch."""
     told = []
     suite = Suite("ten", numbered(10))
     run_suite(suite, Telling(half), tmp_path / "run", RunConfig(batch=8), progress=lambda *each: told.append(each))
@@ -453,7 +452,7 @@ def test_trials_are_counted_as_they_end(tmp_path):
 
 
 def test_the_remaining_time_follows_from_all_trials_of_this_start(monkeypatch, capsys):
-    """Round 4, line 36: it jumped, because trials end in bursts, and no trials were counted. A pipe gets no line."""
+    """Regression: the time jumped, because trials end in bursts, and no trials were counted. A pipe gets no line."""
     texts = []
 
     class Bar:
@@ -469,7 +468,7 @@ def test_the_remaining_time_follows_from_all_trials_of_this_start(monkeypatch, c
         patch.setattr(click, "progressbar", lambda **_: Bar())
         patch.setattr(time, "monotonic", lambda: next(now, 20.0))
         with progress("eval") as report:
-            for done in (5, 6, 7, 8, 10):  # four were done by an earlier start
+            for done in (5, 6, 7, 8, 10):  # an earlier start did four
                 report(done, 10)
     times = "5 of 10, 0:50 left|6 of 10, 0:20 left|7 of 10, 0:20 left|8 of 10, 0:10 left|10 of 10"
     assert texts == times.split("|")

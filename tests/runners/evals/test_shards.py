@@ -1,4 +1,4 @@
-"""Shards of a run, each as a run of its own; their files, one after the other, are the whole run."""
+"""Shards of a run, each a run of its own; their files, one after the other, are those of the whole run."""
 
 import json
 import re
@@ -42,7 +42,7 @@ def shards(folder: Path, count: int) -> list[Path]:
 
 @pytest.mark.parametrize("count", [1, 2, 4, 7])
 def test_shards_one_after_the_other_are_one_run(tmp_path, count):
-    """In any order; seven shards of six batches leave one empty."""
+    """In any order; with seven shards of six batches, one is empty."""
     run(tmp_path / "whole")
     whole, parts = read_run(tmp_path / "whole"), shards(tmp_path, count)[::-1]
     (tmp_path / "joined").write_bytes(b"".join(part.read_bytes() for part in parts))

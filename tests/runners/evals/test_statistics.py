@@ -49,7 +49,7 @@ def test_summary_keeps_infrastructure_errors_apart():
     assert summary.infra_rate == 0.25
     assert summary.invalid()
     assert not summary.invalid(0.25)
-    # b: 1 of 1 scored; at 2 of a alone, since b has one scored trial.
+    # b: 1 of 1 scored. At 2, only a counts, since b has one scored trial.
     assert [(rate.k, rate.tasks, rate.at_k) for rate in summary.rates(2)] == [(1, 2, 0.75), (2, 1, 1.0)]
     assert [(rate.k, rate.tasks, rate.at_k) for rate in summary.rates(3)] == [(1, 2, 0.75), (3, 0, None)]
     assert summary.solved == ["a", "b"]

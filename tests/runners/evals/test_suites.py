@@ -1,4 +1,4 @@
-"""Ready suites, from a seeded subset of GSM8K's published files and from hand-written files."""
+"""Packaged suites, from a seeded subset of GSM8K's published files and from hand-written files."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Task files and graders: the specification's template, problems, and every mistake named with its line."""
+"""Task files and graders: the specification's template, problems, and every error with its line."""
 
 import json
 
@@ -35,7 +35,7 @@ def write(folder, name, content):
 
 
 def test_template_of_the_specification_loads_and_grades(tmp_path):
-    """A1: the template, with a predicate of the user for its database."""
+    """The template with a predicate of the user for its database."""
     rows = {"refunds": True, "tickets": True}
     database = lambda arguments, outcome: outcome.state[arguments["table"]]  # noqa: E731
     (task,) = load_tasks(write(tmp_path, "refunds.yaml", TEMPLATE), {"database": database})
@@ -179,7 +179,7 @@ def test_a_task_written_in_python_is_checked_too():
 
 
 def test_a_data_set_may_be_one_large_document(tmp_path):
-    """JSON of others has a bound of 8 MiB by default."""
+    """The default limit for other JSON files is 8 MiB."""
     path = write(tmp_path, "set.json", json.dumps({"data": [{"question": "q" * 1000, "n": n} for n in range(9000)]}))
     assert path.stat().st_size > 9_000_000
     assert [record["n"] for record in read_records(path)] == list(range(9000))

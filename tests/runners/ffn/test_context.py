@@ -37,7 +37,7 @@ def test_fields_lie_where_the_published_layout_has_them():
 
 
 def test_a_known_context_is_these_1024_bytes():
-    """Written down by hand from the published layout, not by this code: two sessions of bf16 tokens of 1536."""
+    """The bytes were written by hand from the published layout: two sessions of bf16 tokens of 1536."""
     fixture = {
         0: "02000000 03000000 04000000 09000000 b8000000 000c0000 000c0000 00000000",
         128: "01000000",
@@ -59,7 +59,7 @@ def test_a_known_context_is_these_1024_bytes():
     assert (context.ffn_token_info_buf, context.ffn_token_info_size) == (0x100000, 4 * 2 * 3 * 38)
     assert (context.ffn_token_data_buf, context.ffn_token_data_size) == (0x200000, 4 * 9 * 3072 * 2 * 3)
     assert (context.layer_ids_buf, context.expert_ids_buf, context.expert_ids_size) == (0xFE000, 0xFE030, 4 * 2 * 36)
-    assert context.build() == bytes(data)  # the reserved bytes at the end, too
+    assert context.build() == bytes(data)  # includes the reserved bytes at the end
     context.check(row_bytes=3072)
 
 

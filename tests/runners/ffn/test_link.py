@@ -1,4 +1,4 @@
-"""Both ends of a link, as threads of one process: rows that travel, and the end of a side when the other ends."""
+"""Both ends of a link, as threads of one process: rows that travel, and the end of one side when the other ends."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from ling3export.runners.ffn.context import ContextError, ScheduleContext
 from ling3export.runners.ffn.link import AttentionLink, FfnGone, FfnLink, ScheduleTimeout, address_of, layout
 
 TOKENS, CHOSEN, EXPERTS, LAYERS, WIDTH = 3, 2, 8, 2, 6
-DIGEST, SOON = "d" * 64, 0.4  # seconds of a wait that has to end by itself
+DIGEST, SOON = "d" * 64, 0.4  # seconds for a wait that has to end by itself
 IDS = np.array([[0, 5], [7, 2], [MASK, MASK]], np.int32)
 
 
@@ -123,7 +123,7 @@ def test_a_worker_that_lives_and_does_not_answer_is_a_timeout(name: str):
 
 
 def test_an_attention_process_that_dies_ends_the_worker(name: str, worker: Worker):
-    """Its socket closes, and no word was sent."""
+    """Its socket closes without a message."""
     link = attention(name)
     peers = [each for each in vars(link).values() if isinstance(each, socket.socket)]
     peers[0].close()

@@ -1,4 +1,4 @@
-"""How a decode step is divided into micro batches, and what is in flight: a runner and an exchange of numpy."""
+"""The division of a decode step into micro batches, and those in flight, with a runner and an exchange in numpy."""
 
 from collections.abc import Mapping
 from types import SimpleNamespace
@@ -14,7 +14,7 @@ SIZES: Any = SimpleNamespace(layers=LAYERS, dense=DENSE, returned=np.dtype((np.f
 
 
 class Runner:
-    """A model whose hidden state counts layers, whose experts add 10, and whose logits name slot and sum."""
+    """A model: the hidden state counts layers, experts add 10, and the logits encode slot and sum."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -38,7 +38,7 @@ class Runner:
 
 
 class Exchange:
-    """Notes how many micro batches are away."""
+    """Counts micro batches that are in flight."""
 
     tokens = TOKENS
 

@@ -1,4 +1,4 @@
-"""An attention process and an FFN worker, here threads of one process: the tokens are those of one engine."""
+"""An attention process and an FFN worker, as threads of one process: the tokens are those of one engine."""
 
 import os
 import re
@@ -44,7 +44,7 @@ def quiet(_: str) -> None:
 
 
 def prompts() -> list[list[int]]:
-    """Seven, of different lengths: more than a step of two rows, and an odd number of them."""
+    """Seven prompts of different lengths: more than a step of two rows holds, and an odd number."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, 160, length).tolist() for length in (1, 5, 20, 3, 17, 2, 9)]
 
@@ -68,7 +68,7 @@ def name() -> str:
 
 @contextmanager
 def worker(folder: Path) -> Iterator[str]:
-    """A thread with a worker; it has to end in order once the attention process left."""
+    """A thread with a worker, which has to end without an error when the attention process leaves."""
     chosen, errors = name(), list[Ling3Error]()
     made = FfnWorker(folder, chosen, check="programs", report=quiet)
 
@@ -154,7 +154,7 @@ def test_a_server_answers_through_a_worker_and_says_when_it_has_ended(folder: Pa
 
 @pytest.mark.extras
 def test_eight_bits_on_the_wire_are_within_the_tolerance_of_bfloat16(artifact: Artifacts):
-    """Logits of a bf16 model through a worker against those of the fused step, while the tokens are the same."""
+    """Logits of a bf16 model through a worker against those of the fused step, for the same tokens."""
     folder = artifact("micro-tp1-afd-int8")
     manifest = read_manifest(folder)
     receipts = manifest.vectors.receipts["cpu-tp1"]
@@ -173,7 +173,7 @@ def test_eight_bits_on_the_wire_are_within_the_tolerance_of_bfloat16(artifact: A
         for at, (left, right) in enumerate(zip(one.logits, other.logits, strict=True)):
             if at and one.token_ids[at - 1] != other.token_ids[at - 1]:
                 break
-            if at:  # the first comes from prefill, which is not cut
+            if at:  # the first comes from prefill, which is not split
                 errors.append(relative_error(right, left))
     assert len(errors) > LONG and 0 < np.median(errors) < BFLOAT16_MEDIAN
     (tokens,) = (leaf for leaf in manifest.targets["cpu-tp1"].cells["attend@2"].outputs if leaf.name == "tokens")

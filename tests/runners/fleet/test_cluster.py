@@ -1,4 +1,4 @@
-"""Batches and evaluations on Ray in this machine give the answers of one engine, also when an actor is killed."""
+"""Batches and evaluations on Ray on this machine give the answers of one engine, even if an actor is killed."""
 
 import json
 import os
@@ -23,7 +23,7 @@ RAY = ["--ray", "local", "--replicas", 2, "--resources", '{"CPU": 0.5}']
 def environment(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("LING3_TEST_RAY", str(tmp_path))  # marks the processes that a test starts
-    monkeypatch.setenv("RAY_worker_niceness", "0")  # with 15, the default, actors starve beside other work
+    monkeypatch.setenv("RAY_worker_niceness", "0")  # with the default of 15, actors get no time next to other processes
 
 
 def started(*words: object) -> subprocess.Popen[str]:

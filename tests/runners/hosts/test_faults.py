@@ -1,4 +1,4 @@
-"""One of two hosts is killed, stopped, slowed or cut off; and a server on two hosts gets SIGTERM."""
+"""One of two hosts is killed, stopped, slowed or cut off, and a server on two hosts gets SIGTERM."""
 
 import json
 import os
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.hosts
     ids=lambda fault: f"{fault.kind} {fault.phase}",
 )
 def test_a_fault_ends_every_host_with_its_name_within_the_stated_time(artifact, fault):
-    """A host that only did not take its steps once left the others waiting without end."""
+    """Regression: if a host only stopped taking its steps, the others waited forever."""
     assert faults.inject(artifact("micro-2x1-snapshots"), fault).wrong == []
 
 
@@ -46,8 +46,9 @@ def test_the_page_states_the_time_that_is_tested():
 
 
 def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_end(artifact):
-    """The request travels, and each host follows it by the tokens that it reads itself. The followers had no handler of
-    SIGTERM: calls were cut when the first of them ended.
+    """The request is sent to each host, which follows it by the tokens that it reads itself.
+
+    Regression: followers had no handler of SIGTERM, so that calls were cut when the first of them ended.
     """
     command = ["serve", artifact("micro-2x1-snapshots"), "--port", 0, "--grace", 60, "--check", "programs"]
     ask = {"model": "micro-2x1-snapshots", "prompt": [1, 2, 3], "max_tokens": 100, "ignore_eos": True}

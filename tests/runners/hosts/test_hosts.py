@@ -34,7 +34,7 @@ PROMPTS = [list(range(1, 40)), [7, 8, 9]]
 
 
 def own_shards_only(source: Path, copy: Path, host: int) -> int:
-    """A copy of an artifact with every weight byte inverted that is not of ``host``; returns how many are."""
+    """A copy of an artifact in which all weight bytes of other hosts are inverted; returns their number."""
     shutil.copytree(source, copy)
     manifest = read_manifest(copy)
     used = {row.tensor: row.split is not None for row in manifest.targets["cpu-4x1-tp4"].parameters}
@@ -54,7 +54,7 @@ def own_shards_only(source: Path, copy: Path, host: int) -> int:
 
 
 def test_four_processes_answer_as_one_and_read_their_own_weights_alone(artifact, tmp_path):
-    """Each has a copy in which the others' weights are destroyed: digests, loading and steps never look at them."""
+    """In each host's copy, the others' weights are destroyed: digests, loading and steps never read them."""
     copies = [tmp_path / f"host{number}.ling3" for number in range(COUNT)]
     shares = [own_shards_only(artifact("micro-4x1"), copy, number) for number, copy in enumerate(copies)]
     prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.npz"
@@ -65,8 +65,9 @@ def test_four_processes_answer_as_one_and_read_their_own_weights_alone(artifact,
     assert [process.returncode for process in processes] == [0] * COUNT, said
     with Engine(artifact("micro-tp4"), report=lambda text: None) as engine:
         expected = engine.generate(PROMPTS, max_tokens=6, logits=True)
-    lines = [json.loads(line) for line in said[0][0].splitlines()]  # gloo's chatter goes to stderr
-    with np.load(out) as found:  # first: where tokens differ, these say which side is wrong and from where on
+    lines = [json.loads(line) for line in said[0][0].splitlines()]  # gloo's messages go to stderr
+    # checked first: where tokens differ, the logits show which side is wrong and from which token on
+    with np.load(out) as found:
         for number, completion in enumerate(expected):
             np.testing.assert_allclose(found[f"logits.{number}"], completion.logits, rtol=0, atol=2e-4)
     assert [line["token_ids"] for line in lines] == [completion.token_ids for completion in expected]
@@ -100,7 +101,7 @@ def test_a_damaged_weight_on_one_host_ends_all_with_its_name(artifact, tmp_path)
 
 
 def test_hosts_agree_on_overlap_prefix_cache_and_llguidance_before_anything_is_loaded(monkeypatch):
-    """They decide which calls come in which order. A host without llguidance once failed in the middle of a step."""
+    """These decide the order of calls. Regression: a host without llguidance failed in the middle of a step."""
 
     def load(*_, agreed, **others):
         raise Ling3Error(f"{agreed} {others['hosts'].number}")

@@ -1,4 +1,4 @@
-"""How hosts find each other, what they compare, and how they learn that one is gone; without devices."""
+"""How hosts find each other, which settings they compare, and how they notice a lost host; without devices."""
 
 import contextlib
 import hashlib
@@ -40,7 +40,7 @@ from tests.support.scheduler_rig import Rig
 from tests.support.waiting import until
 
 SECRET = "correct horse battery staple".replace(" ", "-")
-Lost = list[tuple[str, int]]  # what was said of a lost host, and the code to end with
+Lost = list[tuple[str, int]]  # the message about a lost host, and the exit code
 IDENTITY = {"artifact": "a1", "target": "cpu-4x4-tp16", "overlap": True}
 
 
@@ -92,7 +92,7 @@ def connected(lost: Lost, **settings: Any) -> Iterator[list[Channel]]:
 
 @pytest.fixture(autouse=True)
 def this_process_goes_on(monkeypatch):
-    """If something fails, ``end_anyway`` would end all tests."""
+    """Replaces ``end_anyway``, which would end all tests if something fails."""
     monkeypatch.setattr(channels, "end_anyway", lambda seconds: None)
 
 
@@ -149,13 +149,14 @@ def test_a_first_host_that_does_not_come_is_named():
     ids=["artifact", "overlap", "count"],
 )
 def test_a_host_that_does_not_fit_is_refused_and_comes_again_as_it_should(capsys, other, count, said):
-    """It once ended host 0, and heard what host 0 loads."""
+    """Regression: it ended host 0, and its error contained host 0's settings."""
     first, second = hosts()
 
     def wrong_then_right() -> Any:
         with pytest.raises(HostsError) as caught:
             join(replace(second, count=count), IDENTITY | other)
-        told = said.replace("artifact a1", "artifact").replace("overlap True", "overlap")  # not what host 0 has
+        # host 0's values are not sent
+        told = said.replace("artifact a1", "artifact").replace("overlap True", "overlap")
         assert caught.value.message == f"host 0 refused this host: {told}"
         return join(second)
 
@@ -217,7 +218,7 @@ def called(place: Hosts) -> socket.socket:
 
 
 def heard(caller: socket.socket) -> bytes:
-    """All that host 0 says until it closes the connection."""
+    """All that host 0 sends until it closes the connection."""
     said = b""
     with contextlib.suppress(ConnectionError):
         while part := caller.recv(1 << 16):
@@ -250,7 +251,7 @@ STRANGERS = {
 
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
 def test_a_stranger_is_dropped_counted_and_told_nothing(monkeypatch, capsys, said):
-    """Some of these ended host 0 with a traceback; one that knew the digest was taken for host 1."""
+    """Regression: some of these ended host 0 with a traceback; one with the right digest was accepted as host 1."""
     monkeypatch.setattr(rendezvous, "GREETING", 1.0)
     first, second = hosts(secret=SECRET)
 
@@ -270,7 +271,7 @@ def test_a_stranger_is_dropped_counted_and_told_nothing(monkeypatch, capsys, sai
 
 
 def test_a_caller_has_one_deadline_for_all_its_bytes(monkeypatch):
-    """One byte now and then once outlasted the start timeout."""
+    """Regression: with one byte now and then, a caller exceeded the start timeout."""
     monkeypatch.setattr(rendezvous, "GREETING", 0.5)
     first, _ = hosts(2, timeout=2.0)
 
@@ -291,7 +292,7 @@ def test_a_caller_has_one_deadline_for_all_its_bytes(monkeypatch):
 
 
 def test_silent_callers_delay_nobody(monkeypatch):
-    """However many they are: the first of them is dropped for the next one, not given up for its silence in the end."""
+    """However many they are, the oldest is dropped for the next caller; its silence is not awaited."""
     monkeypatch.setattr(rendezvous, "GREETING", 60.0)
     monkeypatch.setattr(rendezvous, "CALLERS", 3)
     first, second = hosts(timeout=10.0)
@@ -326,7 +327,7 @@ def test_a_host_tells_nothing_to_who_cannot_prove_to_be_host_0():
                 nonce = json.dumps({"protocol": handshake.PROTOCOL, "nonce": "0" * 32}).encode()
                 caller.sendall(message(handshake.CHALLENGE, nonce))
                 _, hello = handshake.receive(caller)
-                # What it can do without the secret: send the caller's own proof back.
+                # Without the secret, it can only send the caller's own proof back.
                 caller.sendall(message(handshake.PROVEN, json.loads(hello)["proof"].encode()))
                 told.extend([hello, heard(caller)])
 
@@ -336,7 +337,7 @@ def test_a_host_tells_nothing_to_who_cannot_prove_to_be_host_0():
 
 
 def test_a_host_that_restarts_takes_its_place_while_others_are_awaited():
-    """It once failed the whole start."""
+    """Regression: it failed the whole start."""
     first, second, third = hosts(3)
 
     def restarted() -> Any:
@@ -364,7 +365,7 @@ def test_a_host_that_ended_before_all_were_there_is_waited_for_again():
             threading.Timer(0.5, lambda: caller.shutdown(socket.SHUT_RDWR)).start()
             handshake.prove(caller, "", 1, time.monotonic() + 10)
             handshake.tell(caller, IDENTIFIES, hosts=3, identity=IDENTITY)
-            with pytest.raises(ConnectionError):  # not before host 0 has let it in
+            with pytest.raises(ConnectionError):  # not before host 0 has accepted it
                 handshake.receive(caller)
         return join(third)
 
@@ -374,7 +375,7 @@ def test_a_host_that_ended_before_all_were_there_is_waited_for_again():
 
 
 def test_other_machines_are_met_with_a_secret_or_with_trust():
-    """Every caller that reached the port could once be host 1."""
+    """Regression: every caller that reached the port could be host 1."""
     for coordinator in ("10.0.0.1:9", "node1:9", "[fe80::1]:9", "0.0.0.0:9"):
         with pytest.raises(Ling3Error) as caught:
             Hosts(coordinator, 2, 1)
@@ -426,13 +427,13 @@ def test_host_0_listens_at_the_coordinators_address_alone():
 
     one, _ = in_threads(lambda: lead(first), reach)
     with socket.socket() as free:
-        free.bind(("127.0.0.1", one[1]))  # where jax's service is to listen
+        free.bind(("127.0.0.1", one[1]))  # jax's service needs this port
 
 
 def test_a_silent_host_is_given_up(no_service, lost, monkeypatch):
-    """Its machine or the network is gone: nothing closes the connection."""
+    """Its machine or the network is gone, so that nothing closes the connection."""
     monkeypatch.setattr(channels, "BEATS", 0.1)
-    with connected(lost, host_timeout=0.5):  # both beat every 5 s only
+    with connected(lost, host_timeout=0.5):  # both send signs of life only every 5 s
         until(lambda: len(lost) == 2)
     assert {code for _, code in lost} == {1}
     assert {text for text, _ in lost} & {f"host {n}: no sign of life for 0.5 s" for n in (0, 1)}
@@ -464,7 +465,7 @@ def test_it_does_not_wait_for_them_for_long(monkeypatch):
 
 
 def test_who_outlives_another_host_says_so_first_and_ends_then(no_service, lost):
-    """A server's clients hear why before it ends."""
+    """A server's clients get the reason before it ends."""
     told: list[str] = []
     with connected(lost) as (one, two):
         one.outlive(told.append, 0.3)
@@ -479,7 +480,7 @@ def test_who_outlives_another_host_says_so_first_and_ends_then(no_service, lost)
 
 
 def rig(channel: Channel, ahead: int) -> Rig:
-    """On the fake model; every host has the same."""
+    """A rig on the fake model, equal on every host."""
     return Rig(slots=2, pages=16, decode=(2,), context=64, ahead=ahead, channel=channel)
 
 
@@ -491,8 +492,8 @@ def core(channel: Channel, ahead: int) -> SharedCore:
 
 @pytest.mark.parametrize("ahead", [0, 1])
 def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, lost, ahead, monkeypatch):
-    """With the next step; the other host hears who it was, and the exit code."""
-    monkeypatch.setattr(channels, "SETTLE", 3600)  # until which its process has to have ended
+    """It ends with the next step; the other host gets its name and the exit code."""
+    monkeypatch.setattr(channels, "SETTLE", 3600)  # seconds until the process must have ended
     with connected(lost) as (one, two):
         first, other = core(one, ahead), rig(two, ahead)
         second: Any = other.core
@@ -533,7 +534,7 @@ def test_hosts_compare_digests_of_the_little_endian_tokens(no_service):
 
 
 def test_what_host_0_cannot_send_ends_the_others(no_service, lost, monkeypatch):
-    """A seed of numpy's once ended host 0 where it was encoded, and left the others waiting for the step."""
+    """Regression: a numpy integer as seed ended host 0 in its encoder, and the others waited for the step."""
     monkeypatch.setattr(channels, "SETTLE", 0.01)
     ended: list[tuple[str, int]] = []
     monkeypatch.setattr(channels, "end_process", lambda *how: ended.append(how))
@@ -548,11 +549,11 @@ def test_what_host_0_cannot_send_ends_the_others(no_service, lost, monkeypatch):
 
 
 def test_an_engine_that_fails_between_two_steps_ends_the_others(no_service, lost, monkeypatch):
-    """Its clients were told; the other hosts waited for the next step."""
+    """Regression: its clients got the error, but the other hosts waited for the next step."""
     monkeypatch.setattr(channels, "end_process", lambda *_: None)
     with connected(lost) as (one, _):
         first = core(one, 0)
-        monkeypatch.setattr(first, "step", lambda inputs: None)  # of which nothing can be delivered
+        monkeypatch.setattr(first, "step", lambda inputs: None)  # it returns nothing to deliver
         (handle,) = Loop(first, Timings()).submit([Request((1, 2, 3), 20)])
         with pytest.raises(EngineStopped, match="NoneType"):
             handle.result()
@@ -563,14 +564,15 @@ def test_an_engine_that_fails_between_two_steps_ends_the_others(no_service, lost
 
 @pytest.mark.parametrize("lacks", ["took none of its steps", "gave no part of a step"])
 def test_a_host_that_gives_signs_of_life_alone_is_given_up_by_name(no_service, lost, lacks):
-    """The thread of its devices does not go on. Host 0 once waited without end for a part of a state or of logits."""
+    """The thread of its devices hangs. Regression: host 0 waited forever for a part of a state or of logits."""
     with connected(lost, host_timeout=2) as (one, two):
         one.send(STEP)
         two.take()
         if "steps" in lacks:
             one.send(STEP)
         else:
-            threading.Thread(target=one.parts, args=(b"one",), daemon=True).start()  # never ends: a process would here
+            # never ends; in a real host, its process would end
+            threading.Thread(target=one.parts, args=(b"one",), daemon=True).start()
         until(lambda: len(lost) == 2)
     assert lost == [(f"host 1: {lacks} for 2 s", 1)] * 2
 
@@ -596,7 +598,7 @@ def test_a_slow_host_that_takes_steps_is_no_failure(no_service, lost):
 
 
 def test_host_0_that_cannot_load_tells_the_others(tmp_path, capsys):
-    """They waited for the whole start timeout."""
+    """Regression: they waited for the whole start timeout."""
     first, second = hosts()
     one, two = in_threads(lambda: load(tmp_path / "none.ling3", hosts=first), lambda: join(second))
     assert isinstance(one, ArtifactError)
@@ -604,7 +606,7 @@ def test_host_0_that_cannot_load_tells_the_others(tmp_path, capsys):
 
 
 def test_an_error_that_follows_from_a_lost_host_comes_after_what_the_watch_says(no_service):
-    """The step's error once ended the process with a traceback while the watch was still saying the cause."""
+    """Regression: the step's error ended the process with a traceback before the watch had printed the cause."""
     order: list[str] = []
     found = threading.Event()
 
@@ -640,7 +642,7 @@ with channel.Channel(Hosts({coordinator!r}, 1, 0), {{}}).together():
 
 
 def test_a_host_ends_although_its_devices_do_not():
-    """Python's end waited without end for the threads of a collective, and the timer could not run."""
+    """Regression: Python's exit waited forever for a collective's threads, and the timer could not run."""
     done = python("-c", ENDLESS.format(coordinator=f"127.0.0.1:{free_port()}"))
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == "ValueError: a collective failed"

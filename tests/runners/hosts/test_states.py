@@ -1,4 +1,4 @@
-"""States of engines on several hosts: given and taken as one process does."""
+"""States of engines on several hosts: exported and imported as by one process."""
 
 import json
 import os
@@ -87,7 +87,7 @@ def test_the_states_that_requests_come_with_reach_every_host():
 
 
 def test_the_first_host_has_what_all_hosts_have():
-    """Two hosts with half of the heads each; both have all latents, which do not travel."""
+    """Two hosts have half of the heads each; both have all latents, which are not sent."""
     whole, places = state(0), np.array([0, 1, 2])
 
     def part(host: int) -> ShardedState:
@@ -106,20 +106,20 @@ def test_the_first_host_has_what_all_hosts_have():
 
 
 def test_ffn_workers_refuse_what_moves_states(tmp_path):
-    """Hosts do no longer."""
+    """FFN workers still refuse these options; several hosts no longer do."""
     for option in ({"transfer": Transfer("shm")}, {"prefix_store": PrefixFolder(tmp_path)}):
         with pytest.raises(RequestError, match="expected an engine that computes its own experts, found an FFN worker"):
             Engine(tmp_path, ffn="a", **option)
 
 
 class Hosts:
-    """Two hosts that were asked to answer JSON lines."""
+    """Two hosts that answer JSON lines."""
 
     def __init__(self, processes):
         self.processes = processes
 
     def __call__(self, **asked):
-        with suppress(BrokenPipeError):  # one that has ended already answers nothing, either
+        with suppress(BrokenPipeError):  # a host that has ended does not answer
             os.write(self.processes[0].stdin.fileno(), f"{json.dumps(asked, default=asdict)}\n".encode())
         return json.loads(self.processes[0].stdout.readline() or "null")
 
@@ -127,7 +127,7 @@ class Hosts:
 @pytest.mark.extras
 @pytest.mark.hosts
 def test_two_hosts_give_and_take_what_one_does(artifact, tmp_path):
-    """And when one of them is killed while a state is on its way, both end and say why."""
+    """Also: if one of them is killed while a state is sent, both end and print the reason."""
     command = [artifact("micro-2x1-snapshots"), tmp_path]
     how = Transfer("file", folder=tmp_path / "states", deadline=60.0)
     told = {"check": "programs", "report": lambda text: None}
@@ -151,7 +151,7 @@ def test_two_hosts_give_and_take_what_one_does(artifact, tmp_path):
         taking = replace(away, max_tokens=20, kv_transfer_params=given.kv_transfer_params)
         taken = two(complete=taking)
         assert (taken["token_ids"], taken["cached_tokens"]) == (alone.token_ids, len(PROMPT))
-        taken = two(complete=replace(taking, cache_salt="b"))  # its id was used, and the cache knows the prompt
+        taken = two(complete=replace(taking, cache_salt="b"))  # its id is used up, and the cache knows the prompt
         assert taken["token_ids"] == alone.token_ids
 
         assert taken["free"]["slots"] == 4

@@ -1,4 +1,4 @@
-"""Damaged artifacts and those for other machines: refused in clear words, before anything is used."""
+"""Damaged artifacts and those for other machines are refused with clear errors, before anything is used."""
 
 import hashlib
 import json
@@ -34,7 +34,7 @@ def whole(artifact) -> Path:
 
 @pytest.fixture
 def copy(whole, tmp_path) -> Path:
-    """To be damaged."""
+    """A copy that may be damaged."""
     return Path(shutil.copytree(whole, tmp_path / "x.ling3"))
 
 
@@ -81,7 +81,7 @@ def test_every_flipped_byte_is_detected_before_use(copy):
 
 
 def test_the_runner_gives_no_damaged_file_to_anything(copy, monkeypatch):
-    """The loader refuses each flip of a file that it reads; only undamaged programs reach the deserializer."""
+    """The loader refuses each flip in a file that it reads; only undamaged programs reach the deserializer."""
     good = {hashlib.sha256(path.read_bytes()).hexdigest() for path in files(copy, "*.exec")}
     given, real = [], pjrt.load_executable
 
@@ -156,7 +156,7 @@ def test_a_future_format(copy):
 
 
 def claiming(folder: Path, **requires: object) -> Path:
-    """Signs the manifest again after changing what every executable says that it requires."""
+    """Changes the requirements of every executable, and makes the digests right again."""
     changed_targets(folder, lambda target: replace(target, requires=replace(target.requires, **requires)))
     return folder
 
@@ -181,7 +181,7 @@ def test_another_jaxlib_is_refused_and_the_process_does_not_abort(copy):
     ("name", "other"), [("decode@8", "prefill@128"), ("sample@8", "logits_processor@8"), ("prefill@128", "decode@8")]
 )
 def test_an_executable_of_another_cell_is_refused(copy, name, other):
-    """Round 4, line 12: it was loaded and called, which ended the process by a signal in 6 of 7 runs."""
+    """Regression: it was loaded and called, which ended the process by a signal in 6 of 7 runs."""
 
     def exchange(target: Any) -> Any:
         cell = replace(target.cells[name], exec=target.cells[other].exec)
@@ -204,7 +204,7 @@ main(sys.argv[1:])
 
 
 def test_a_process_whose_step_failed_ends_with_1(copy):
-    """Round 4, line 12: SIGABRT ended it after the error was printed, in 3 of 3 runs of this exchange."""
+    """Regression: SIGABRT ended it after the error was printed, in 3 of 3 runs of this exchange."""
 
     def exchange(target: Any) -> Any:
         cell = replace(target.cells["decode@8"], exec=target.cells["prefill@128"].exec)
@@ -217,7 +217,7 @@ def test_a_process_whose_step_failed_ends_with_1(copy):
 
 
 def test_fewer_devices_than_tp(whole):
-    """A process whose jax runs with one device is told so; the command line makes its own devices."""
+    """The error is for a process whose jax runs with one device; the command line makes its own devices."""
     script = (
         "import sys, jax\n"
         "assert len(jax.devices()) == 1\n"

@@ -1,4 +1,4 @@
-"""Programs that load in threads: those first that a first request needs, the others behind it or when asked for."""
+"""Programs load in threads: first those that a first request needs, then the others, or sooner on demand."""
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -11,12 +11,12 @@ from ling3export.runners.engine.engine import Engine
 from ling3export.runners.load.programs import Programs, first_needed
 from tests.support import toy_artifact
 
-LATE = 20  # seconds, for what takes fractions of one
+LATE = 20  # seconds, for operations that take fractions of one
 NAMES = ("d", "c", "b", "a")
 
 
 class Loads:
-    """Loads names as their capitals; ``held`` ones wait until they are let go."""
+    """Loads names as their capitals; ``held`` ones wait until the test lets them go."""
 
     def __init__(self, *held: str, bad: str = ""):
         self.begun, self.threads, self._bad = [], {}, bad
@@ -72,7 +72,7 @@ def test_two_threads_load_one_program_once(pool):
 
 
 def test_what_has_not_begun_is_not_loaded_once_nobody_needs_it():
-    """Also where the first ones were never loaded: the thread behind them would wait for ever."""
+    """Also if the first ones were never loaded: the thread for the others must not wait forever."""
     loads = Loads("x", "y")
     pool = ThreadPoolExecutor(1)
     pool.submit(loads, "x")
@@ -87,7 +87,7 @@ def test_what_has_not_begun_is_not_loaded_once_nobody_needs_it():
 
 
 def test_an_engine_serves_before_all_programs_have_loaded(monkeypatch):
-    """A short answer took as long as all programs of the artifact."""
+    """Regression: a short answer waited for all programs of the artifact."""
     record = next(iter(read_manifest(toy_artifact.shared()).targets.values()))
     needed, gate = first_needed(record), threading.Event()
     assert 0 < len(needed) < len(record.cells)

@@ -1,4 +1,4 @@
-"""State is zeros, takes no memory before it is touched, is written in place, and is refused where it cannot lie."""
+"""State begins as zeros, takes no memory before its first use, is written in place, and is refused if it cannot fit."""
 
 import json
 import re
@@ -95,7 +95,7 @@ print(json.dumps(result | {"taken": max(taken), "written": written, "compiles": 
 
 
 def test_state_on_sixteen_devices_is_zeros_without_memory_and_written_in_place():
-    """Every time anew, where memory of the last one was not zero; what writes zeros takes all of the memory."""
+    """The state is zero each time, although the last one was written; writing takes all of the memory."""
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
@@ -118,7 +118,7 @@ def test_state_on_sixteen_devices_is_zeros_without_memory_and_written_in_place()
 
 @pytest.fixture
 def toy(tmp_path):
-    """To be damaged."""
+    """A copy that may be damaged."""
     return shutil.copytree(shared(), tmp_path / "toy.ling3")
 
 
@@ -127,7 +127,7 @@ def program(folder):
 
 
 def test_a_second_engine_and_a_runner_that_is_reset_begin_with_zeros():
-    """The toy's logits follow from the sum that its state holds."""
+    """The toy's logits follow from the sum in its state."""
     for _ in range(2):
         with Engine(shared(), report=lambda _: None) as engine:
             check_tokens(engine)
@@ -165,7 +165,7 @@ def test_a_damaged_or_missing_state_program_is_refused_before_it_is_deserialized
     ],
 )
 def test_a_state_program_of_other_arrays_is_refused(toy, rows, found):
-    """Also bytes with a right digest that are no program."""
+    """Also bytes with a right digest that are not a program."""
     arrays = [StateArray(name, (size,), dtype, ("slots",), None) for name, size, dtype in rows or ()]
     program(toy).write_bytes(compile_state(arrays, device_mesh(2)) if rows else b"\0" * 5000)
     record = file_record(toy, f"programs/{TARGET}/{schema.STATE}")
@@ -175,7 +175,7 @@ def test_a_state_program_of_other_arrays_is_refused(toy, rows, found):
 
 
 def test_another_cells_executable_as_the_state_program_is_refused(toy):
-    """It loaded, and its first call ended in jax's own error."""
+    """Regression: it was loaded, and its first call ended in jax's own error."""
     changed_targets(toy, lambda target: replace(target, state_program=target.cells["decode@2"].exec))
     with pytest.raises(
         ArtifactError, match=r"decode@2\.exec`: expected an executable that gives the state, found \d+ in"
@@ -185,7 +185,7 @@ def test_another_cells_executable_as_the_state_program_is_refused(toy):
 
 @pytest.mark.parametrize("devices", [1, 2])
 def test_zeros_are_written_into_no_array_that_is_smaller_than_the_manifest_says(devices):
-    """Rows in another order took the larger one's size from the manifest: zeros behind a buffer, and a SIGSEGV."""
+    """Regression: with rows in another order, a write took its size from the manifest: beyond a buffer, SIGSEGV."""
     mesh = device_mesh(devices)
     rows = [StateArray("small", (4,), "int32", ("slots",), None), StateArray("large", (64,), "int32", ("slots",), None)]
     raw = compile_state(rows, mesh)
@@ -215,7 +215,7 @@ def test_an_artifact_without_the_program_answers_as_before(toy):
 
 
 def test_a_state_that_memory_has_no_room_for_is_refused_at_the_start(monkeypatch):
-    """Its pages are taken later: without this it would be the kernel that ends the process, in a request."""
+    """Pages of the state are taken later: without this check, the kernel would end the process in a request."""
     needed = read_manifest(shared()).targets[TARGET].state_bytes * 2
     monkeypatch.setattr(fresh, "memory", lambda: (1 << 40, needed - 2, 1))
     said = refusal(runner_cli.main, "generate", shared(), "--prompt-ids", "1,2,3", "--max-tokens", "2")

@@ -1,4 +1,4 @@
-"""The ladder on a toy artifact: digests first, then verdicts, then programs; what is damaged is never used."""
+"""Loading a toy artifact: first digests, then verdicts, then programs; damaged files are never used."""
 
 import gc
 import shutil
@@ -29,7 +29,7 @@ def built():
 
 @pytest.fixture(scope="module")
 def compiled(built, tmp_path_factory):
-    """An artifact of another jaxlib that was compiled here, what was said, and the cache."""
+    """An artifact of another jaxlib that was compiled on this machine, the messages, and the cache."""
     folder = shutil.copytree(built, tmp_path_factory.mktemp("compiled") / "moved.ling3")
     rebuilt_elsewhere(folder, jaxlib="0.1.2")
     before = sorted(folder.parent.rglob("*"))
@@ -58,7 +58,7 @@ def foreign(compiled, tmp_path, monkeypatch):
 
 @pytest.fixture
 def artifact(built, tmp_path):
-    """A copy that a test may damage, in another place than it was built."""
+    """A copy that a test may damage, in another folder than it was built in."""
     return shutil.copytree(built, tmp_path / "moved.ling3")
 
 
@@ -69,7 +69,7 @@ def flip(path, offset):
 
 
 def rebuilt_elsewhere(artifact, **requires):
-    """Makes every executable look as if built on another machine."""
+    """Makes every executable look as if it was built on another machine."""
     changed_targets(artifact, lambda target: replace(target, requires=replace(target.requires, **requires)))
 
 
@@ -102,7 +102,7 @@ def test_a_flipped_byte_in_the_weights_is_found_unless_told_not_to_look(artifact
 
 
 def test_a_copy_of_the_weights_is_checked_and_does_not_change_with_the_file(artifact):
-    """The weights are a shared mapping: written in place after the check, they gave garbage with exit 0."""
+    """Regression: weights are a shared mapping; a write after the check gave garbage with exit code 0."""
     path = artifact / "weights" / "toy.safetensors"
     before = path.read_bytes()
     with Engine(artifact, check="copy") as engine:
@@ -181,7 +181,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
 
 @pytest.mark.jit
 def test_a_recompiled_program_runs_only_from_a_folder_of_this_user_alone(foreign):
-    """A cache beside an artifact once came with it: native code that no digest of the artifact covers."""
+    """Regression: a cache next to an artifact came with it: native code that no digest of the artifact covers."""
     shutil.copytree(cache_folder(), foreign.with_name("moved.ling3.cache"))
     for mode, compiles in ((0o777, len(toy_artifact.CELLS)), (0o720, len(toy_artifact.CELLS)), (0o755, 0)):
         cache_folder().chmod(mode)
@@ -223,7 +223,7 @@ def test_jax_alone_finds_no_distributions_while_it_is_imported() -> None:
 
 @pytest.mark.parametrize("within", [no_plugin_search, collector_off])
 def test_two_loads_at_once_leave_python_as_it_was(within) -> None:
-    """The second to begin took the first one's replacement for the original, and put it back."""
+    """Regression: the second to begin took the first one's replacement for the original, and restored that."""
     before, held, over = (metadata.distributions, gc.isenabled()), threading.Event(), threading.Event()
 
     def first() -> None:
@@ -243,7 +243,7 @@ def test_two_loads_at_once_leave_python_as_it_was(within) -> None:
 
 
 def test_the_collector_stays_off_until_the_last_of_two_loads_has_imported_jax() -> None:
-    """The first to end turned it on while the other one still imported."""
+    """Regression: the first to end turned it on while the other one still imported."""
     held, entered, left = threading.Event(), threading.Event(), threading.Event()
 
     def first() -> None:

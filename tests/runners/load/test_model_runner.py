@@ -1,4 +1,4 @@
-"""Weights alias the mapped file, state is memory of its own, and neither compiles anything."""
+"""Weights alias the mapped file, state has memory of its own, and neither compiles anything."""
 
 import json
 

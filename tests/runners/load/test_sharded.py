@@ -10,7 +10,7 @@ def shards(*shape, value):
 
 
 def test_what_later_calls_say_of_slot_0_counts_for_nothing():
-    """Each call of ``onload`` behind the first writes slot 0: receipts of builds with three calls or more failed."""
+    """Regression: later calls of ``onload`` write slot 0, so receipts of builds with three calls or more failed."""
 
     def kept(slot_0, latent=1):
         first = {"kda_recurrent": shards(2, 3, value=1), "mla_latent": shards(1, 2, value=1)}
@@ -23,7 +23,7 @@ def test_what_later_calls_say_of_slot_0_counts_for_nothing():
 
 
 def test_padding_of_the_last_call_counts_for_nothing():
-    """Builds whose sequences have 10 pages, of which a call moves 8, failed their receipts: copy@8."""
+    """Regression: builds whose sequences have 10 pages, moved in calls of 8 (copy@8), failed their receipts."""
 
     def kept(padding, last=1):
         pages = np.array([[[last], [padding]]], np.float32)

@@ -1,4 +1,4 @@
-"""The router before servers of a test's own: what is chosen, what is sent, and who answers when a server does not."""
+"""The router with fake servers: which servers it chooses, its requests, and the fallback if one fails."""
 
 import asyncio
 import json
@@ -41,7 +41,7 @@ class Fake(FakeServer):
 
 
 def routed(prefill, decode, body=BODY, path="/v1/completions", policy=None, waiting=0):
-    """The statuses and the body that a client gets; and the router."""
+    """The statuses and the body that a client gets, and the router."""
 
     async def run():
         async with AsyncExitStack() as stack:
@@ -79,7 +79,7 @@ def test_a_prompt_is_prefilled_in_one_place_and_answered_in_another():
 
 
 def test_the_place_that_prefills_gives_one_token_whatever_min_tokens_says():
-    """It would refuse more; the token may not end the answer, and the other place counts on."""
+    """P gets min_tokens 1, since it refuses more than max_tokens; D gets the original value."""
     p, d = Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
     assert routed([p], [d], BODY | {"min_tokens": 4, "priority": -1})[0] == 200
     assert [(each[1]["min_tokens"], each[1]["priority"]) for each in (p.asked[0], d.asked[0])] == [(1, -1), (4, -1)]
@@ -96,7 +96,7 @@ def test_the_place_that_prefills_gives_one_token_whatever_min_tokens_says():
     ],
 )
 def test_a_short_prompt_and_one_that_finds_a_full_queue_are_prefilled_where_they_are_decoded(prompt, waiting, why):
-    """A text counts as a quarter of its characters."""
+    """The tokens of a text are estimated as a quarter of its characters."""
     p, d = Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
     policy = RoutingPolicy(most_local=32, most_queued=4)
     status, _, router = routed([p], [d], BODY | {"prompt": prompt}, policy=policy, waiting=waiting)
@@ -115,7 +115,7 @@ def test_where_a_server_cannot_prefill_another_one_does_else_the_one_that_decode
 
 
 def test_the_prompt_of_a_response_is_computed_where_it_is_answered():
-    """/v1/responses was no endpoint of the router; its body has no place for the address of a state."""
+    """Regression: the router had no /v1/responses; its body cannot carry the address of a state."""
     body = {"model": "m", "input": "a" * 2000, "instructions": "b"}
     p, d = Fake(), Fake((200, {"object": "response"}))
     status, data, router = routed([p], [d], body, "/v1/responses")
@@ -133,7 +133,7 @@ def test_the_prompt_of_a_response_is_computed_where_it_is_answered():
     ],
 )
 def test_a_path_or_method_that_there_is_not_gets_an_error_object(method, path, status, message):
-    """The router answered `Not Found` as plain text, which clients of the API cannot read."""
+    """Regression: the router answered `Not Found` as plain text, which clients of the API cannot parse."""
     answer = answered(application(Router([], [], RoutingPolicy()), Policy("m", None, 1, 1000)), method, path)
     assert answer.status_code == status and answer.json()["error"]["message"].startswith(message)
 
@@ -168,7 +168,7 @@ def test_an_answer_that_breaks_off_ends_with_an_error_and_is_not_begun_again():
 
 
 def test_a_whole_answer_that_breaks_off_is_given_by_another_server():
-    """The half of it that had come went out as a 200, with an error event of a stream behind it."""
+    """Regression: the half that had arrived was sent with status 200, followed by an error event of a stream."""
     d, e = Fake(b'{"id": 1, "choices"'), Fake((200, {"id": 2}))
     status, data, router = routed([], [d, e])
     assert (status, json.loads(data)) == (200, {"id": 2})
@@ -179,7 +179,7 @@ def test_a_whole_answer_that_breaks_off_is_given_by_another_server():
 
 
 def posted(body, router=None, **headers):
-    """The answer of a router to a body; without servers it gets no further than the body."""
+    """The router's answer to a body; without servers, no request goes further."""
     app = application(router or Router([], [], RoutingPolicy()), Policy("m", None, 1, 1 << 22))
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     kind = {b"content-type": headers.get("kind", "application/json").encode()}
@@ -187,7 +187,7 @@ def posted(body, router=None, **headers):
 
 
 def test_bodies_are_read_outside_of_the_event_loop(monkeypatch):
-    """Round 4, line 9: 60,000 objects in a body stopped all streams for 3.6 s."""
+    """Regression: 60,000 objects in a body stopped all streams for 3.6 s."""
     threads, parse = list[str](), app.parse
     monkeypatch.setattr(app, "parse", lambda data: threads.append(threading.current_thread().name) or parse(data))
     router = Router([], [], RoutingPolicy())
@@ -205,7 +205,7 @@ def test_bodies_that_are_held_have_a_bound(monkeypatch):
 
 
 def test_a_client_cannot_say_where_a_state_is():
-    """Round 4, line 10: D connected to the address in a client's kv_transfer_params."""
+    """Regression: D connected to the address in a client's kv_transfer_params."""
     d = Fake((200, {"id": 1}))
     error, _, _ = routed([], [d], BODY | {"kv_transfer_params": PARAMS | {"remote_host": "10.0.0.1"}})
     assert isinstance(error, ApiError) and (error.status, error.param) == (400, "kv_transfer_params") and not d.asked
@@ -213,14 +213,12 @@ def test_a_client_cannot_say_where_a_state_is():
 
 
 def test_a_post_of_another_site_is_refused():
-    """Round 4, line 11: text/plain, which a page of any site may send, was answered with 200."""
+    """Regression: text/plain, which a page of any site may send, was answered with 200."""
     answer = posted(BODY, kind="text/plain")
     assert (answer.status_code, answer.json()["error"]["code"]) == (415, "unsupported_media_type")
 
 
 def test_retry_after_is_passed_on():
-    """Round 4, line 16."""
-
     async def run():
         async with FakeServer(lambda path, body: (429, {"error": "full"}), {"Retry-After": "7"}) as server:
             app = application(
@@ -241,7 +239,7 @@ def test_retry_after_is_passed_on():
 def test_the_demo_gives_the_answers_of_one_server_and_stops_what_it_started(
     artifact, capsys, carrier, outside, replicas
 ):
-    """The first is deploy/prefill-decode.sh as it stands."""
+    """The first is deploy/prefill-decode.sh, unchanged."""
     prompts = 3 if outside else 5
     found = demo(artifact("micro-tp1-snapshots"), carrier, outside, prompts, replicas)
     assert (found["same"], found["loaded"]) == (prompts, prompts) and found["hit_rate"] > 0

@@ -1,4 +1,4 @@
-"""The page at ``/`` in a real browser, with a model that writes what the test says."""
+"""The page at ``/`` in a real browser, with a scripted model."""
 
 import json
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def tab(tmp_path_factory):
 
 @pytest.fixture
 def page(tab: Page, model: Talk) -> Iterator[Page]:
-    """The page of a server that asks for no key; nothing may have gone wrong in it at the end."""
+    """The page of a server without an API key; at the end there must be no errors and no requests to other hosts."""
     with listening(model.engine, page=True) as url:
         tab.errors.clear()
         tab.requests.clear()
@@ -56,7 +56,7 @@ def shown(page: Page, selector: str) -> list[str]:
 
 
 def stop_at_once(page: Page) -> None:
-    """Has the page itself press Stop once text of an answer is there, and note what is shown then."""
+    """Makes the page press Stop once an answer has text, and record what it then shows."""
     page.evaluate("""new MutationObserver((_, watch) => {
         if (!(document.querySelector("article.assistant > .text")?.textContent.length > 20)) return;
         const ended = document.querySelectorAll("article.assistant small").length;
@@ -67,7 +67,7 @@ def stop_at_once(page: Page) -> None:
 
 
 def test_an_answer_is_streamed_and_its_thought_folded(page, model):
-    """Its begin is shown before its end."""
+    """Its beginning is shown before its end."""
     model.lines.texts = ["I greet.</think>" + "Hello " * 2000]
     stop_at_once(page)
     ask(page, "Hi")
@@ -246,7 +246,7 @@ def test_the_settings_show_the_values_in_force(tab, model):
 
 
 def test_light_and_dark_are_readable(page, model):
-    """Text has at least 4.5 times the luminance of what is behind it, or the other way round (WCAG AA)."""
+    """Text has at least 4.5 times the luminance of its background, or the reverse (WCAG AA)."""
     script = """(() => {
         const light = (colour) => {
             const canvas = document.createElement("canvas").getContext("2d");

@@ -1,4 +1,4 @@
-"""Ling-3.0's conversation through the endpoints: what the template gets, and which calls a grammar lets through."""
+"""Ling-3.0's conversation through the endpoints: the template's input, and the calls that a grammar allows."""
 
 import json
 import random
@@ -116,7 +116,7 @@ def test_earlier_thoughts_calls_and_results_go_back_in(thought):
 
 
 def test_two_turns_without_thinking_are_written_as_the_first_was():
-    """Byte by byte: the second prompt begins with the first one and its answer, so the prefix cache has them."""
+    """The second prompt begins byte by byte with the first one and its answer, so that the prefix cache has both."""
     fields = {"chat_template_kwargs": {"enable_thinking": False}}
     first = rendered(ChatBody, SAID | fields)
     turns = [*SAID["messages"], {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]
@@ -137,7 +137,7 @@ def test_two_turns_without_thinking_are_written_as_the_first_was():
     ],
 )
 def test_the_last_message_is_continued(message, end):
-    """Behind its content, which may also stand elsewhere; within its thought where it has no content."""
+    """After its content, which may be in another field; if it has no content, inside its thought."""
     messages = [*SAID["messages"], {"role": "assistant", **message}]
     fields = {"messages": messages, "continue_final_message": True}
     assert rendered(ChatBody, SAID | fields).endswith(f"<role>ASSISTANT</role>\n{end}")
@@ -182,7 +182,7 @@ def test_what_the_template_cannot_be_told_is_refused_by_name(engine, fields, fou
     ],
 )
 def test_an_answer_begins_where_the_prompt_ends(engine, prompted, prompt, text, thought, content):
-    """A question about the mark made a thought of the answer."""
+    """Regression: a question about the mark made the answer a thought."""
     prompted(prompt)
     said = message_of(chat(SAID, engine, "toy"), text)
     assert (said.get("reasoning_content"), said["content"]) == (thought, content)
@@ -209,7 +209,7 @@ TAKEN = [
     written("f", ("text", ""), ("shaped", "a/bb")),
     written("f", ("text", ""), ("listed", '["u", "u"]')),
     written("f", ("text", ""), ("one", "u")),
-    written("f", ("text", ""), ("short", "abcd")),  # bare texts follow no pattern and no length
+    written("f", ("text", ""), ("short", "abcd")),  # plain texts follow no pattern and no length
     written("f", ("text", ""), ("shaped", "xa/b")),
     written("free", ("any", "thing"), ("more", "{")),
     "<tool_call>free</tool_call>",
@@ -233,7 +233,7 @@ REFUSED = [
 @pytest.mark.parametrize("text", [*TAKEN, *REFUSED, ONE + ONE])
 @pytest.mark.parametrize("within", [False, True])
 def test_a_call_that_is_required_follows_the_schema(engine, prompted, text, within):
-    """And is read back, after a thought, or in its place where it ends the thought."""
+    """The call is also parsed, after a thought, or in its place if the call ends the thought."""
     prompted("A<think>" if within else "A<think></think>")
     call = chat(SAID | TOOLS | {"tool_choice": "required"}, engine, "toy")
     for thought in ("so</think>\n\n", *(("so ",) if text[0] == "<" else ())) if within else ("",):
@@ -299,7 +299,7 @@ def test_calls_of_random_tokens_under_their_grammar_are_read_back(engine, prompt
 )  # fmt: skip
 @pytest.mark.parametrize("prompt", ["A<think>", "A<think></think>"])
 def test_schemas_that_no_grammar_can_have_are_refused(engine, prompted, schema, found, prompt):
-    """With any text before the call: a trial takes the first tokens of a text, which may be any."""
+    """With any text before the call, a trial would only compile the first tokens of that text."""
     prompted(prompt)
     tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
     with pytest.raises(ApiError) as caught:

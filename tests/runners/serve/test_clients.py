@@ -1,6 +1,6 @@
-"""Clients of other makers call tools through the server, whole and as a stream: what they hand to their users.
+"""Third-party clients call tools through the server, with and without streams; the tests check their users' results.
 
-The model is scripted: it calls `get_weather` twice, and answers with what came back.
+The model is scripted: it calls `get_weather` twice, and answers with the results.
 """
 
 import gc
@@ -35,7 +35,7 @@ def written(call: dict[str, Any]) -> str:
 
 
 def script(prompt: str) -> str:
-    """Calls first; once there are results after the last question, the answer."""
+    """Makes calls first; if there are results after the last question, the answer."""
     talk = prompt.rpartition("<role>HUMAN</role>")[2]
     results = re.findall(r"<tool_response>\n(.*?)\n</tool_response>", talk, re.DOTALL)
     thought = "" if prompt.endswith("</think>") else f"{THOUGHT}</think>"
@@ -72,7 +72,7 @@ def results_of(calls: Any) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "stream"])
 def test_openais_client_calls_tools_and_gets_an_answer(served, client, streams):
-    """With its helpers, which parse arguments by the schema, and which add up deltas themselves."""
+    """With the client's helpers, which parse arguments by the schema, and which add up deltas themselves."""
     tools = [openai.pydantic_function_tool(get_weather)]
     messages: list[Any] = [{"role": "user", "content": ASKED}]
 
@@ -98,7 +98,7 @@ def test_openais_client_calls_tools_and_gets_an_answer(served, client, streams):
     messages += [first.message.model_dump(exclude_none=True), *results_of(calls)]
     last = ask()
     assert (last.finish_reason, last.message.content) == ("stop", ANSWER)
-    # All of the first turn is there as the model wrote it, its thought included.
+    # The next prompt has the whole first turn as the model wrote it, including its thought.
     assert f"<think>{THOUGHT}</think>{''.join(map(written, CALLS))}<|role_end|>" in served[1].prompts[-1]
 
 
@@ -142,11 +142,11 @@ def test_openais_client_switches_thoughts_off(client):
 
 @pytest.fixture
 def quiet():
-    """Warnings of the clients' own packages are theirs."""
+    """Ignores warnings of the clients' own packages."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
-        gc.collect()  # inspect-ai leaves streams open, which say so when they go
+        gc.collect()  # inspect-ai leaves streams open, which warn when they are collected
 
 
 @pytest.mark.extras

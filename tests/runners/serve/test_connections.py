@@ -1,4 +1,4 @@
-"""Limits of connections: deadlines, how many there may be, and an error object for each refusal."""
+"""Limits of connections: deadlines, the number of connections, and an error object for each refusal."""
 
 import json
 import socket
@@ -40,7 +40,7 @@ def connected(address: tuple[str, int], data: bytes = b"") -> Iterator[socket.so
 
 
 def rest(client: socket.socket) -> bytes:
-    """All that comes until the server closes the connection."""
+    """All data until the server closes the connection."""
     found = b""
     while data := client.recv(1 << 16):
         found += data
@@ -48,7 +48,7 @@ def rest(client: socket.socket) -> bytes:
 
 
 def response(client: socket.socket) -> bytes:
-    """The next response, whose length its headers say."""
+    """The next response, with the length in its headers."""
     found = b""
     while b"\r\n\r\n" not in found:
         found += client.recv(1 << 16)
@@ -60,7 +60,7 @@ def response(client: socket.socket) -> bytes:
 
 
 def refusal(answer: bytes) -> tuple[int, str, str]:
-    """Status, message and code of the one response that is there, which is an error object and ends the connection."""
+    """Status, message and code of the connection's one response, an error object after which the connection ends."""
     head, _, body = answer.partition(b"\r\n\r\n")
     assert b"connection: close" in head.lower() and answer.count(b"HTTP/1.1 ") == 1, answer
     assert list(json.loads(body)) == ["error"]
@@ -70,7 +70,7 @@ def refusal(answer: bytes) -> tuple[int, str, str]:
 
 
 def test_a_body_that_comes_too_slowly_is_ended(engine, monkeypatch):
-    """Half a request was waited for without end; a byte now and then does not help it."""
+    """Regression: half a request was waited for forever. A byte now and then does not extend the deadline."""
     monkeypatch.setattr(server_app, "BODY_SECONDS", 0.5)
     sent = HEAD + b"Content-Length: 999\r\n\r\n{"
     with serving(application(engine, POLICY)) as address, connected(address, sent) as client:
@@ -120,7 +120,7 @@ SMUGGLED = b"0\r\n\r\n" + HEALTH
     ],
 )
 def test_two_ends_of_a_body_are_refused(engine, data, found):
-    """RFC 9112, 6.1: somebody on the way may take what follows for another request. It is not answered."""
+    """RFC 9112, 6.1: a proxy may read the rest as another request. The server does not answer it."""
     with serving(application(engine, POLICY)) as address, connected(address, data) as client:
         message = f"`Transfer-Encoding`: expected it alone and in HTTP/1.1, found {found}"
         assert refusal(rest(client)) == (400, message, "invalid_http")
@@ -145,7 +145,7 @@ def names(host: str, *more: str) -> frozenset[str] | None:
 
 
 def test_on_loopback_a_server_answers_to_its_own_names(engine):
-    """A page whose name leads to this machine (DNS rebinding) reached a server without a key."""
+    """Regression: a page whose name leads to this machine (DNS rebinding) reached a server without a key."""
     policy = replace(POLICY, hosts=names("127.0.0.1", "Box.example"))
     for host in ("localhost", "LOCALHOST:8000", "127.0.0.1:1", "[::1]:8000", "[::1]", "box.example", "box.Example:80"):
         assert asked(engine, policy, Host=host).status_code == 200
@@ -164,7 +164,7 @@ def test_where_others_can_reach_it_names_are_open_unless_given():
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_at_the_end_of_the_grace_calls_get_an_error_object(engine, monkeypatch, caplog, stream):
-    """A client got plain text, or half a stream without a reason."""
+    """Regression: a client got plain text, or half a stream without a reason."""
     handles: list[RequestHandle] = []
     monkeypatch.setattr(engine, "submit", lambda *requests, **_: handles or [endless(requests[0], handles)])
 
@@ -193,7 +193,10 @@ def test_at_the_end_of_the_grace_calls_get_an_error_object(engine, monkeypatch, 
 
 
 def test_few_calls_are_read_at_a_time(engine, monkeypatch):
-    """Many calls passed the check for room together, and were tokenized all at once. Small ones wait for no large."""
+    """Regression: many calls passed the check for room and were tokenized at once.
+
+    Small calls do not wait for large ones.
+    """
     most, lock = dict.fromkeys(("small", "large"), 0), threading.Lock()
     hold = threading.Event()
     counts = {"small": 0, "large": 0}
@@ -227,7 +230,7 @@ def test_few_calls_are_read_at_a_time(engine, monkeypatch):
 
 @pytest.mark.parametrize("item", [b"1", b"[]", b'""', b'{"a": 1}', b"1.5", b"null"])
 def test_the_decoder_of_large_bodies_reads_what_the_other_reads(monkeypatch, item):
-    """json's decoder in C holds all other threads: for 0.3 s on 4 MB of empty lists."""
+    """json's decoder in C blocks all other threads: for 0.3 s on 4 MB of empty lists."""
     monkeypatch.setattr(strict_json, "QUICK", 0)
     data = b'{"prompt": [' + b",".join([item] * 16_000) + b'], "\\u00e9\\n": "x"}'
     assert parse(data) == json.loads(data)
@@ -244,7 +247,7 @@ def test_the_decoder_of_large_bodies_reads_what_the_other_reads(monkeypatch, ite
     ],
 )
 def test_a_body_of_too_many_elements_is_refused_before_it_is_parsed(monkeypatch, data, found):
-    """Parsing 4 MB of them took seconds, and the collector of garbage stopped everybody meanwhile."""
+    """Regression: parsing 4 MB of them took seconds, and garbage collection stopped all other threads meanwhile."""
     monkeypatch.setattr(json, "loads", lambda *_, **__: pytest.fail("parsed"))
     with pytest.raises(ApiError) as caught:
         parse(data)

@@ -1,6 +1,6 @@
-"""The conversation of the public checkpoints, each rule by a test that is named after it, on a model that is scripted.
+"""The conversation of the public checkpoints with a scripted model: one test for each rule.
 
-The right prompts and answers come from tests/support/conversations.py, which knows nothing of the product.
+The right prompts and answers come from tests/support/conversations.py, which is independent of the product.
 """
 
 import json
@@ -29,7 +29,7 @@ from tests.support.conversations import (
 )
 from tests.support.scripted import CHAT, HI, RESPONSES, Talk, answers, function_calls, streamed, talking
 
-COUNT = 150  # of random conversations and answers
+COUNT = 150  # number of random conversations and answers
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def talk(tmp_path_factory):
         yield talk
 
 
-# --- what a conversation becomes ---
+# --- from a conversation to a prompt ---
 
 
 def test_a_turn_is_its_role_its_content_and_role_end(talk):
@@ -68,7 +68,7 @@ def test_a_system_text_that_already_says_whether_to_think_keeps_it(talk, word):
 
 
 def test_earlier_turns_keep_their_thoughts_and_history_only_grows(talk):
-    """An answer that a client sends back becomes the very text that the model wrote."""
+    """An answer that a client sends back becomes exactly the text that the model wrote."""
     messages, written = list(HI), "Let me see.</think>" + CALL
     message = talk.said(written, messages=messages, tools=[WEATHER.tool])
     before = talk.runner.prompts[-1]
@@ -94,7 +94,7 @@ def test_random_conversations_become_the_prompts_that_the_writer_says(talk):
 
 
 def test_the_template_of_synthetic_checkpoints_renders_the_same_but_for_blanks_around_calls(tmp_path):
-    """And but for results that follow each other, which it has in one turn."""
+    """Also except for results that follow each other, which that template puts into one turn."""
     next_turn = "</tool_response><|role_end|><role>OBSERVATION</role>"
     with talking(tmp_path, template=CHAT_TEMPLATE.read_text()) as talk:
         for seed in range(60):
@@ -102,7 +102,7 @@ def test_the_template_of_synthetic_checkpoints_renders_the_same_but_for_blanks_a
             assert joined(talk.prompt(**asked.body)) == joined(asked.prompt).replace(next_turn, "</tool_response>")
 
 
-# --- what an answer is read as ---
+# --- from a generated text to an answer ---
 
 
 def test_the_answer_begins_inside_the_thought(talk):
@@ -121,7 +121,7 @@ def test_without_thinking_all_is_content(talk):
 
 
 def test_an_end_of_turn_that_the_model_spells_ends_the_answer(talk):
-    """The public model writes it in plain text at times; it went on, and the text had the mark in it."""
+    """Regression: the public model sometimes writes it as plain text. The answer continued, and contained the mark."""
     for streams in (False, True):
         found = talk.ask("Hm.</think>Yes.<|role_end|><role>HUMAN</role>No.", stream=streams)
         if streams:
@@ -152,7 +152,7 @@ def tell(talk: Talk, spoken: Sequence[Answer]) -> None:
 
 
 def checked(spoken: Sequence[Answer], messages: Sequence[dict[str, Any]]) -> None:
-    """All that are wrong are named."""
+    """Names all that are wrong."""
     wrong = []
     for number, (each, message) in enumerate(zip(spoken, messages, strict=True)):
         try:
@@ -181,7 +181,7 @@ def test_a_stream_says_the_same_and_hands_out_a_call_once(talk, spoken):
 
 
 def of_items(items: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The message that the items of a response say."""
+    """The message that the items of a response add up to."""
     text = {"message": "content", "reasoning": "reasoning_content"}
     message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
     for item in items:
@@ -231,7 +231,10 @@ def test_a_stream_of_a_response_says_the_same(talk, spoken):
 
 @pytest.mark.parametrize("marks", ["added", "special"])
 def test_marks_that_are_tokens_are_read_and_written_alike(tmp_path, spoken, marks):
-    """Grammars allowed no token of the form `<NAME>`: no thought could end. Answers had no text of special ones."""
+    """Regression: grammars allowed no token `<NAME>`, so no thought could end.
+
+    Special tokens had no text in answers.
+    """
     few = spoken[:60]
     with talking(tmp_path, marks=marks) as talk:
         tokenizer = talk.engine.files.tokenizer("test")
@@ -257,7 +260,7 @@ def test_broken_calls_come_back_whole_as_text(talk):
 
 
 def rounds(rng: Random) -> Iterator[Answer]:
-    """Answers that a client sends back: as the template writes them."""
+    """Answers that a client sends back in the form that the template writes."""
     for _ in range(4):
         calls = tuple(Call("get_weather", {"city": prose(rng, 3), "days": rng.randint(0, 9)}, "") for _ in range(2))
         thought, text = prose(rng, 4), prose(rng, 4)
@@ -265,7 +268,7 @@ def rounds(rng: Random) -> Iterator[Answer]:
 
 
 def test_a_talk_of_many_rounds_is_prefixed_by_each_of_its_beginnings(talk):
-    """So that the prefix cache has all of it but the last turn."""
+    """So the prefix cache has all of it but the last turn."""
     rng, messages = Random(0), list(HI)
     so_far = ""
     for each in rounds(rng):
@@ -279,7 +282,7 @@ def test_a_talk_of_many_rounds_is_prefixed_by_each_of_its_beginnings(talk):
             messages.append({"role": "tool", "tool_call_id": call["id"], "content": prose(rng, 3)})
 
 
-# --- calls: how they are read, and how a grammar has them written ---
+# --- calls: how they are parsed, and the grammars that enforce them ---
 
 
 def test_a_call_that_max_tokens_cuts_comes_back_whole_as_text(talk):
@@ -320,7 +323,7 @@ NAMED = {"type": "function", "function": {"name": "get_weather"}}
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
 @pytest.mark.parametrize("fields", [{}, NOT_THINKING], ids=["thinking", "not thinking"])
 def test_with_tool_choice_required_or_named_a_grammar_makes_the_call(talk, choice, fields):
-    """The model's text is written where the dialect allows it; text in the place of a call is not."""
+    """The model's text is accepted where the dialect allows it; text in place of a call is not."""
     tool = json.loads(json.dumps(WEATHER.tool))
     tool["function"]["parameters"] |= {"required": ["city", "days"], "additionalProperties": False}
     fields = fields | {"tools": [tool, OTHER.tool], "tool_choice": choice, "max_tokens": 400}

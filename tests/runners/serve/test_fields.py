@@ -24,7 +24,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 IDS: dict[str, Any] = {"model": "toy", "prompt": [5, 9, 7], "temperature": 0, "ignore_eos": True, "max_tokens": 6}
 SAID: dict[str, Any] = {"model": "toy", "messages": [{"role": "user", "content": "A"}], "temperature": 0}
 POLICY = Policy("toy", None, 8, 100_000)
-# The shape that Ling's published templates have, cut to what is parsed here.
+# The shape of Ling's published templates, reduced to what the parser reads.
 PUBLISHED = (
     "{% if tools %}<role>SYSTEM</role># Tools\n<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}\n</tools>"
     'For each call write <tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>'
@@ -88,7 +88,8 @@ def test_any_seed_of_64_bits_is_taken(engine, seed):
     body = IDS | {"temperature": 1.0, "seed": seed, "return_token_ids": True}
     first, again = (asked(engine, COMPLETIONS, body)["choices"][0]["token_ids"] for _ in range(2))
     assert first == again
-    assert (seed_of(7), seed_of(2**32 - 1), seed_of(-1)) == (7, 2**32 - 1, 0x1BAD6B8C)  # the begin of sha256("-1")
+    # the first bytes of sha256("-1")
+    assert (seed_of(7), seed_of(2**32 - 1), seed_of(-1)) == (7, 2**32 - 1, 0x1BAD6B8C)
     assert len({seed_of(each, choice) for each in (-1, seed, 7) for choice in range(3)}) == (6 if seed == -1 else 9)
 
 
@@ -118,7 +119,7 @@ def test_log_probabilities_of_completions(engine, stream):
         assert abs(said["token_logprobs"][at] - row[id]) < 1e-5
         best = most_likely(logits([5, 9, 7, *ids[:at]]), 3)
         assert sorted(said["top_logprobs"][at].values(), reverse=True) == pytest.approx(row[best], abs=1e-5)
-        assert max(said["top_logprobs"][at].values()) == said["token_logprobs"][at]  # greedy: as lm-eval looks at it
+        assert max(said["top_logprobs"][at].values()) == said["token_logprobs"][at]  # greedy, as in lm-eval's requests
     texts = [text.encode() if not text.startswith("bytes:") else None for text in said["tokens"]]
     assert all(text in (None, tokenizer.bytes_of(id)) for text, id in zip(texts, ids, strict=True))
     assert said["text_offset"] == [0, *itertools.accumulate(map(len, said["tokens"][:-1]))]
@@ -156,7 +157,7 @@ def test_echo_of_a_prompt_as_long_as_the_context_needs_no_room_for_an_answer(eng
 
 
 def test_prompts_that_are_scored_count(engine):
-    """Three prompts with an echo and log-probabilities got 429 for ever where four requests may be at once."""
+    """Regression: if four requests may run at once, three prompts with echo and log-probabilities always got 429."""
     policy = Policy("toy", None, 4, 1 << 20)
     body = IDS | {"prompt": [[3, 4]] * 3, "echo": True, "logprobs": 1}
     answer = serving.asked(engine, policy, COMPLETIONS, body)
@@ -250,14 +251,14 @@ FORMS = [
 
 @pytest.mark.parametrize(("fields", "found"), FORMS)
 def test_a_form_that_cannot_be_taken_is_refused_by_its_field(engine, fields, found):
-    """`param` was `prompt`."""
+    """Regression: `param` was `prompt`."""
     answer = call(engine, COMPLETIONS, IDS | fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, next(iter(fields))) and found in error["message"], error
 
 
 def message_of(text: str, form: AnswerFormat | None, **fields: Any) -> dict[str, Any]:
-    """The one choice of a whole answer."""
+    """The one choice of a complete answer."""
     call = GenerationCall(validated(ChatBody, SAID | fields, "toy"), [], ((1,),), format=form)
     (choice,) = ChoicesAnswer(call, "toy").whole([Completion([1], [2], text, "eos", 0, 0)])["choices"]
     return dict(choice)
@@ -308,7 +309,7 @@ def test_of_calls_that_may_not_be_parallel_the_first_is_given(parallel):
 
 
 def test_a_client_can_tokenize_as_the_server_does(engine):
-    """lm-eval's remote tokenizer takes the names of special tokens and the template from there."""
+    """lm-eval's remote tokenizer reads the names of special tokens and the template from the server."""
     answer = call(engine, "/tokenizer_info")
     assert answer.status_code == 200
     files = engine.files
@@ -338,13 +339,13 @@ def test_texts_and_messages_become_tokens_and_texts_again(engine):
 
 
 def test_the_page_has_the_table_of_all_fields():
-    """After a change: ``python -m tools.api_fields``."""
+    """After a change, run ``python -m tools.api_fields``."""
     assert api_fields.BETWEEN.search(api_fields.PAGE.read_text()).group() == api_fields.table()
     assert ("`prompt`", "taken", "refused", "refused") in api_fields.rows()
     assert {"echo", "logprobs", "n"} <= CompletionsBody.model_fields.keys()
 
 
-# What vllm-router 0.1.17 makes of {"model": "toy", …, "max_tokens": 4}.
+# The body that vllm-router 0.1.17 makes of {"model": "toy", …, "max_tokens": 4}.
 ADDED = {
     "stream": False,
     "logprobs": False,
@@ -360,7 +361,7 @@ ADDED = {
 
 
 def test_the_fields_that_a_router_adds_ask_for_nothing():
-    """The server refused every call that came through vllm-router: unsupported_parameter, `no_stop_trim`."""
+    """Regression: the server refused every call through vllm-router: unsupported_parameter, `no_stop_trim`."""
     plain, routed = (validated(ChatBody, body, "toy") for body in (SAID, SAID | ADDED))
     assert routed == plain
     for name in ("no_stop_trim", "return_hidden_states"):

@@ -1,4 +1,4 @@
-"""Grammars of a few bytes that take hours or gigabytes to compile: they are refused, and nobody else waits for them."""
+"""Short grammars that need hours or gigabytes to compile are refused, and other requests do not wait for them."""
 
 import json
 import sys
@@ -21,27 +21,27 @@ from tests.support.serving import Server
 TOOK = (
     f"expected a json grammar that takes at most {SECONDS:g} s and {BYTES >> 20} MiB to compile, found one that takes"
 )
-# A thread that never returns stands beside the server's own.
+# A server with an additional thread that never returns.
 STUCK = "import sys, threading, time; threading.Thread(target=time.sleep, args=(1e6,)).start(); "
 STUCK += "from ling3export.runners.cli.main import main; main(sys.argv[1:])"
 
 
 def hostile(*steps: int) -> dict[str, Any]:
-    """A request whose answer would be a multiple of all ``steps``, each of which alone is harmless."""
+    """A request with a schema for multiples of all ``steps``; each step by itself is cheap."""
     schema = {"type": "integer", "allOf": [{"multipleOf": step} for step in steps]}
     form = {"type": "json_schema", "json_schema": {"name": "n", "schema": schema}}
     return {"model": "toy", "prompt": [5], "max_tokens": 2, "response_format": form}
 
 
 def memory(server: Server) -> int:
-    """The most bytes that the server's process had at once so far."""
+    """The peak memory of the server's process so far."""
     with open(f"/proc/{server.process.pid}/status") as file:
         (line,) = (line for line in file if line.startswith("VmHWM:"))
     return int(line.split()[1]) << 10
 
 
 def test_grammars_that_take_hours_stop_nobody():
-    """Two requests stopped all completions: 0.7 → 9.1 GB in two minutes, and the process outlived SIGTERM."""
+    """Regression: two requests stopped all completions: 0.7 → 9.1 GB in two minutes; the process survived SIGTERM."""
     with Server(toy_artifact.shared(), "--model", "toy", "--grace", 1) as server:
         before, answers = memory(server), []
 
@@ -64,7 +64,7 @@ def test_grammars_that_take_hours_stop_nobody():
             assert (answer.status_code, error["param"]) == (400, "response_format")
             assert error["message"].startswith(f"response_format: {TOOK} more ")
         assert memory(server) < before + (BYTES >> 1)
-        # A malformed schema waits for none of them: it waited 8 s for its 400.
+        # A malformed schema does not wait for them; it once waited 8 s for its 400.
         threads = [threading.Thread(target=ask, args=(steps,)) for steps in ((9941, 9931), (9931, 9929))]
         for thread in threads:
             thread.start()
@@ -84,11 +84,11 @@ def test_grammars_that_take_hours_stop_nobody():
         assert server.stop() == 0
         assert time.monotonic() - begun < 1 + 20
         thread.join()
-        assert answers[-1].status_code in (400, 503)  # by the time that this machine takes
+        assert answers[-1].status_code in (400, 503)  # depends on the speed of this machine
 
 
 def test_sigterm_ends_a_server_whose_thread_never_returns():
-    """Python waited for the threads that read bodies."""
+    """Regression: Python waited for the threads that read bodies."""
     with Server(toy_artifact.shared(), "--grace", 1, runner=[sys.executable, "-c", STUCK]) as server:
         begun = time.monotonic()
         assert server.stop() == 0
@@ -106,7 +106,7 @@ def test_sigterm_ends_a_server_whose_thread_never_returns():
     ],
 )
 def test_a_grammar_that_fails_behind_its_first_token_is_refused(grammar):
-    """It was taken, and then every request with it got a 500."""
+    """Regression: the grammar was accepted, and then every request with it got a 500."""
     with (
         Engine(toy_artifact.shared(), report=lambda text: None) as engine,
         pytest.raises(RequestError, match=f"expected a {grammar.kind} grammar that some text fits, found"),
@@ -115,7 +115,7 @@ def test_a_grammar_that_fails_behind_its_first_token_is_refused(grammar):
 
 
 def test_a_grammar_that_gets_no_turn_is_refused_for_now(monkeypatch):
-    """Others held all processes: who waits gets 503, and can ask again."""
+    """While others use all processes, a waiting request gets 503 and can be sent again."""
     monkeypatch.setattr(trial, "TURN", 0.05)
     grammars = GrammarTrial("{}", 320, [316])
     with ExitStack() as held:

@@ -1,7 +1,7 @@
-"""Whatever fails or takes long while one call is read, checked, made, parsed, streamed or ended concerns it alone.
+"""A fault or delay at any place while a call is read, checked, built, parsed, streamed or ended affects only that call.
 
-The places are found, not listed: every function of the server and of its texts that a call comes through, by watching
-such calls. So a new one is tried as soon as a call comes through it.
+The places are found by watching calls, not listed: every function of the server and of its text modules that handles a
+call. So new functions are tested, too.
 """
 
 import asyncio
@@ -26,13 +26,13 @@ from tests.support.scripted import CHAT, HI, MODEL, RESPONSES, scripted
 
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 12), reason="functions are found by sys.monitoring")
 ROOMS = tuple(str((PACKAGE / "runners" / name).resolve()) + "/" for name in ("serve", "text"))
-PLACES = {  # some that have to be among those that are found
+PLACES = {  # places that must be among those found
     "parse", "validated", "completions", "chat", "TranslatedBody.call", "generation", "Grammars.check",
     "Tokenizer.encode", "TokenizerFiles.render_chat", "TextStream.push", "AnswerParser.push", "ChoicesAnswer.piece",
     "ChoicesAnswer.whole", "event", "events",
 }  # fmt: skip
-OWN = ("ChoicesAnswer", "ResponsesAnswer", "AnswerParser", "TextStream")  # each belongs to one call
-MINE = "Z"  # is in all that belongs to the call that fails, and in nothing else
+OWN = ("ChoicesAnswer", "ResponsesAnswer", "AnswerParser", "TextStream")  # objects that belong to one call
+MINE = "Z"  # part of all data of the failing call, and of no other data
 WEATHER = {"type": "function", "function": {"name": "Zf", "parameters": {"type": "object", "properties": {"a": {}}}}}
 CALL = "<tool_call>Zf\n<arg_key>a</arg_key>\n<arg_value>Z</arg_value>\n</tool_call>"
 SAYING = {"messages": [{"role": "user", "content": "Z"}], "max_tokens": 90}
@@ -65,11 +65,11 @@ def engine(tmp_path_factory):
 
 
 class Watch:
-    """Calls back when a function of ROOMS begins with something of MINE in its arguments.
+    """Calls back when a function of ROOMS begins with MINE in one of its arguments.
 
     Args:
-        told: Called with the function's code, in whatever thread; what it raises is raised in the function.
-        code: The function; None for all.
+        told: Called with the function's code, in any thread; its exception is raised in the function.
+        code: The only function to watch; None for all.
     """
 
     def __init__(self, told: Callable[[CodeType], None], code: CodeType | None = None) -> None:
@@ -103,7 +103,7 @@ class Watch:
 
 
 def is_mine(value: Any) -> bool:
-    """Whether an argument has something of MINE: it says so, or it is the answer or the parser of one call alone."""
+    """Whether an argument contains MINE, directly or in an answer or parser that belongs to one call."""
     if not type(value).__module__.startswith(("builtins", "ling3export")):  # a tokenizer prints its vocabulary
         return False
     if type(value).__name__ in OWN:
@@ -120,7 +120,7 @@ NAMES = r'"(id|created|created_at|item_id|call_id|completed_at)": ?("[^"]*"|[\d.
 
 
 def essence(text: str) -> dict[Any, str]:
-    """What an answer says, however its stream was cut, and without the ids and times that differ each time."""
+    """The content of an answer, independent of the chunks of its stream, of ids and of times."""
     if not text.startswith(("data: ", "event: ")):
         return {"whole": re.sub(NAMES, "", text)}
     said: dict[Any, str] = defaultdict(str)
@@ -149,7 +149,7 @@ def with_clients(engine: Engine, use: Callable[[httpx2.AsyncClient], Any]) -> An
 
 
 async def found_places(client: httpx2.AsyncClient) -> dict[CodeType, int]:
-    """Every place that a call comes through, and the first of BODIES that does."""
+    """Every place that a call reaches, and the first of BODIES that reaches it."""
     places: dict[CodeType, int] = {}
     for number, (path, body) in enumerate(BODIES):
         with Watch(lambda code, number=number: places.setdefault(code, number)):  # type: ignore[misc]
@@ -187,7 +187,7 @@ def test_a_fault_at_any_place_of_one_call_leaves_the_others_as_they_are(engine, 
             assert fault is fail or same, where
             failed += not same
             assert engine.stopped is None, where
-            for _ in range(200):  # a call that failed is cancelled, which the engine's next step does
+            for _ in range(200):  # a failed call is cancelled in the engine's next step
                 if not engine.stats()["live"]:
                     break
                 await asyncio.sleep(0.01)

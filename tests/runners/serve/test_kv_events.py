@@ -1,4 +1,4 @@
-"""The events of a server on the wire: vLLM's own declarations read the bytes, and a subscriber gets them."""
+"""The KV events that a server publishes: vLLM's own declarations decode the bytes, and a subscriber receives them."""
 
 import time
 from contextlib import closing
@@ -15,7 +15,7 @@ from tests.support.waiting import until
 NAMES = tuple(bytes([n]) * 32 for n in range(1, 9))
 
 
-# As vLLM 0.26 declares them (vllm/distributed/kv_events.py): names, order and defaults are those of its wire.
+# As declared in vLLM 0.26 (vllm/distributed/kv_events.py): names, order and defaults are those of its wire format.
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     ts: float
     events: list["BlockStored | BlockRemoved | AllBlocksCleared"]
@@ -55,7 +55,7 @@ def number(n: int) -> int:
 
 
 def stored(*names: int, parent: int | None = None, salt: str = "", state: bool = False) -> Stored:
-    """Blocks of two tokens, the numbers of their names."""
+    """Blocks of two tokens; their names are numbers."""
     tokens = tuple(each for name in names for each in (name, name))
     before = None if parent is None else NAMES[parent - 1]
     return Stored(tuple(NAMES[name - 1] for name in names), before, tokens, 2, salt, state)
@@ -91,7 +91,7 @@ def test_a_batch_is_what_vllm_declares_byte_for_byte():
 
 
 def test_half_a_character_in_a_salt_is_told_as_a_question_mark():
-    """It cannot be written in msgpack, and would have ended the thread that tells events."""
+    """It cannot be written in msgpack; without the replacement, the thread that publishes events would end."""
     assert read(encoded(0.0, [stored(1, salt="a\ud800")])).events[0].extra_keys == [("a?",)]
 
 
@@ -114,7 +114,7 @@ def test_a_subscriber_of_vllm_reads_messages():
         record = publisher.record(2)
         assert record["block_size"] == 2 and record["topic"] == "kv@a@b" and record["sequence"] == -1
         publisher.tell(stored(1))
-        until(lambda: publisher.record(2)["sequence"] >= 0)  # nobody is there who could hear it
+        until(lambda: publisher.record(2)["sequence"] >= 0)  # without any subscriber
         with context.socket(zmq.SUB) as heard:
             heard.connect(f"tcp://127.0.0.1:{record['port']}")
             heard.setsockopt(zmq.SUBSCRIBE, b"kv@")

@@ -1,4 +1,4 @@
-"""/v1/messages with Anthropic's own client: whole and streamed, with tools, thoughts and errors of its form."""
+"""/v1/messages with Anthropic's own client: with and without streams, with tools, thoughts and errors of its form."""
 
 import json
 from typing import Any
@@ -45,7 +45,7 @@ def client(served):
 
 
 def asked(client: anthropic.Anthropic, streams: bool, **fields: Any) -> Any:
-    """The message; of a stream, the one that the client puts together from the events."""
+    """The message; of a stream, the one that the client assembles from the events."""
     fields = {"model": MODEL, "max_tokens": 1000, **fields}
     if not streams:
         return client.messages.create(**fields)
@@ -68,7 +68,7 @@ def test_anthropics_client_calls_tools_and_gets_an_answer(served, client, stream
     messages += [{"role": "assistant", "content": first.content}, {"role": "user", "content": results}]
     last = asked(client, streams, messages=messages, tools=[TOOL])
     assert (last.stop_reason, last.content[-1].text) == ("end_turn", ANSWER)
-    # All of the first turn is there as the model wrote it, its thought included.
+    # The next prompt has the whole first turn as the model wrote it, including its thought.
     assert f"<think>{THOUGHT}</think>{''.join(map(written, CALLS))}<|role_end|>" in served[1].prompts[-1]
 
 

@@ -1,4 +1,4 @@
-"""The page at ``/`` and calls from pages of other sites (CORS); what a browser does with it is in test_browser.py."""
+"""The page at ``/``, and calls from pages of other sites (CORS); test_browser.py has its behaviour in a browser."""
 
 import base64
 import hashlib
@@ -106,7 +106,7 @@ def test_a_page_of_another_origin_may_not_call(model):
 
 
 def test_what_cors_asks_is_answered_under_names_of_this_server_alone(model):
-    """A preflight gets no yes where the call itself gets 421."""
+    """A preflight is not granted if the call itself would get 421."""
     policy = {"origins": (ORIGIN,), "hosts": frozenset({"localhost"})}
     headers = {"Origin": ORIGIN, "Host": "rebound.example.org", **ASKS}
     may = served(model, "OPTIONS", CHAT, policy=policy, headers=headers)

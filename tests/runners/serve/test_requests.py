@@ -53,7 +53,7 @@ def wordless(tmp_path_factory):
 
 
 def test_a_server_reports_no_tokenizer_where_only_settings_of_generation_are_there(tmp_path):
-    """It said nothing: only requests showed that it takes and gives token ids alone."""
+    """Regression: it printed nothing: only requests showed that it accepts and returns only token ids."""
     folder = shutil.copytree(toy_artifact.shared(), tmp_path / "toy.ling3")
     (folder / "tokenizer" / "generation_config.json").write_text('{"temperature": 0.5}')
     record = file_record(folder, "tokenizer/generation_config.json")
@@ -69,7 +69,7 @@ def call(engine: Engine, path: str, body: Any, *, policy: Policy = POLICY, **how
 
 
 def refused(answer: httpx2.Response, status: int) -> tuple[str, str | None, str | None]:
-    """Message, param and code of an answer that refuses."""
+    """Message, param and code of an error."""
     assert answer.status_code == status, answer.text
     assert list(answer.json()) == ["error"]
     error = answer.json()["error"]
@@ -202,7 +202,7 @@ def test_what_is_not_supported_is_named(engine, field, value, wanted):
 
 @pytest.mark.parametrize("field", ["max_token", "prompts", "mirostat", "\ud800", "x" * 100])
 def test_an_unknown_field_is_named(engine, field):
-    """With the fields that are like it, else with all."""
+    """The error lists similar fields, or else all fields."""
     message, *rest = refused(call(engine, COMPLETIONS, IDS | {field: 1}), 400)
     assert rest == [field[:60], "unsupported_parameter"]
     assert message.startswith(f"`{field[:60]}`: expected one of the fields ") and message.endswith(", found another")
@@ -276,9 +276,9 @@ FIELDS = [*ChatBody.model_fields, "prompt", *NEUTRAL, *LABELS, "unknown", "\ud80
 
 @pytest.mark.parametrize(("seed", "words"), [(0, True), (1, True), (2, True), (1, False)])
 def test_any_body_is_answered_or_refused_by_name(request, seed, words):
-    """Wrong values in right places, many thousand: each becomes requests or a refusal that can be sent.
+    """Thousands of bodies with wrong values in valid places: each becomes requests, or an error that can be sent.
 
-    Without a tokenizer `logprobs` and `echo` were neither.
+    Regression: without a tokenizer, `logprobs` and `echo` were neither.
     """
     engine = request.getfixturevalue("engine" if words else "wordless")
     draw, refusals = random.Random(seed), []
@@ -344,7 +344,7 @@ def test_what_http_itself_gets_wrong(engine):
 def test_without_a_tokenizer(wordless):
     """Token ids in, token ids out; text, stop strings and messages are refused.
 
-    `logprobs` and `echo` were answered with 500.
+    Regression: `logprobs` and `echo` were answered with 500.
     """
     answer = call(wordless, COMPLETIONS, IDS | {"temperature": 0, "max_tokens": 6, "ignore_eos": True})
     (choice,) = answer.json()["choices"]
@@ -382,7 +382,7 @@ def test_health_names_the_program_that_did_not_return():
 
 
 def test_a_stream_whose_engine_fails_ends_with_the_error(engine, caplog):
-    """And without ``[DONE]``; the cause goes to the log alone."""
+    """There is no ``[DONE]``; the cause is only in the log."""
     handle = RequestHandle(Request((1, 2), 9), 0, lambda index: None)
     call = GenerationCall(validated(CompletionsBody, IDS, "toy"), [handle.request], ((1, 2),))
 
@@ -402,7 +402,7 @@ def test_a_stream_whose_engine_fails_ends_with_the_error(engine, caplog):
 
 @pytest.mark.parametrize("content", [b"", b" \n", b"a b", b"a\nb", b"\xff\xfe", "schlüssel".encode()])
 def test_a_bad_key_is_refused(tmp_path, monkeypatch, content):
-    """Never served without one because it could not be read."""
+    """If the key cannot be read, the server does not start without one."""
     file = tmp_path / "key"
     file.write_bytes(content)
     wanted = "the key must be printable ASCII without blanks"
@@ -435,7 +435,7 @@ def test_without_the_extra_it_says_what_to_install(monkeypatch):
 
 
 def test_a_client_hears_how_the_checkout_installs_structured_output(monkeypatch):
-    """The message named `ling3export[structured]`, which is not on any index of this project."""
+    """Regression: the message named `ling3export[structured]`, which is not on any index of this project."""
     monkeypatch.setattr("ling3export.foundation.extras.find_spec", lambda name: None)
     with Engine(toy_artifact.shared(), report=lambda text: None) as engine:
         message, _, _ = refused(call(engine, COMPLETIONS, IDS | {"structured_outputs": {"regex": "a"}}), 400)
@@ -452,7 +452,7 @@ main(prog_name="ling3-runner")
 
 
 def test_serve_says_at_its_start_what_a_missing_extra_takes_away():
-    """Clients learnt it, one by one, and nobody else."""
+    """Regression: only clients noticed, one by one."""
     line = (
         "serve: no answers that follow a schema, a regex or a grammar; in the checkout: pip install '.[structured]'\n"
     )
@@ -462,7 +462,7 @@ def test_serve_says_at_its_start_what_a_missing_extra_takes_away():
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_a_text_that_can_never_fit_is_refused_before_it_is_tokenized(engine, monkeypatch, path):
-    """4 MB of text against a small context once took 15 s, and nobody else was served meanwhile."""
+    """Regression: 4 MB of text for a small context took 15 s, and no other request was served meanwhile."""
     tokenized: list[int] = []
     encode = Tokenizer.encode
 

@@ -1,4 +1,4 @@
-"""/v1/responses: items that become a chat, and a chat's answer as items and as the events in which they grow."""
+"""/v1/responses: items that become a chat, and a chat's answer as items and as the events that build them."""
 
 import json
 import random
@@ -30,7 +30,7 @@ def call(engine: Engine, body: Any, path: str = "/v1/responses") -> httpx2.Respo
 
 
 def streamed(engine: Engine, body: Any) -> list[dict[str, Any]]:
-    """The events of a stream, each of which is what the client's own model says and has the name of its type."""
+    """The events of a stream; checks that the client's own model accepts each, and that it has the name of its type."""
     answer = call(engine, body | {"stream": True})
     assert answer.status_code == 200, answer.text
     found = []
@@ -142,14 +142,14 @@ def test_what_cannot_be_done_is_refused_by_name(engine, change, found):
 
 
 def test_half_a_character_in_metadata_comes_back(engine):
-    """The whole answer was a 500: it has no UTF-8 form."""
+    """Regression: the whole answer was a 500, since half a character has no UTF-8 form."""
     found = call(engine, json.loads('{"metadata": {"k": "\\ud83d"}}') | ASKED)
     assert (found.status_code, found.json()["metadata"]) == (200, {"k": "\ud83d"})
 
 
 @pytest.mark.parametrize("choice", [{"name": []}, {"function": {"name": {}}}, {"type": "function", "name": 5}])
 def test_a_tool_choice_whose_name_is_no_text_is_refused(engine, choice):
-    """A list or an object as the name was a 500."""
+    """Regression: a list or an object as the name was a 500."""
     for path, body in (("/v1/responses", ASKED), ("/v1/chat/completions", CHAT)):
         answer = call(engine, body | {"tool_choice": choice}, path)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tool_choice")
@@ -173,13 +173,13 @@ def test_fields_that_ask_for_nothing_are_taken(engine):
         "top_k": 5,
     }
     assert text_of(call(engine, ASKED | more).json()) == text_of(call(engine, ASKED).json())
-    # What inspect-ai sends for a model that it does not know: thoughts of ours are text, so neither asks for anything.
+    # What inspect-ai sends for an unknown model. Our thoughts are text, so both fields change nothing.
     more = {"store": False, "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
     assert without_ids(call(engine, ASKED | more).json()) == without_ids(call(engine, ASKED).json())
 
 
 def test_items_of_an_answer_go_back_as_a_history():
-    """What an answer had as items is one message of the assistant, as chat templates take it."""
+    """The items of an answer become one message of the assistant, as chat templates need it."""
     made = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "f", "arguments": "{}"}
     made |= {"status": "completed"}
     items = [
@@ -274,6 +274,6 @@ def test_a_stream_that_cannot_go_on_says_so(engine):
     answer = answer_of(engine, None)
     answer.begin()
     event = answer.failed(ApiError(503, "engine: expected it running, found it stopped", code="engine_stopped"))
-    EVENT.validate_python(event | {"response": event["response"] | {"error": None}})  # codes are OpenAI's own there
+    EVENT.validate_python(event | {"response": event["response"] | {"error": None}})  # its codes are OpenAI's own
     assert (event["type"], event["response"]["status"]) == ("response.failed", "failed")
     assert event["response"]["error"]["message"] == "engine: expected it running, found it stopped"

@@ -1,4 +1,4 @@
-"""A real server process and the real `openai` client: answers as the engine gives them, refusals, leaving, ending."""
+"""A real server process and the real `openai` client: the engine's answers, errors, disconnects, and the end."""
 
 import json
 
@@ -37,13 +37,13 @@ def client(server: Server):
 
 @pytest.fixture(scope="module")
 def engine(artifact: Artifacts):
-    """The same artifact in this process: what the answers have to be."""
+    """The same artifact in this process gives the expected answers."""
     with Engine(artifact("micro-tp1"), report=lambda text: None) as engine:
         yield engine
 
 
 def idle(server: Server) -> dict[str, float]:
-    """Waits until nothing runs; every slot and page is free then."""
+    """Waits until nothing runs; every slot and page is then free."""
     found = server.until("ling3_requests_live", 0, Authorization=f"Bearer {KEY}")
     assert found["ling3_slots_free"] == found["ling3_slots"] == 8
     assert found["ling3_pages_free"] == found["ling3_pages"] > 0
@@ -150,7 +150,7 @@ def test_every_call_but_health_needs_the_key(server, key):
 
 
 def test_the_start_says_once_which_settings_requests_have_that_name_none(server):
-    """This checkpoint's generation_config.json names none."""
+    """This checkpoint's generation_config.json has no settings."""
     assert server.said().count("serve: settings of requests that name none: those of OpenAI's API\n") == 1
 
 
@@ -187,7 +187,7 @@ def test_metrics_count(client, server):
 
 
 def test_sigterm_lets_calls_end(artifact: Artifacts):
-    """A stream that runs is finished; nobody new comes in; the exit code is 0."""
+    """A running stream is finished, new calls are refused, and the exit code is 0."""
     with Server(artifact("micro-tp1"), LING3_API_KEY=KEY) as server:
         ask = ASK | {"prompt": [1, 2], "max_tokens": 150, "stream": True, "return_token_ids": True}
         headers = {"Authorization": f"Bearer {KEY}"}

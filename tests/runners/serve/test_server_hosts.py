@@ -1,4 +1,4 @@
-"""A server on 4 processes of 4 virtual devices: the first answers, the others follow; clients hear when one dies."""
+"""A server on 4 processes of 4 virtual devices: the first answers, others follow; clients get an error if one dies."""
 
 import os
 import signal
@@ -51,7 +51,7 @@ def test_four_processes_serve_as_one_and_say_when_one_is_gone(artifact):
             assert (refused.value.status_code, refused.value.body) == (503, GONE)
         said = [process.communicate(timeout=60) for process in processes]
     assert [process.returncode for process in processes] == [1, 1, -signal.SIGKILL, 1], said
-    for number in (0, 1, 3):  # host 0 tells those that have no connection to the one that is gone
+    for number in (0, 1, 3):  # host 0 informs those that have no connection to the lost one
         assert said[number][1].endswith(ENDED.format(2))
     assert [out for out, _ in said] == [""] * COUNT
 

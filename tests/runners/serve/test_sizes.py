@@ -1,4 +1,4 @@
-"""Sizes at which the server changes its way, each below, at and above: of bodies, fields, queues and pieces."""
+"""Sizes at which the server behaves differently, each below, at and above: bodies, fields, queues and pieces."""
 
 import asyncio
 import json
@@ -16,14 +16,14 @@ from tests.support import serving
 from tests.support.choosing import greedy
 from tests.support.toy_artifact import CONTEXT, logits
 
-MOST = 4 << 20  # bytes of a body here
+MOST = 4 << 20  # bytes of a body in these tests
 REQUESTS = CHOICES + 2
 ONE = IDS | {"max_tokens": 1}
 FUNCTION = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 OPTIONS_OF_ENGINE = {"max_requests": REQUESTS}
 
 
-# What changes: the largest size that is taken, a body of a size, and what is said of a larger one.
+# Each limit: the largest accepted size, a body of a given size, and the error for a larger one.
 FIELDS: dict[str, tuple[int, Any, str]] = {
     "stop strings": (STOPS, lambda n: {"stop": ["qqqq"] * n}, "`stop`: expected"),
     "characters of a stop string": (STOP_LENGTH, lambda n: {"stop": ["q" * n]}, "`stop`: expected"),
@@ -36,7 +36,7 @@ FIELDS: dict[str, tuple[int, Any, str]] = {
     "elements in a row": (ELEMENTS, lambda n: {"prompt": [1, *[3] * (n - 1)]}, "body: expected"),
     "bytes of a body": (MOST, lambda n: {"user": "u" * (n - len(json.dumps(ONE | {"user": ""})))}, "body: expected"),
 }
-LATER = ("elements in a row",)  # of which what is taken is refused by a narrower bound
+LATER = ("elements in a row",)  # accepted bodies of these are then refused by a lower limit
 
 
 @pytest.mark.parametrize("step", [-1, 0, 1])
@@ -80,7 +80,7 @@ def test_a_body_is_answered_alike_about_the_size_that_is_read_apart(engine, step
 
 @pytest.mark.parametrize("step", [-1, 0, 1])
 def test_the_queue_takes_as_many_requests_as_it_may_and_not_one_more(engine, step):
-    """Of bodies that come together; a body that does not fit in whole is refused whole, and is told when to return."""
+    """Counts requests of bodies that arrive together; a body that does not fit is refused with a time to retry."""
     policy = replace(POLICY, max_requests=REQUESTS)
     slow = IDS | {"max_tokens": 12, "prompt": [3]}
 

@@ -1,4 +1,4 @@
-"""Tools, thoughts and forms of an answer in one call: which grammar an answer gets, and how it is taken apart."""
+"""Tools, thoughts and forms of an answer in one call: the grammar of an answer, and how the answer is parsed."""
 
 from typing import Any
 
@@ -46,7 +46,7 @@ def grammar_of(call: GenerationCall) -> Grammar:
     ],
 )
 def test_calls_that_have_to_be_made_are_refused_beside_another_form(engine, prompted, guide, choice, message):
-    """They were dropped in silence: the answer had the form, and never a call."""
+    """Regression: calls were dropped without an error: the answer had the form, and never a call."""
     prompted("A")
     with pytest.raises(ApiError) as caught:
         chat(SAID | TOOLS | guide | choice, engine, "toy")
@@ -75,7 +75,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
     ],
 )
 def test_a_grammar_begins_behind_the_thought_that_the_template_began(engine, prompted, fields, answer, wrong, blanks):
-    """Structured output became `reasoning_content`, and content was empty: only grammars of tools were looked at."""
+    """Regression: except for tools' grammars, structured output became `reasoning_content`, and content was empty."""
     prompted("A<think>\n")
     call = chat(SAID | fields, engine, "toy")
     thought = "so <tool_call> {</think>" + blanks
@@ -90,7 +90,7 @@ def test_a_grammar_begins_behind_the_thought_that_the_template_began(engine, pro
 
 
 def test_a_response_with_a_form_has_a_message_behind_the_thought(engine, prompted):
-    """It had a reasoning item alone, and no text."""
+    """Regression: it had only a reasoning item, and no text."""
     prompted("A<think>")
     call = ResponsesBody.call(
         ASKED | {"text": {"format": {"type": "json_schema", "name": "n", "schema": SCHEMA}}}, engine, "toy"
@@ -110,7 +110,7 @@ def test_a_grammar_begins_at_once_where_the_thought_is_over(engine, prompted):
 
 
 def test_what_is_wrong_with_a_grammar_behind_a_thought_is_said_of_its_field(engine, prompted):
-    """A trial takes a text's first tokens, which may be anything in a thought."""
+    """A trial compiles a text's first tokens, which may be anything inside a thought."""
     prompted("A<think>\n")
     too_large = "structured_outputs: expected a regex grammar that"
     for pattern, found in (("(a", "unclosed group"), ("a{1000000}", too_large)):
@@ -131,7 +131,7 @@ def test_what_is_wrong_with_a_grammar_behind_a_thought_is_said_of_its_field(engi
     ],
 )
 def test_an_earlier_call_that_is_malformed_is_the_messages_fault(engine, made, found):
-    """The message blamed the chat template, which could not write it."""
+    """Regression: the error blamed the chat template, which could not write the call."""
     call = {"id": "1", "type": "function", "function": made}
     messages = [*SAID["messages"], {"role": "assistant", "content": None, "tool_calls": [call]}]
     with pytest.raises(ApiError) as caught:
@@ -142,7 +142,7 @@ def test_an_earlier_call_that_is_malformed_is_the_messages_fault(engine, made, f
 
 @pytest.mark.parametrize("arguments", [{}, {"arguments": ""}, {"arguments": None}, {"arguments": "{}"}])
 def test_an_earlier_call_without_arguments_has_an_empty_object(arguments):
-    """A client writes an empty text for a function that takes nothing: the template got that text."""
+    """A client sends an empty text for a function without parameters. Regression: the template got that text."""
     message = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", **arguments}}]}
     (told,) = conversation([ChatMessage.model_validate(message)])
     assert told["tool_calls"] == [{"function": {"name": "f", "arguments": {}}}]
@@ -152,7 +152,7 @@ def test_an_earlier_call_without_arguments_has_an_empty_object(arguments):
     ("template", "lacks"), [("{{ messages }}", "tools"), ("{{ tools }}", "calls between these marks")]
 )
 def test_a_template_without_tools_is_told_what_it_lacks(engine, monkeypatch, template, lacks):
-    """`found another: this model has none`."""
+    """Regression: the error was `found another: this model has none`."""
     monkeypatch.setattr(TokenizerFiles, "template_text", template)
     with pytest.raises(ApiError, match=f"found this model's, which has no {lacks}$"):
         chat(SAID | TOOLS, engine, "toy")

@@ -1,4 +1,4 @@
-"""Fields of vLLM's API that clients send: each does what vLLM's documents say, in Python and over HTTP alike."""
+"""Fields of vLLM's API that clients send: each follows vLLM's documentation, in Python and over HTTP."""
 
 import itertools
 from dataclasses import replace
@@ -92,7 +92,10 @@ def test_a_top_k_of_minus_1_keeps_all_tokens(engine):
 
 
 def test_a_message_of_an_answer_is_taken_back_with_its_annotations(engine):
-    """OpenAI's clients send what they got: `annotations` is a list there, usually empty; it was refused."""
+    """OpenAI's clients return what they got:
+
+    `annotations` is a list there, usually empty. Regression: it was refused.
+    """
     said = {"role": "assistant", "content": "B", "annotations": [], "refusal": None, "audio": None}
     messages = [*SAID["messages"], said, {"role": "user", "content": "C"}]
     plain = [*SAID["messages"], {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]
@@ -103,7 +106,7 @@ def test_a_message_of_an_answer_is_taken_back_with_its_annotations(engine):
 
 
 def test_generation_config_gives_the_settings_that_a_body_does_not_name(engine):
-    """As vLLM's ``--generation-config auto``; null counts as not named."""
+    """Like vLLM's ``--generation-config auto``; null counts as not set."""
     policy = replace(POLICY, defaults=generation_defaults({"temperature": 0, "top_k": 20, "do_sample": True}))
     body = {name: value for name, value in LONG.items() if name != "temperature"}
     for given in (body, body | {"temperature": None}):
@@ -114,7 +117,7 @@ def test_generation_config_gives_the_settings_that_a_body_does_not_name(engine):
 
 
 def test_generation_config_is_read_as_vllm_reads_it_and_refused_out_of_range():
-    """vLLM samples whatever `do_sample` says: with false it has temperature 1 where the file names none."""
+    """vLLM samples whatever `do_sample` says: with false, it uses temperature 1 unless the file sets one."""
     taken = {"temperature": 0.6, "min_p": 0.05, "top_k": 20, "max_new_tokens": 2048}
     others = {"do_sample": False, "max_length": 9, "eos_token_id": 3, "top_p": None}
     assert generation_defaults(taken | others) == taken
@@ -126,7 +129,7 @@ def test_generation_config_is_read_as_vllm_reads_it_and_refused_out_of_range():
 
 @pytest.mark.parametrize(("path", "limit"), [(CHAT, "max_completion_tokens"), (RESPONSES, "max_output_tokens")])
 def test_max_new_tokens_of_generation_config_is_a_default_and_no_bound(engine, path, limit):
-    """As with vLLM; and what the context leaves is less than the default of many checkpoints."""
+    """Like vLLM; many checkpoints' default is larger than the rest of the context."""
     body = {"model": "toy", "temperature": 0, "ignore_eos": True}
     body |= {"messages": SAID["messages"]} if path == CHAT else {"input": "A"}
 
@@ -147,7 +150,7 @@ def test_a_prompt_alone_has_openais_16_tokens_whatever_max_new_tokens_says(engin
 
 
 def test_min_p_keeps_tokens_over_http_and_in_python_alike(engine):
-    """Only tokens at least so likely, of the softmax at that temperature, as vLLM defines it."""
+    """It keeps tokens with at least this share of the largest probability at that temperature, as vLLM defines it."""
     body = LONG | {"temperature": 2.0, "max_tokens": 1}
     scaled = logits([5, 9, 7]) / 2.0
     kept = {*np.flatnonzero(scaled >= scaled.max() + np.log(0.4)).tolist()}
@@ -168,7 +171,7 @@ def test_min_p_keeps_tokens_over_http_and_in_python_alike(engine):
 
 
 def delayed(ends: set[int], least: int, count: int) -> list[int]:
-    """Greedy tokens behind [5, 9, 7], of which the first ``least`` are none of ``ends``; they end with one."""
+    """Greedy tokens after [5, 9, 7]; the first ``least`` are not in ``ends``, and the last one is."""
     found: list[int] = []
     while len(found) < count:
         row = logits([5, 9, 7, *found]).copy()
@@ -191,7 +194,7 @@ def test_min_tokens_keeps_stop_tokens_and_the_end_of_text_from_being_sampled(eng
     assert choice["finish_reason"] == ("stop" if expected[-1] in ids else "length")
     streamed = [id for chunk in chunks(engine, COMPLETIONS, body) for id in chunk["choices"][0].get("token_ids", ())]
     assert streamed == expected
-    # In Python, beside others, with the end-of-text token as the likeliest.
+    # In Python, together with others, with the end-of-text token as the most likely.
     logprobs = Sampling(logit_bias={min(eos): 100.0})
     requests = [engine.request([5, 9, 7], 12, logprobs, min_tokens=each) for each in (least, 0)]
     found, first = engine.complete([*requests, engine.request([5, 9, 7], 12, ignore_eos=True, min_tokens=least)])[:2]
@@ -201,9 +204,9 @@ def test_min_tokens_keeps_stop_tokens_and_the_end_of_text_from_being_sampled(eng
 
 @pytest.mark.parametrize("least", [0, 1, 4, 7])
 def test_min_tokens_keeps_stop_strings_from_ending_the_text(engine, least):
-    """The text of the first tokens is not looked at, but a stop string may begin there."""
+    """Stop strings are not searched in the text of the first tokens, but may begin there."""
     stream = engine.files.tokenizer("test").stream()
-    texts = ["", *itertools.accumulate(map(stream.push, PLAIN))]  # what is certain once so many tokens are known
+    texts = ["", *itertools.accumulate(map(stream.push, PLAIN))]  # the certain text after each token
     stops = [next(text for text in texts if text)[-1], texts[4][-1], texts[-1][-3:]]
     expected = texts[-1]
     for count in range(least + 1, 13):

@@ -1,4 +1,4 @@
-"""Slots and pages: never shared, never lost, never number 0."""
+"""Slots and pages are never shared, never lost, and never number 0."""
 
 import random
 from collections import Counter
@@ -54,7 +54,7 @@ def test_striped_pages_go_round_the_devices_each_sequence_from_another():
 
 
 def test_many_short_striped_sequences_live_on_all_devices():
-    """Their first pages once all lay on device 0, which then attended for all and was full first."""
+    """Regression: their first pages were all on device 0, which then attended for all and was full first."""
     blocks = BlockManager(slots=64, pages=64, page_size=256, stripes=16)
     tables = [table for table in (blocks.admit(100) for _ in range(64)) if table]
     assert Counter((table.pages[0] - 1) % 16 for table in tables) == dict.fromkeys(range(16), 4)

@@ -1,4 +1,4 @@
-"""The engine on a real artifact with snapshots: the same tokens, fewer of them computed, everything given back."""
+"""The engine on a real artifact with snapshots: equal tokens, fewer computed tokens, and everything is given back."""
 
 import numpy as np
 import pytest
@@ -11,13 +11,13 @@ from tests.support.tolerances import FLOAT32
 
 
 def test_random_families_give_the_same_tokens_with_the_cache_on_and_off(artifact):
-    """A slice of the campaign of 2,000 requests that docs/log/state.md tells of."""
+    """A part of the campaign of 2,000 requests in docs/log/state.md."""
     found = campaign(artifact("micro-tp1-snapshots"), 24, 5)
     assert found["hits"] > 0 and found["evicted_pages"] > 0 and found["evicted_snapshots"] > 0
 
 
 def test_who_gives_its_pages_back_has_the_tokens_that_it_has_alone(artifact):
-    """Four of 10 pages each, in a pool of 28; states come back bit for bit from host memory."""
+    """Four sequences of 10 pages each, in a pool of 28; states come back bit for bit from host memory."""
     prompts = [[*range(n, n + 60)] for n in range(4)]
     told = {"check": "programs", "report": lambda text: None}
     with Engine(artifact("micro-tp1-snapshots"), prefix_cache=False, **told) as engine:

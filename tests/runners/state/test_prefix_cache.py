@@ -1,4 +1,4 @@
-"""The tree of blocks: what a prompt hits, why it hits nothing, what goes first, and what a snapshot is worth."""
+"""The tree of blocks: hits of a prompt, reasons for misses, the order of eviction, and the value of a snapshot."""
 
 import pytest
 from msgspec.structs import replace
@@ -127,7 +127,7 @@ def test_measured_seconds_come_first(target):
 
 
 def test_bytes_where_nobody_knows_the_device(target):
-    """A state is read and written once; prefill moves what the compiler counts."""
+    """A state is read and written once; prefill moves the bytes that the compiler counts."""
     (fetch,) = (cell for cell in target.cells.values() if cell.phase == "offload")
     own = [leaf for leaf in fetch.outputs if leaf.group == "out" and leaf.name in ("kda_recurrent", "kda_conv")]
     state = sum(leaf.nbytes for leaf in own)

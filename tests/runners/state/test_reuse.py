@@ -10,7 +10,7 @@ from tests.support.scheduler_rig import Rig, prompt
 
 
 def family(rng, heads, most=60):
-    """A prompt that begins like some others."""
+    """A prompt that shares its beginning with others."""
     head = rng.choice(heads)
     return [*head[: rng.randint(0, len(head))], *prompt(rng, rng.randint(1, most - len(head)))]
 
@@ -45,7 +45,7 @@ def test_snapshots_lie_at_multiples_and_prefill_ends_there():
 
 
 def test_no_snapshot_is_kept_that_costs_more_than_to_make_it_again():
-    """One costs as much as 20 tokens: no call ends at 16 or 20, neither of a prompt nor of an answer."""
+    """A snapshot costs as much as 20 tokens: no call of a prompt or an answer ends at 16 or 20."""
     rig, rng = Rig(snapshots=8, every=16, pages=60, cost=SnapshotCost(40.0, 2.0, "bytes")), random.Random(2)
     ids = prompt(rng, 45)
     rig.submit(ids, 1)
@@ -89,7 +89,7 @@ def test_salts_keep_requests_apart():
 
 
 def test_running_requests_take_the_pages_of_the_cache():
-    """With pages for one sequence of 80, others' beginnings go."""
+    """With pages for one sequence of 80 tokens, cached prefixes of others are evicted."""
     rig, rng = Rig(snapshots=4, pages=20), random.Random(5)
     for _ in range(4):
         rig.submit(prompt(rng, 60), 20)
@@ -101,7 +101,7 @@ def test_running_requests_take_the_pages_of_the_cache():
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("cache", [True, False])
 def test_who_gives_its_pages_back_goes_on_from_its_state(ahead, cache):
-    """It once began again from its prompt: in bf16 its later tokens could be others."""
+    """Regression: it began again from its prompt, and in bf16 its later tokens could differ."""
     rig, rng = Rig(slots=4, pages=20, snapshots=2, cache=cache, ahead=ahead), random.Random(6)
     for _ in range(4):
         rig.submit(prompt(rng, 15), 40)
@@ -130,7 +130,7 @@ def test_tokens_are_the_same_with_the_cache_and_everything_comes_back(seed):
         for _ in range(rng.randint(0, 3)):
             done = [s for s in rig.sequences if s.finished and len(s.request.prompt_ids) + len(s.generated) < 50]
             if done and rng.random() < 0.3:
-                last = rng.choice(done)  # another turn
+                last = rng.choice(done)  # a next turn
                 ids = [*last.request.prompt_ids, *last.generated, *prompt(rng, 3)]
             else:
                 ids = family(rng, heads)
@@ -147,7 +147,10 @@ def test_tokens_are_the_same_with_the_cache_and_everything_comes_back(seed):
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("poison", [20, 45])  # in the prompt, or the first token of the answer
 def test_nobody_begins_from_a_state_that_is_not_finite(ahead, poison):
-    """In programs that pick rows by products, a prompt that shared a call with a NaN left its NaN to its next asker."""
+    """Regression: with rows selected by products, NaN spread to a prompt in the same call.
+
+    A later request with that prompt got the NaN from the cache.
+    """
     rig, rng = Rig(snapshots=8, every=16, pages=60, ahead=ahead), random.Random(2)
     ids, other = prompt(rng, 45), prompt(rng, 45)
     rig.submit(other, 1)

@@ -1,4 +1,4 @@
-"""The bytes of a sequence's state: read bit for bit, and refused where they are not whole."""
+"""The bytes of a sequence's state: read bit for bit, and refused if they are incomplete."""
 
 import io
 
@@ -70,7 +70,7 @@ def test_the_state_of_another_artifact_is_refused_by_what_differs(data):
 
 
 def test_a_number_too_large_for_a_float_is_refused_like_any_other():
-    """It ended the thread that takes states: JSON has integers that no float holds."""
+    """Regression: it ended the thread that imports states. JSON has integers that no float can represent."""
     assert token_of(3, [-0.5, [[3, -0.5]]], VOCAB) == (3, (-0.5, ((3, -0.5),)))
     for logprobs in ([10**400, []], [-0.5, [[3, 10**400]]]):
         with pytest.raises(ValueError, match="a number that is none"):
@@ -78,7 +78,7 @@ def test_a_number_too_large_for_a_float_is_refused_like_any_other():
 
 
 def test_names_of_states_tell_weights_apart(artifact):
-    """Names began with a digest of the form alone: two models of one form took each other's states by name."""
+    """Regression: names began with a digest of the form only: two models of one form used each other's states."""
     manifest = artifact.manifest("micro-tp1-snapshots")
     (target,) = manifest.targets.values()
     other = structs.replace(manifest, weights_digest="0" * 64)

@@ -1,4 +1,4 @@
-"""Sizes at which scheduling and the prefix cache change their way, each below, at and above, on the fake model."""
+"""Sizes at which scheduling and the prefix cache behave differently, each below, at and above, on the fake model."""
 
 from random import Random
 
@@ -9,7 +9,7 @@ from tests.runners.state.test_prefix_cache import Tree
 from tests.support.scheduler_rig import CHUNK, Rig, prompt
 
 PAGE, EVERY, PREFILL, DECODE, SLOTS, PAGES, CONTEXT = 4, 16, (4, 16), (2, 4), 4, 60, 80
-# What changes, the size, and requests of that size: tokens of a prompt, tokens of its answer, how many at once.
+# For each size: its value, and requests of that size: prompt tokens, answer tokens, and how many at once.
 SIZES = {
     "a chunk, and the smaller padding of prefill": (CHUNK, lambda n: (n, 3, 1)),
     "the larger padding of prefill": (PREFILL[1], lambda n: (n, 3, 1)),
@@ -32,7 +32,7 @@ SIZES = {
 @pytest.mark.parametrize("snapshots", [0, 2, 8])
 @pytest.mark.parametrize("what", SIZES)
 def test_answers_are_right_below_at_and_above_each_size_and_hit_what_they_can(what, snapshots, step):
-    """Twice: the second time, a prompt alone hits up to its last multiple of EVERY, or to a block behind it."""
+    """Runs each prompt twice. A single prompt then hits up to its last multiple of EVERY, or up to a later block."""
     size, shape = SIZES[what]
     length, count, many = shape(size + step)
     rig = Rig(SLOTS, PAGES, PAGE, PREFILL, DECODE, CONTEXT, snapshots=snapshots, every=EVERY)

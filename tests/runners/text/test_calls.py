@@ -1,4 +1,4 @@
-"""Answers in the dialect of Ling-3's template: thoughts, text and calls, in whatever pieces the text comes."""
+"""Answers in the dialect of Ling-3's template: thoughts, text and calls, in pieces of any size."""
 
 import json
 import random
@@ -38,7 +38,7 @@ FUNCTIONS = {"f": SCHEMA, "g": None}
 
 
 def parsed(text: str, sizes: list[int], within: bool = False, reader: Any = KeyedCall) -> dict[str, Any]:
-    """The parts of an answer that comes in pieces of these sizes, and then whole."""
+    """The parts of an answer that arrives in pieces of these sizes, then as a whole."""
     parser, at, said = AnswerParser(AnswerFormat(True, within, FUNCTIONS, reader)), 0, dict[str, Any]()
     while at < len(text) or not at:
         size = sizes.pop(0) if sizes else max(1, len(text) - at)
@@ -103,8 +103,8 @@ ACCENT = called('{"a": "é"}')
 HALF = '<tool_call>{"name": "f", "arguments": "</tool_call>'
 UNENDED = '<tool_call>{"name": "f</tool_call>'
 EMPTY, F = {"tool_calls": [("f", {})]}, ("f", {})
-# A string with the mark cut the call, and a blank was lost behind what looked like a call and was none. A number that
-# JSON does not have came back as arguments that no client can parse.
+# Regressions: a string with the mark cut the call; a blank was lost after text that only looked like a call; a number
+# outside JSON became arguments that no client can parse.
 OF_JSON: list[tuple[str, bool, dict[str, Any]]] = [
     ("plain < text <thin", False, {"content": "plain < text <thin"}),
     ("<think>a b</think>\n\nanswer", False, {"content": "answer", "reasoning_content": "a b"}),
@@ -128,7 +128,7 @@ CASES = [(KeyedCall, *each) for each in [*ANSWERS, *((text, False, {"content": t
 
 @pytest.mark.parametrize(("reader", "text", "within", "parts"), [*CASES, *((JsonCall, *each) for each in OF_JSON)])
 def test_an_answer_has_the_same_parts_cut_at_every_boundary(reader, text, within, parts):
-    """The whole, each two pieces of it, single characters, and pieces at random."""
+    """The whole text, each split into two pieces, single characters, and random pieces."""
     assert parsed(text, [], within, reader) == parts
     for at in range(1, len(text)):
         assert parsed(text, [at], within, reader) == parts
@@ -141,7 +141,7 @@ def test_an_answer_has_the_same_parts_cut_at_every_boundary(reader, text, within
 
 @pytest.mark.parametrize("broken", BROKEN[7:])
 def test_a_call_behind_a_broken_one_is_read(broken):
-    """What was broken comes back whole, and nothing of it is lost."""
+    """The broken call is returned as text, and nothing of it is lost."""
     assert parsed(f"{broken}{ONE}", [5] * 99) == {"content": broken, "tool_calls": [CALLED]}
 
 
@@ -176,7 +176,7 @@ def test_a_value_may_hold_what_looks_like_a_mark(value):
     "inner", ["</arg_value>\n</tool_call>", "</arg_value><arg_key>b</arg_key>", '"</arg_value></tool_call>\\"', "\\"]
 )
 def test_a_string_within_a_value_of_json_may_hold_the_end_of_a_call(inner):
-    """It ended the call there, though a grammar had made the value."""
+    """Regression: it ended the call, although a grammar had made the value."""
     functions = {"f": {"type": "object", "properties": {"o": {"type": "object"}, "count": {"type": "integer"}}}}
     value = {"a": inner, inner: [inner]}
     text = written("f", ("o", json.dumps(value)), ("count", "1"))[len("<tool_call>") :]
@@ -188,7 +188,7 @@ def test_a_string_within_a_value_of_json_may_hold_the_end_of_a_call(inner):
 
 
 def test_a_value_whose_string_does_not_end_ends_at_its_first_mark():
-    """A model that forgot a quote loses its value's type, and not the call."""
+    """If a model forgot a quote, the call loses the type of its value, but is still a call."""
     functions = {"f": {"type": "object", "properties": {"o": {"type": "object"}}}}
     text = written("f", ("o", '{"a": "b}'))[len("<tool_call>") :]
     behind = "and then"
@@ -254,7 +254,7 @@ def test_schemas_are_looked_through_and_odd_ones_say_nothing(schema, text, value
 
 
 def test_schemas_with_many_ways_to_each_are_looked_through_once():
-    """A reference in both branches of each of 200 levels would take 2^200 looks."""
+    """A reference in both branches of each of 200 levels would need 2^200 visits."""
     levels = {
         str(n): {key: [{"$ref": f"#/$defs/{n + 1}"}] * 2 for key in ("anyOf", "allOf", "oneOf")} for n in range(200)
     }
@@ -277,7 +277,7 @@ def test_the_template_says_which_dialect_it_is():
 
 @pytest.mark.parametrize("unit", ["</tool_call>", '\\"</tool_call>', '"x</tool_call>" '])
 def test_a_json_call_with_many_marks_in_strings_is_read_in_linear_time(unit):
-    """400 marks took 14 s of the server's event loop: the text before each was read again with each piece."""
+    """Regression: 400 marks took 14 s of the server's event loop, since each piece read all earlier text again."""
     strings = json.dumps(unit * 2000) if unit[0] != '"' else f"[{', '.join(['0', *[json.dumps(unit)] * 2000])}]"
     text = f'{{"name": "f", "arguments": {{"text": {strings}}}}}</tool_call>'
     reader, begun = JsonCall({}), time.process_time()

@@ -1,4 +1,4 @@
-"""Chat templates: the published one, where it may stand, what it sees, and clear errors for what is broken."""
+"""Chat templates: the published one, its possible places, its input, and clear errors for broken ones."""
 
 import json
 
@@ -101,7 +101,8 @@ def test_a_template_that_refuses_messages_is_the_messages_fault(tmp_path):
         ("{{ messages.append(1) }}", "found SecurityError"),
         ("{% for i in range(1000000) %}{% endfor %}", "found OverflowError: Range too big"),
         ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "expected it to end, found no end"),
-        ("{{ 10 ** (10 ** 10) }}", "found a power of more than 65,536 bits"),  # worked out by the compiler, for ever
+        # the compiler computed it, which never ended
+        ("{{ 10 ** (10 ** 10) }}", "found a power of more than 65,536 bits"),
         (
             "{{ messages[0].content | wordwrap(2) }}",
             "expected one that jinja2 compiles, found No filter named 'wordwrap'",
@@ -136,7 +137,7 @@ def test_a_broken_template_is_a_clear_error(tmp_path, template, message):
     ],
 )
 def test_messages_that_a_template_makes_too_much_of_are_ended(tmp_path, monkeypatch, template, found):
-    """Lists of a thousand million elements, and loops that neither read nor write, ran beyond the five seconds."""
+    """Regression: lists of a thousand million elements, and loops without any output, exceeded the five seconds."""
     monkeypatch.setattr(chat, "LARGEST", 1000)
     monkeypatch.setattr(chat, "SECONDS", 0.0 if "end" in found else chat.SECONDS)
     whole = files(tmp_path, template)
@@ -160,7 +161,10 @@ def test_what_published_templates_do_is_still_done():
 
 
 def test_a_tokenizer_at_which_the_library_panics_is_a_clear_error(tmp_path):
-    """A prefix that is longer than what it is cut from; a panic is no Exception, and once passed every handler."""
+    """A prefix that is longer than the text from which it is cut.
+
+    Regression: a panic is no Exception and passed all handlers.
+    """
     write_short(tmp_path, EOS)
     path = tmp_path / "tokenizer.json"
     value = json.loads(path.read_text())

@@ -1,4 +1,4 @@
-"""Text that grows by whole characters, whatever the tokens; stop strings across token borders; what ends a text."""
+"""Text that grows by whole characters, whatever the tokens; stop strings across tokens; ends of a text."""
 
 import json
 import random
@@ -52,7 +52,7 @@ def test_no_piece_holds_half_a_character(tokenizer):
 
 
 def letters(decoder, words):
-    """A tokenizer whose ids are the places of ``words``."""
+    """A tokenizer whose ids are the positions of ``words``."""
     made = tokenizers.Tokenizer(WordLevel({word: place for place, word in enumerate(words)}, words[0]))
     made.decoder = decoder
     return made
@@ -60,7 +60,7 @@ def letters(decoder, words):
 
 @pytest.mark.parametrize("text", ["日本語🎉é.", "a日b", "🎉🎉", "x"])
 def test_no_half_where_a_decoder_writes_one_mark_a_byte(text):
-    """A decoder that falls back to bytes writes as many marks as an unfinished character has bytes."""
+    """A decoder that falls back to bytes writes a mark for each byte of an incomplete character."""
     decoder = Sequence([ByteFallback(), Fuse()])
     parts = pieces(TextStream(letters(decoder, [f"<0x{byte:02X}>" for byte in range(256)])), text.encode() * 3)
     assert "".join(parts) == text * 3
@@ -68,7 +68,7 @@ def test_no_half_where_a_decoder_writes_one_mark_a_byte(text):
 
 
 def test_words_keep_the_spaces_between_them_where_the_first_one_is_dropped():
-    """As SentencePiece's decoders do. A stream that decoded a window of tokens again lost one space a window."""
+    """Such as SentencePiece's decoders. Regression: a stream that decoded windows of tokens lost one space in each."""
     decoder = Sequence([Replace("▁", " "), ByteFallback(), Fuse(), Strip(" ", 1, 0)])
     made = letters(decoder, ["▁one", "▁word", "s", "▁", "<0xE6>", "<0x97>", "<0xA5>"])
     rng = random.Random(0)
@@ -78,7 +78,7 @@ def test_words_keep_the_spaces_between_them_where_the_first_one_is_dropped():
 
 
 def test_bytes_that_are_no_text_change_nothing_else():
-    """The library's stream fails where a byte changes what those before it look like; ours goes on behind it."""
+    """The library's stream fails if a byte changes how earlier ones are decoded; ours continues."""
     made = letters(Sequence([ByteFallback(), Fuse()]), ["A", *(f"<0x{byte:02X}>" for byte in range(256))])
     rng = random.Random(0)
     for _ in range(200):
@@ -139,7 +139,7 @@ def test_a_broken_tokenizer_is_a_clear_error():
     ],
 )  # fmt: skip
 def test_a_tokenizer_that_fails_at_the_first_text_is_refused_at_build(data, tmp_path, change, message):
-    """A panic of the library, an error for each unknown word, and a grammar's tokenizer that was never made."""
+    """Regression: a panic of the library, an error for each unknown word, and a missing tokenizer for grammars."""
     (tmp_path / "tokenizer.json").write_text(json.dumps(json.loads(data) | {"added_tokens": []} | change))
     with pytest.raises(ArtifactError) as caught:
         check_tokenizer(tmp_path, [file_record(tmp_path, "tokenizer.json")])
@@ -182,7 +182,7 @@ def test_a_changed_tokenizer_file_is_not_used(tmp_path):
 
 
 def test_other_threads_run_while_a_text_is_tokenized(tokenizer):
-    """The library's function for one text let no other thread run: a text of 4 MB stopped a server for 15 s."""
+    """Regression: the library's function for one text blocks all threads: a text of 4 MB stopped a server for 15 s."""
     text = "".join(random.Random(0).choices("abcdefgh ij", k=300_000))
     turns, ended = 0, threading.Event()
 
@@ -213,7 +213,7 @@ def test_other_threads_run_while_a_text_is_tokenized(tokenizer):
     ],
 )
 def test_a_file_of_strange_json_is_an_error_that_names_it(tmp_path, name, text, found):
-    """Deep JSON was a RecursionError, and a lone surrogate as ``eos_token`` a UnicodeEncodeError."""
+    """Regression: deep JSON was a RecursionError, and a lone surrogate as ``eos_token`` a UnicodeEncodeError."""
     write_short(tmp_path, EOS)
     (tmp_path / name).write_text(text)
     records = [file_record(tmp_path, path.name) for path in tmp_path.iterdir()]

@@ -1,4 +1,4 @@
-"""The connector of vLLM's names over a queue with each store: a state is there whole, or given back, or a miss."""
+"""The connector with vLLM's method names, over a queue with each store: a complete state, one given back, or a miss."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -24,7 +24,7 @@ class Request:
 
 @pytest.fixture(params=STORES)
 def ends(request, tmp_path):
-    """The connectors of P and D, and the lines that D reports."""
+    """The connectors of P and D, their queues, and the lines that they report."""
     remove_all()
     lines: list[str] = []
     queues = [
@@ -37,7 +37,7 @@ def ends(request, tmp_path):
 
 
 def saved(connector, request, state):
-    """The parameters that P gives after the step that ends the prompt."""
+    """The parameters that P returns after the step that ends the prompt."""
     connector.bind_connector_metadata(connector.build_connector_meta([request, Request(2)]))
     connector.start_load_kv()
     connector.save_kv_layer(lambda number: state)
@@ -50,7 +50,7 @@ def saved(connector, request, state):
 
 
 def loaded(connector, buffers):
-    """One step of D; the requests whose loads ended."""
+    """Runs one step of D; returns the requests whose loads ended."""
     connector.register_kv_caches(buffers)
     connector.bind_connector_metadata(connector.build_connector_meta([]))
     connector.start_load_kv()
@@ -95,7 +95,7 @@ def test_a_state_that_is_not_wanted_or_does_not_fit_is_given_back(ends, change):
     d.update_state_after_alloc(taking, 0 if change == "none wanted" else TOKENS)
     d.bind_connector_metadata(d.build_connector_meta([]))
     d.start_load_kv()
-    if change != "no form":  # else nobody knows whose it is
+    if change != "no form":  # without a form, the request is unknown
         until(lambda: _over(holder))
     assert taker.record().get("loaded", 0) == 0
 

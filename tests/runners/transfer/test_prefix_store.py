@@ -1,4 +1,4 @@
-"""Prefixes in a folder: a later process hits what an earlier one knew, and nothing that is not whole is taken."""
+"""Prefixes in a folder: a later process hits prefixes of an earlier one, and incomplete files are never used."""
 
 import errno
 import os
@@ -21,7 +21,7 @@ LIMIT = 1 << 30
 
 @pytest.fixture(scope="module")
 def alone(artifact):
-    """What prompts come to without a cache."""
+    """Tokens of prompts without a cache."""
     with Engine(artifact("micro-tp1-snapshots"), prefix_cache=False, **TOLD) as engine:
         yield lambda *prompts: [each.token_ids for each in engine.complete([ask(prompt) for prompt in prompts])]
 
@@ -49,7 +49,7 @@ def test_a_later_engine_of_another_tp_hits_what_an_earlier_one_knew(artifact, al
     assert (stats["prefix_store"]["loaded"], stats["prefix_cache"]["hits"]) == (1, 2), "the third one hit the cache"
     assert first.token_ids == second.token_ids == third.token_ids == salted.token_ids == alone(PROMPT)[0]
     assert branch.cached_tokens == 0, "no state lies between the blocks"
-    with opened(artifact, tmp_path / "known") as engine:  # which the branch has made
+    with opened(artifact, tmp_path / "known") as engine:  # it has the state that the branch wrote
         (again,) = engine.complete([ask([*PROMPT[:60], 7, 8, 9])])
     assert again.cached_tokens == 48 and again.token_ids == branch.token_ids == alone([*PROMPT[:60], 7, 8, 9])[0]
 
@@ -58,7 +58,7 @@ def test_damage_is_a_miss_and_is_written_again(artifact, alone, tmp_path):
     folder, (right,) = tmp_path / "known", alone(PROMPT)
     with opened(artifact, folder) as engine:
         engine.complete([ask(PROMPT)])
-    left = folder / f"{PREFIX}{'0' * 32}.00000000{PARTIAL}"  # of a writer that was killed
+    left = folder / f"{PREFIX}{'0' * 32}.00000000{PARTIAL}"  # a file of a writer that was killed
     left.write_bytes(b"half")
     os.utime(left, (0, 0))
     whole = {path.name: path.stat().st_size for path in folder.glob(f"{PREFIX}*.safetensors")}
@@ -76,7 +76,7 @@ def test_damage_is_a_miss_and_is_written_again(artifact, alone, tmp_path):
 
 
 def test_two_engines_on_one_small_folder_stay_within_it_and_right(artifact, alone, tmp_path):
-    """The folder holds three prompts' states of eight: both write, read and evict."""
+    """The folder holds three prompts' states of eight; both engines write, read and evict."""
     prompts = [[*range(n, n + 33 + n)] for n in range(8)]
     expected, folder = alone(*prompts), tmp_path / "known"
     with opened(artifact, folder) as engine:
@@ -103,7 +103,7 @@ def test_two_engines_on_one_small_folder_stay_within_it_and_right(artifact, alon
 
 
 def test_a_state_whose_beginning_is_gone_is_a_miss_and_is_written_again(artifact, alone, tmp_path):
-    """Each file has the latents since the snapshot before it: without that one it is worth nothing."""
+    """Each file has the latents since the snapshot before, so that without that one it is useless."""
     folder, longer = tmp_path / "known", [*PROMPT, *range(100, 132)]
     with opened(artifact, folder) as engine:
         engine.complete([ask(PROMPT)])
@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused(artifact, tmp_path):
 
 
 def test_files_that_cannot_be_read_now_are_computed_again_and_stay(artifact, alone, tmp_path, monkeypatch):
-    """Round 4, line 6: with no free descriptor (EMFILE) the file and its whole chain were removed."""
+    """Regression: if no file descriptor was free (EMFILE), the file and its whole chain were removed."""
     folder, (right,) = tmp_path / "known", alone(PROMPT)
     with opened(artifact, folder) as engine:
         engine.complete([ask(PROMPT)])

@@ -1,4 +1,4 @@
-"""What a store gives is what was put into it, or a counted miss in time; leases end, and nothing is left behind."""
+"""A store returns the state that was put into it, or a counted miss in time; leases end, and nothing is left."""
 
 import os
 import random
@@ -36,7 +36,7 @@ from tests.support.transfers import (
 )
 from tests.support.waiting import until
 
-DEADLINE, GRACE = 2.0, 5.0  # seconds that a reader has, and that a busy machine may take more
+DEADLINE, GRACE = 2.0, 5.0  # seconds that a reader has, and further seconds for a busy machine
 NAME = name_of(1)
 
 
@@ -65,7 +65,7 @@ def kind(request):
 
 @pytest.fixture
 def ends(kind, tmp_path, clock):
-    """Two ends of a store under one clock: who writes, and who reads."""
+    """Two ends of a store with one clock: the writer and the reader."""
     found = [store(kind, tmp_path, clock=clock) for _ in range(2)]
     yield found
     for end in found:
@@ -73,7 +73,7 @@ def ends(kind, tmp_path, clock):
 
 
 def until_over(holder, reason: str) -> None:
-    """Waits until a holder has counted the end of a state: one over HTTP does so a moment after the other end."""
+    """Waits until a holder has counted the end of a state, which over HTTP happens a moment after the reader's end."""
 
     def over() -> bool:
         holder.expire()
@@ -119,7 +119,7 @@ def test_a_lease_ends(ends, clock):
 
 @pytest.mark.parametrize("kind", ["shm", "file"], indirect=True)
 def test_states_of_a_killed_server_go_after_their_lease(ends, clock):
-    """A server that starts within the lease leaves them, and looked again only ten minutes later."""
+    """Regression: a server that starts within the lease leaves them, but checked again only ten minutes later."""
     killed, next_server = ends
     assert put(killed, NAME, random_state())
     next_server.sweep()
@@ -156,7 +156,7 @@ def test_a_state_of_another_artifact_is_a_miss_and_not_read(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", ["shm", "http"], indirect=True)
 def test_states_beyond_the_limit_find_no_room(kind, tmp_path):
-    """What is promised to somebody stays: the new one is not taken."""
+    """Promised states stay: the new one is refused."""
     state = random_state()
     size = StateBytes(LAYOUT, state.descriptor, state.tokens).memory.nbytes
     for more, fits in ((-1, False), (0, True), (1, True)):
@@ -197,7 +197,8 @@ def test_a_flipped_bit_is_a_miss_and_the_file_is_removed(kind, tmp_path):
             file.seek(at)
             file.write(bytes([byte ^ 1 << rng.randrange(8)]))
         assert end.get(StateAddress(NAME), soon()) is None
-        end.release(StateAddress(NAME), soon())  # one that claims to be of another artifact stays
+        # a reader that claims to have another artifact does not release the state
+        end.release(StateAddress(NAME), soon())
         end.expire()
     assert end.counts["corrupt"] + end.counts["other_state"] == 20 and end.counts["corrupt"] > 10
     end.close()
@@ -205,7 +206,7 @@ def test_a_flipped_bit_is_a_miss_and_the_file_is_removed(kind, tmp_path):
 
 @pytest.mark.parametrize("found", ["mode", "link", "file", "owner"])
 def test_a_folder_that_others_can_write_to_is_refused(found, tmp_path, monkeypatch):
-    """Whoever writes there decides answers: one of mode 777, one of another user, and a link were taken."""
+    """Regression: folders with mode 777, of another user, and links were accepted. Their writers decide answers."""
     folder = tmp_path / "states"
     if found == "file":
         folder.write_text("")
@@ -239,7 +240,7 @@ def test_states_of_other_machines_need_a_secret(change):
 
 @pytest.mark.parametrize(("peers", "taken"), [((), True), (("127.0.0.1:1",), False), (("HERE",), True)])
 def test_states_are_taken_from_known_addresses_only(tmp_path, peers, taken):
-    """Round 4, line 10: D connected to any address that a client named."""
+    """Regression: D connected to any address in a client's request."""
     holder = store("http", tmp_path)
     place = ":".join(map(str, holder.address))
     named = tuple(place if peer == "HERE" else peer for peer in peers)
@@ -280,7 +281,7 @@ time.sleep(100)
 
 @pytest.fixture
 def child(tmp_path):
-    """Starts a process that has a state, or half of one; gives it and its port."""
+    """Starts a process that has a state, or half of one; returns the process and its port."""
     started = []
 
     def start(kind: str, how: str) -> tuple[subprocess.Popen, int]:
@@ -304,7 +305,7 @@ def child(tmp_path):
 @pytest.mark.parametrize("kind", ["shm", "file"], indirect=True)
 @pytest.mark.parametrize("how", ["half", "whole"])
 def test_what_a_killed_process_left_goes_and_blocks_nobody(kind, how, child, tmp_path, clock):
-    """States of a killed P stayed in a folder for ever, and a segment without its header blocked its name."""
+    """Regression: states of a killed P stayed in a folder forever; a segment without its header blocked its name."""
     process, _ = child(kind, how)
     end, path = store(kind, tmp_path, clock=clock), file_of(kind, tmp_path, NAME)
     assert len([*path.parent.iterdir()]) == 1 and path.exists() == (how == "whole"), "nobody touches a live one's"
@@ -356,6 +357,6 @@ def test_a_taker_with_another_secret_is_a_stranger(tmp_path):
     holder, taker = store("http", tmp_path, secret="a secret of sixteen"), store("http", tmp_path)
     assert put(holder, NAME, random_state())
     assert taker.get(address(holder, NAME), soon()) is None and taker.counts == {"refused": 1}
-    until(lambda: holder.counts["stranger"])  # the holder counts after it has hung up
+    until(lambda: holder.counts["stranger"])  # the holder counts it after closing the connection
     holder.close()
     taker.close()

@@ -1,4 +1,4 @@
-"""States that leave an engine and come to one: the tokens are those of one engine, whatever happens on the way."""
+"""States that are exported from an engine and imported by one: tokens are those of one engine, despite any fault."""
 
 import socket
 import time
@@ -27,7 +27,7 @@ PROMPT = tuple(range(20, 90))
 
 @pytest.fixture(scope="module", params=transfers.STORES)
 def engine(request, artifact, tmp_path_factory):
-    """One that gives and takes: both ends of each transfer."""
+    """An engine that exports and imports: both ends of each transfer."""
     folder = tmp_path_factory.mktemp("states") if request.param == "file" else None
     with bound("127.0.0.1", 0) as listener:
         listener.listen()
@@ -59,7 +59,7 @@ def test_who_takes_a_state_goes_on_with_the_same_tokens(engine, length):
 
 
 def test_a_state_that_cannot_be_taken_is_computed_again(engine):
-    """Used before, of another prompt or artifact, without a sampled token or with one that is none, or no object."""
+    """A used state, one of another prompt or artifact, one with a missing or invalid sampled token, or no object."""
     asked = Request(PROMPT, 5, ignore_eos=True)
     (alone,) = engine.complete([asked])
     _, taking = moved(engine, asked)
@@ -95,7 +95,7 @@ def test_an_answer_that_ends_with_its_first_token_needs_no_slot(engine):
 
 
 def test_a_request_that_waits_for_its_state_can_be_cancelled(artifact):
-    """Its peer takes the connection and says nothing: the request ends at once, and nothing is held."""
+    """Its peer accepts the connection and sends nothing: the request ends at once, and nothing is held."""
     with (
         socket.create_server(("127.0.0.1", 0)) as silent,
         Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("http", deadline=60.0), **TOLD) as engine,
@@ -105,11 +105,11 @@ def test_a_request_that_waits_for_its_state_can_be_cancelled(artifact):
         handle.cancel()
         assert handle.result(60).stop_reason == "cancelled"
         assert engine.stats()["free"] == engine.stats()["pools"]
-        silent.close()  # so that the pull ends
+        silent.close()  # ends the pull
 
 
 def test_two_servers_speak_the_protocol_of_vllm(artifact):
-    """What a router does: to P with one token, then the same body to D with what P said."""
+    """A router's calls: to P with one token, then the same body to D with P's parameters."""
     path, body = artifact("micro-tp1-snapshots"), {"prompt": list(PROMPT), "temperature": 0, "ignore_eos": True}
     body |= {"model": "micro-tp1-snapshots", "cache_salt": "salt", "return_token_ids": True}
     both = ("--check", "programs", "--transfer", "http", "--role")
@@ -162,7 +162,7 @@ def asked(length: int, salt: str = "") -> Request:
 
 
 def test_a_save_that_fails_is_an_answer_without_a_state(artifact, monkeypatch):
-    """That of the first request; the next one is saved."""
+    """The first request's save fails; the next one is saved."""
     right, turns = transfer_queue.fill, iter([1])
 
     def fill(state, source):
@@ -185,7 +185,7 @@ def test_a_save_that_fails_is_an_answer_without_a_state(artifact, monkeypatch):
 
 
 def test_what_nobody_will_take_is_freed_at_once(artifact):
-    """Cancelled before the call, while it runs, while its state is saved, or behind it; no lease has to end."""
+    """Cancelled before the call, during it, while its state is saved, or later; no lease has to end."""
     with Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("shm", lease=600.0), **TOLD) as engine:
         salt, kept = "salt", 0
         for number in range(12):
