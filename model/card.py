@@ -2,7 +2,8 @@
 
 Such rows are multiplied in batches: equally many rows of every expert. XLA:GPU multiplies a batch of matrices where
 they lie. A product with all experts at once, whose contraction runs over the experts too, would write every ``down``
-matrix anew: 201 MB a layer of Ling-3.0-tiny.
+matrix anew: 201 MB a layer of Ling-3.0-tiny. Rows for which a batch has no room come in tiles, each with a copy of its
+expert's matrices: no loop, for whose end the host would have to wait.
 """
 
 from collections.abc import Callable
@@ -10,13 +11,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jaxtyping import Array, Float, Float32, Int32
 
 from ling3export.model.config import Config
 from ling3export.model.layers import IN_BOUNDS
 
-FEWEST = 16  # rows of an expert in a batch: a card's matrix units take no fewer
+ROOM = 128  # rows of an expert that a batch computes in about the time in which it reads the expert's matrices
 
 
 def rank(values: Float32[Array, "*rows N"]) -> Int32[Array, "*rows N"]:
@@ -47,12 +47,18 @@ def route_by_rank(
     return chosen, weights / (jnp.sum(weights, axis=1, keepdims=True) + 1e-20) * config.routed_scaling_factor
 
 
-def batch_rows(rows: int, experts: int) -> int:
-    """Rows of each expert in a batch, a power of two: room for one and a half times the mean rows an expert."""
-    size = FEWEST
-    while size < 1.5 * rows / experts:
+def batch_rows(tokens: int, choices: int, experts: int) -> int:
+    """Rows of each expert in a batch: ``ROOM``, or a power of two with room for one and a half times the mean rows."""
+    size = ROOM
+    while size < 1.5 * tokens * choices / experts:
         size *= 2
-    return size
+    return min(size, tokens)
+
+
+def tile_count(tokens: int, choices: int, experts: int) -> int:
+    """The most tiles that any router needs: an expert has one only after ``batch_rows`` other rows."""
+    size = batch_rows(tokens, choices, experts)
+    return min(tokens * choices // (size + 1), experts * (-(-tokens // size) - 1))
 
 
 def weighted_sum(
@@ -60,14 +66,15 @@ def weighted_sum(
     chosen: Int32[Array, "T A"],
     share: Float32[Array, "T A"],
     experts: int,
-    multiply: Callable[[Float[Array, "E C D"]], Float32[Array, "E C D"]],
+    multiply: Callable[[Float[Array, "N C D"], Int32[Array, "N"] | None], Float32[Array, "N C D"]],
 ) -> Float32[Array, "T D"]:
-    """The results of each row's chosen experts, which ``multiply`` computes, added up with the weights ``share``.
+    """The results of each row's chosen experts, added up with the weights ``share``.
 
-    ``chosen`` is ``experts`` where a row takes no expert. A batch has C rows of each expert. The first batch holds all
-    rows unless the router is uneven; a loop multiplies the others, so that no row is dropped.
+    ``chosen`` is ``experts`` where a row takes no expert. ``multiply`` computes C rows of each expert, or of the experts
+    whose numbers it is given.
     """
-    tokens, size = len(chosen), batch_rows(chosen.size, experts)
+    tokens, choices = chosen.shape
+    size, count = batch_rows(tokens, choices, experts), tile_count(tokens, choices, experts)
     takes = chosen[:, :, None] == jnp.arange(experts)  # [T, A, E]
     one = jnp.any(takes, axis=1).astype(jnp.bfloat16)
     # How many rows before each take the same expert, by a product of zeros and ones, which is exact.
@@ -77,19 +84,23 @@ def weighted_sum(
     token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], chosen.shape)
     real = chosen < experts
 
-    def batch(start: jax.Array, total: jax.Array) -> jax.Array:
-        inside = real & (place >= start) & (place < start + size)
-        at = jnp.where(inside, chosen * size + place - start, experts * size)
+    def added(inside: jax.Array, place: jax.Array, numbers: jax.Array | None, count: int) -> jax.Array:
+        """The results of the choices ``inside``, each at ``place`` of ``count`` times ``size`` rows."""
+        place = jnp.where(inside, place, count * size)
         # Rows that no choice fills repeat token 0 and are never read.
-        rows = jnp.zeros((experts * size + 1,), jnp.int32).at[at].set(token)[:-1]
-        done = multiply(x.at[rows].get(mode=IN_BOUNDS).reshape(experts, size, -1)).reshape(experts * size, -1)
-        own = done.at[jnp.where(inside, at, 0)].get(mode=IN_BOUNDS)  # [T, A, D]
-        return total + jnp.sum(jnp.where(inside[..., None], own * share[..., None], 0.0), axis=1)
+        rows = jnp.zeros((count * size + 1,), jnp.int32).at[place].set(token)[:-1]
+        done = multiply(x.at[rows].get(mode=IN_BOUNDS).reshape(count, size, -1), numbers).reshape(count * size, -1)
+        own = done.at[jnp.where(inside, place, 0)].get(mode=IN_BOUNDS)  # [T, A, D]
+        return jnp.sum(jnp.where(inside[..., None], own * share[..., None], 0.0), axis=1)
 
-    most = jnp.max(jnp.where(real, place, -1)) + 1
-    total = batch(jnp.int32(0), jnp.zeros(x.shape, jnp.float32))
-    with jax.named_scope("batches"):
-        _, total = lax.while_loop(
-            lambda carry: carry[0] < most, lambda carry: (carry[0] + size, batch(*carry)), (jnp.int32(size), total)
-        )
-    return total
+    total = added(real & (place < size), chosen * size + place, None, experts)
+    if not count:
+        return total
+    with jax.named_scope("tiles"):
+        rows = jnp.sum(one, axis=0, dtype=jnp.float32).astype(jnp.int32)  # [E]
+        own = jnp.maximum(-(-rows // size) - 1, 0)
+        end = jnp.sum(jnp.where(np.tri(experts, dtype=bool), own, 0), axis=-1, dtype=jnp.int32)
+        expert = jnp.sum(end <= jnp.arange(count)[:, None], axis=-1, dtype=jnp.int32)
+        tile = jnp.sum(jnp.where(takes, end - own, 0), axis=-1) + place // size - 1
+        filled = added(real & (place >= size), tile * size + place % size, jnp.minimum(expert, experts - 1), count)
+    return total + filled

@@ -359,12 +359,15 @@ class MixtureOfExperts(nnx.Module):
         (gate_up, up_scale), (down, down_scale) = (widened(weights, self.geometry) for weights in layers)
         middle, limit = gate_up.shape[1] // 2, self.routed_limit(layer)
 
-        def multiply(rows: Float[Array, "E C D"]) -> Float32[Array, "E C D"]:
-            y = einsum("ecd,efd->ecf", rows, gate_up)
-            y = y if up_scale is None else y * up_scale[:, None]
+        def multiply(rows: Float[Array, "N C D"], numbers: Int32[Array, "N"] | None) -> Float32[Array, "N C D"]:
+            def own(leaf: Array) -> Array:
+                return leaf if numbers is None else leaf.at[numbers].get(mode=IN_BOUNDS)
+
+            y = einsum("ecd,efd->ecf", rows, own(gate_up))
+            y = y if up_scale is None else y * own(up_scale)[:, None]
             hidden = swiglu(y[..., :middle], y[..., middle:], limit).astype(x.dtype)
-            done = einsum("ecf,edf->ecd", hidden, down)
-            return done if down_scale is None else done * down_scale[:, None]
+            done = einsum("ecf,edf->ecd", hidden, own(down))
+            return done if down_scale is None else done * own(down_scale)[:, None]
 
         return weighted_sum(x, chosen, share, count, multiply)
 

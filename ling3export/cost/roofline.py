@@ -38,8 +38,7 @@ def loop_trips(config: Config, geometry: Geometry, phase: str, padding: int, tok
         return {"tiles": _tiles(padding, 1 / config.num_experts, rows, local)}
     tiles = expected_tiles(padding, config, config.num_experts / geometry.tp)
     few = form_of(padding, config, geometry) == "some"
-    # A card's first batch, which lies outside of the loop, holds all rows of a router that is even.
-    some = {"batches": 0} | ({"some": most_touched(padding, config, geometry.tp)} if few else {})
+    some = {"some": most_touched(padding, config, geometry.tp)} if few else {}
     if phase in ("prefill", "score"):
         return {"chunks": padding // CHUNK, "tiles": tiles, "cached": 0, "ends": 0} | some
     pages = min(geometry.max_pages, math.ceil(tokens / geometry.page_size))

@@ -75,13 +75,13 @@ def test_chosen_experts_make_what_a_loop_over_them_makes(direct: Quick, rows: in
     assert relative(multiplied(direct, x, layer, valid), by_hand(direct, x, layer, valid)) <= FLOAT32
 
 
-@pytest.mark.parametrize("alike", [0, 32])
-def test_batches_of_every_expert_make_what_a_loop_over_them_makes(direct: Quick, alike: int):
+@pytest.mark.parametrize(("count", "alike"), [(40, 0), (300, 0), (300, 200)])
+def test_batches_of_every_expert_make_what_a_loop_over_them_makes(direct: Quick, count: int, alike: int):
     """A quarter of the rows is padding. With rows ``alike``, some experts get more rows than a batch holds."""
-    config, count = direct.config, 40
-    size = card.batch_rows(count * config.num_experts_per_tok, config.num_experts)
+    config = direct.config
+    size = card.batch_rows(count, config.num_experts_per_tok, config.num_experts)
     assert moe.form_of(count, config, direct.geometry) == "grouped"
-    assert 3 * alike // 4 > size if alike else size < count
+    assert 3 * alike // 4 > size if alike else size <= count
     x = np.random.default_rng(count).normal(size=(count, config.hidden_size)).astype(np.float32)
     x[count - alike :] = x[0]
     valid = np.arange(count) % 4 != 1
@@ -89,6 +89,16 @@ def test_batches_of_every_expert_make_what_a_loop_over_them_makes(direct: Quick,
     x[3] = np.nan
     spoiled = multiplied(direct, x, 2, valid)
     assert np.isnan(spoiled[3]).all() and np.isfinite(np.delete(spoiled, 3, axis=0)).all()
+
+
+@pytest.mark.parametrize("rows", [17, 129, 200, 512, 1000])
+def test_the_worst_router_has_tiles_enough(rows: int):
+    """Experts that just fill one more tile each, and experts that all rows choose."""
+    choices, experts = 8, 128
+    size, tiles = card.batch_rows(rows, choices, experts), card.tile_count(rows, choices, experts)
+    just_one_more = min(experts, rows * choices // (size + 1)) if rows > size else 0
+    everything = choices * (-(-rows // size) - 1)
+    assert tiles >= max(just_one_more, everything)
 
 
 def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are(direct: Quick):
