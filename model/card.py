@@ -66,12 +66,12 @@ def weighted_sum(
     chosen: Int32[Array, "T A"],
     share: Float32[Array, "T A"],
     experts: int,
-    multiply: Callable[[Float[Array, "N C D"], Int32[Array, "N"] | None], Float32[Array, "N C D"]],
+    multiply: Callable[[Float[Array, "N C D"], Callable[[Array], Array]], Float32[Array, "N C D"]],
 ) -> Float32[Array, "T D"]:
     """The results of each row's chosen experts, added up with the weights ``share``.
 
-    ``chosen`` is ``experts`` where a row takes no expert. ``multiply`` computes C rows of each expert, or of the experts
-    whose numbers it is given.
+    ``chosen`` is ``experts`` where a row takes no expert. ``multiply`` computes C rows of each of N experts; its second
+    argument picks theirs from an array of all experts.
     """
     tokens, choices = chosen.shape
     size, count = batch_rows(tokens, choices, experts), tile_count(tokens, choices, experts)
@@ -84,23 +84,23 @@ def weighted_sum(
     token = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32)[:, None], chosen.shape)
     real = chosen < experts
 
-    def added(inside: jax.Array, place: jax.Array, numbers: jax.Array | None, count: int) -> jax.Array:
+    def added(inside: Array, place: Array, count: int, own: Callable[[Array], Array]) -> Array:
         """The results of the choices ``inside``, each at ``place`` of ``count`` times ``size`` rows."""
         place = jnp.where(inside, place, count * size)
         # Rows that no choice fills repeat token 0 and are never read.
         rows = jnp.zeros((count * size + 1,), jnp.int32).at[place].set(token)[:-1]
-        done = multiply(x.at[rows].get(mode=IN_BOUNDS).reshape(count, size, -1), numbers).reshape(count * size, -1)
-        own = done.at[jnp.where(inside, place, 0)].get(mode=IN_BOUNDS)  # [T, A, D]
-        return jnp.sum(jnp.where(inside[..., None], own * share[..., None], 0.0), axis=1)
+        done = multiply(x.at[rows].get(mode=IN_BOUNDS).reshape(count, size, -1), own).reshape(count * size, -1)
+        result = done.at[jnp.where(inside, place, 0)].get(mode=IN_BOUNDS)  # [T, A, D]
+        return jnp.sum(jnp.where(inside[..., None], result * share[..., None], 0.0), axis=1)
 
-    total = added(real & (place < size), chosen * size + place, None, experts)
+    total = added(real & (place < size), chosen * size + place, experts, lambda leaf: leaf)
     if not count:
         return total
     with jax.named_scope("tiles"):
         rows = jnp.sum(one, axis=0, dtype=jnp.float32).astype(jnp.int32)  # [E]
         own = jnp.maximum(-(-rows // size) - 1, 0)
         end = jnp.sum(jnp.where(np.tri(experts, dtype=bool), own, 0), axis=-1, dtype=jnp.int32)
-        expert = jnp.sum(end <= jnp.arange(count)[:, None], axis=-1, dtype=jnp.int32)
-        tile = jnp.sum(jnp.where(takes, end - own, 0), axis=-1) + place // size - 1
-        filled = added(real & (place >= size), tile * size + place % size, jnp.minimum(expert, experts - 1), count)
-    return total + filled
+        expert = jnp.minimum(jnp.sum(end <= jnp.arange(count)[:, None], axis=-1, dtype=jnp.int32), experts - 1)
+        tile = place + size * (jnp.sum(jnp.where(takes, end - own, 0), axis=-1) - 1)
+        more = added(real & (place >= size), tile, count, lambda leaf: leaf.at[expert].get(mode=IN_BOUNDS))
+    return total + more

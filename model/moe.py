@@ -188,7 +188,7 @@ def lowest(words: list[UInt32[Array, ""]]) -> tuple[Int32[Array, ""], list[UInt3
 
 def form_of(rows: int, config: Config, geometry: Geometry) -> Literal["chosen", "grouped", "some", "all", "tiles"]:
     """The way to multiply ``rows`` rows: by the matrices that each chooses, by batches of rows of every expert, by the
-    matrices of the device that some row chooses, by all of the device, or tile after tile.
+    device's matrices that some row chooses, by all of the device, or tile after tile.
 
     A card reads a matrix for each choice as fast as it computes, so it takes the chosen ones while there are no more
     choices than experts (docs/log/programs-cuda.md).
@@ -357,15 +357,12 @@ class MixtureOfExperts(nnx.Module):
         stacks, count = (self.experts_gate_up_proj, self.experts_down_proj), self.config.num_experts
         layers = (flattened(of_layer(stack, layer, split=True), count) for stack in stacks)
         (gate_up, up_scale), (down, down_scale) = (widened(weights, self.geometry) for weights in layers)
-        middle, limit = gate_up.shape[1] // 2, self.routed_limit(layer)
 
-        def multiply(rows: Float[Array, "N C D"], numbers: Int32[Array, "N"] | None) -> Float32[Array, "N C D"]:
-            def own(leaf: Array) -> Array:
-                return leaf if numbers is None else leaf.at[numbers].get(mode=IN_BOUNDS)
-
+        def multiply(rows: Float[Array, "N C D"], own: Callable[[Array], Array]) -> Float32[Array, "N C D"]:
             y = einsum("ecd,efd->ecf", rows, own(gate_up))
             y = y if up_scale is None else y * own(up_scale)[:, None]
-            hidden = swiglu(y[..., :middle], y[..., middle:], limit).astype(x.dtype)
+            gate, up = jnp.split(y, 2, axis=-1)
+            hidden = swiglu(gate, up, self.routed_limit(layer)).astype(x.dtype)
             done = einsum("ecf,edf->ecd", hidden, own(down))
             return done if down_scale is None else done * own(down_scale)[:, None]
 

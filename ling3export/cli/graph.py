@@ -65,18 +65,20 @@ def measured(graph: "Graph", profile: Path, artifact: Path) -> "Graph":
     """A graph with the times of a trace; lines on stderr say what they are."""
     from ling3export.artifacts.calibration import found_beside
     from ling3export.artifacts.manifest import read_manifest
-    from ling3export.graph.profile import calls, events, joined, trace_of
+    from ling3export.graph.profile import events, joined, trace_of
 
     data, where = trace_of(profile, graph.cell)
-    result = joined(graph, calls(events(data, where)), where)
+    result = joined(graph, events(data, where), where)
     share = f"{100 * result.unmatched:.1f} % of the time is that of loops and calls themselves, and in no row"
     click.echo(f"{graph.cell}: mean of {result.calls} calls in {where}, over all devices; {share}", err=True)
     calibration, _ = found_beside(artifact, read_manifest(artifact))
     if calibration is not None and calibration.target == graph.target and graph.cell in calibration.cells:
         whole = sum(one.times * one.seconds for one in result.graph.operations if one.seconds) / (1 - result.unmatched)
         plain = calibration.cells[graph.cell].median
-        text = f"{whole * 1e3:.3f} ms in the trace, {plain * 1e3:.3f} ms without: tracing makes small operations longer"
-        click.echo(f"{graph.cell}: {text}", err=True)
+        why = "tracing makes small operations longer" if whole > plain else "the host's part of a call is in no row"
+        click.echo(
+            f"{graph.cell}: {whole * 1e3:.3f} ms in the trace, {plain * 1e3:.3f} ms a call without: {why}", err=True
+        )
     return result.graph
 
 

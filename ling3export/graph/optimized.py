@@ -213,6 +213,7 @@ class _Walk:
             times=times,
             result_bytes=instruction.bytes,
             fused=_fused(module, instruction),
+            shared=self._inside(instruction.called["calls"][0]) if opcode == "fusion" else "",
             digest=self._digest(computation, instruction, [origins.get(name) for name in instruction.operands]),
         )
         if opcode.removesuffix("-start") in BETWEEN_DEVICES:

@@ -1,7 +1,8 @@
 """Measured times of operations, from a trace of jax's profiler: ``NAME.trace.json.gz``, Chrome's trace format.
 
 An event of an operation names it in ``hlo_op``, and the call in ``run_id``. Events of one thread nest: a loop has those
-of its body inside. So each operation counts by its own time, without the events inside it.
+of its body inside. So each operation counts by its own time, without the events inside it. A card's trace has kernels
+and no calls: ``kernels.py`` finds both.
 """
 
 import gzip
@@ -15,24 +16,12 @@ from typing import Any
 
 from ling3export.foundation.errors import ArtifactError
 from ling3export.foundation.reading import read_bytes
-from ling3export.graph.record import Graph, Operation
+from ling3export.graph.kernels import KNOWN, Event, calls_of, named
+from ling3export.graph.record import Graph
 
 LARGEST = 2**28  # bytes of a trace's text: the profiler writes at most a million events
-KNOWN = 0.9  # the share of a call's time that a program's operations must have for the call to be one of it
 SUFFIX = ".trace.json.gz"
 RECORD = "ling3export verify ARTIFACT --time --trace FOLDER"
-
-
-@dataclass(frozen=True)
-class Event:
-    """One run of an operation on one device: microseconds of its beginning and its length."""
-
-    name: str
-    run: str
-    device: str
-    thread: tuple[str, str]
-    begin: float
-    length: float
 
 
 Call = Mapping[str, float]  # the own seconds of each operation in one call, on one device
@@ -77,11 +66,12 @@ def _event(row: Any) -> Event | None:
     if not 0 <= length < 1e12 or not abs(begin) < 1e15:
         raise ValueError(f"an event of {length} µs at {begin} µs")
     # Kernels of a CUDA graph have the graph as their operation; their own name is the event's.
-    operation = str(details["hlo_op"])
-    name = str(row["name"]) if operation.startswith("command_buffer") else operation
+    name, node = str(details["hlo_op"]), None
+    if name.startswith("command_buffer"):
+        name, node = str(row["name"]), f"{name} {details.get('cuda_graph_node_id')}"
     device = str(details.get("device_ordinal", row.get("pid")))
     run = str(details.get("run_id", details.get("group_id", "")))
-    return Event(name, run, device, (str(row.get("pid")), str(row.get("tid"))), begin, length)
+    return Event(name, run, device, (str(row.get("pid")), str(row.get("tid"))), begin, length, node)
 
 
 def calls(events: Iterable[Event]) -> list[Call]:
@@ -106,7 +96,8 @@ def _call(group: list[Event]) -> Call:
 def own_times(ordered: Iterable[Event]) -> Iterator[tuple[str, float]]:
     """The name of each event of one thread, and its microseconds without those of the events inside it.
 
-    Events are ordered by their beginning; of two that begin together the longer one comes first.
+    A card may begin a kernel before the one before it ends: the earlier one counts until then. Events are ordered by
+    their beginning; of two that begin together the longer one comes first.
     """
     open_: list[tuple[float, str, list[float]]] = []  # end, name, own time
     for event in ordered:
@@ -114,7 +105,7 @@ def own_times(ordered: Iterable[Event]) -> Iterator[tuple[str, float]]:
             _, name, own = open_.pop()
             yield name, max(own[0], 0.0)
         if open_:
-            open_[-1][2][0] -= event.length
+            open_[-1][2][0] -= min(event.length, open_[-1][0] - event.begin)
         open_.append((event.begin + event.length, event.name, [event.length]))
     for _, name, own in open_:
         yield name, max(own[0], 0.0)
@@ -135,26 +126,31 @@ class Joined:
     unmatched: float
 
 
-def joined(graph: Graph, measured: Iterable[Call], where: str) -> Joined:
+def joined(graph: Graph, events: Iterable[Event], where: str) -> Joined:
     """The mean seconds of each operation over the calls of this program, matched by names.
 
-    A call counts if the operations of ``graph``, an optimized program, have ``KNOWN`` of its time.
+    A call counts if the operations of ``graph``, an optimized program, have ``KNOWN`` of its time. The calls of a card
+    count together.
 
     Raises:
         ArtifactError: No call is one of this program.
     """
     times: dict[str, float] = {}  # an instruction that is called in several places has one name in the trace
     for operation in graph.operations:
-        name = instruction(operation)
+        name = operation.instruction
         times[name] = times.get(name, 0.0) + operation.times
     around = {name for operation in graph.operations for name in operation.name.split("/")}  # loops and calls, too
     total, known, count = 0.0, 0.0, 0
     seconds: dict[str, float] = {}
-    for call in measured:
+    ordered = named(events, graph.operations)
+    apart = any(event.run for event in ordered)
+    for call in calls(ordered):
         whole = sum(call.values())
-        if sum(value for name, value in call.items() if name in around or name in times) < KNOWN * whole:
+        own = sum(value for name, value in call.items() if name in around or name in times)
+        runs = 1 if apart else calls_of(ordered, graph.operations)
+        if own < KNOWN * whole or not runs:
             continue
-        count += 1
+        count += runs
         total += whole
         for name, value in call.items():
             if name in times:
@@ -167,15 +163,10 @@ def joined(graph: Graph, measured: Iterable[Call], where: str) -> Joined:
         )
     operations = []
     for operation in graph.operations:
-        name = instruction(operation)
+        name = operation.instruction
         run = seconds[name] / count / times[name] if name in seconds and times[name] else None
         operations.append(replace(operation, seconds=run, source=None if run is None else "measured"))
     return Joined(replace(graph, operations=tuple(operations)), count, 0.0 if not total else 1 - known / total)
-
-
-def instruction(operation: Operation) -> str:
-    """The name that an operation has in its program's text, without the calls around it."""
-    return operation.name.rpartition("/")[2]
 
 
 def trace_of(path: Path, cell: str) -> tuple[bytes, str]:

@@ -44,6 +44,7 @@ class Operation:
         fused: Opcodes inside a fusion that do work, in their order.
         digest: A digest of its computation: opcode, types, attributes, the names of inputs that it reads, and
             everything inside a fusion; names of operations do not count.
+        shared: A digest of a fusion's computation alone: a card may run one kernel for fusions that have it in common.
     """
 
     name: str
@@ -68,11 +69,17 @@ class Operation:
     target: str | None = None
     fused: tuple[str, ...] = ()
     digest: str = ""
+    shared: str = ""
 
     @property
     def bytes(self) -> float:
         """Bytes read and written in one run."""
         return sum(self.read.values()) + sum(self.written.values())
+
+    @property
+    def instruction(self) -> str:
+        """The name in the program's text, without the loops and calls around it."""
+        return self.name.rpartition("/")[2]
 
     @property
     def part(self) -> str:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -9,9 +10,16 @@ from click.testing import CliRunner
 from ling3export.artifacts.manifest import read_manifest
 from ling3export.cli.main import main
 from ling3export.foundation.errors import ArtifactError
+from ling3export.graph import optimized
+from ling3export.graph.context import Context
+from ling3export.graph.hlo import unpacked
+from ling3export.graph.kernels import named
 from ling3export.graph.profile import calls, events, joined, trace_of
 from ling3export.graph.record import Graph, Operation
 from ling3export.report.cells import graph_of
+
+# Two cells of 4 layers at full width, built and traced on an H200 with jax 0.11.2.
+CARD = Path(__file__).parent / "h200"
 
 
 def row(name, begin, length, run="1", device="0", thread=7, **more):
@@ -49,13 +57,14 @@ LOOPED = traced(
 
 
 def test_an_operation_counts_without_those_inside_it():
-    one, two, three = sorted(calls(events(LOOPED, "trace")), key=lambda call: call["copy.1"])[:3]
+    ordered = named(events(LOOPED, "trace"), ())
+    one, two, three = sorted(calls(ordered), key=lambda call: call["copy.1"])[:3]
     assert {round(one["while.2"] * 1e6), round(two["while.2"] * 1e6)} == {30, 10}
     assert set(three) == {"copy.1", "while.2", "dot.3"} and three["while.2"] == pytest.approx(10e-6)
 
 
 def test_times_are_those_of_one_run_and_the_mean_over_calls_and_devices():
-    result = joined(graph(operation("copy.1"), operation("while.2/dot.3", 2)), calls(events(LOOPED, "trace")), "trace")
+    result = joined(graph(operation("copy.1"), operation("while.2/dot.3", 2)), events(LOOPED, "trace"), "trace")
     copied, product = result.graph.operations
     assert result.calls == 3 and copied.source == product.source == result.graph.seconds_source == "measured"
     assert copied.seconds == pytest.approx((10 + 30 + 10) / 3 * 1e-6)
@@ -67,17 +76,17 @@ def test_times_are_those_of_one_run_and_the_mean_over_calls_and_devices():
 def test_an_instruction_of_two_places_has_its_time_in_equal_parts():
     trace = traced(row("call.1", 0, 50), row("dot.3", 0, 30), row("call.2", 50, 20), row("dot.3", 50, 10))
     one, other = joined(
-        graph(operation("call.1/dot.3"), operation("call.2/dot.3")), calls(events(trace, "t")), "t"
+        graph(operation("call.1/dot.3"), operation("call.2/dot.3")), events(trace, "t"), "t"
     ).graph.operations
     assert one.seconds == other.seconds == pytest.approx(20e-6)
 
 
 def test_calls_of_other_programs_do_not_count():
     trace = traced(row("copy.1", 0, 10), row("sort.9", 100, 500, run="2"), row("copy.1", 600, 1, run="2"))
-    result = joined(graph(operation("copy.1")), calls(events(trace, "t")), "t")
+    result = joined(graph(operation("copy.1")), events(trace, "t"), "t")
     assert result.calls == 1 and result.graph.operations[0].seconds == pytest.approx(10e-6)
     with pytest.raises(ArtifactError, match="no call in the trace is one of cpu-tp1 decode@1"):
-        joined(graph(operation("dot.7")), calls(events(trace, "t")), "t")
+        joined(graph(operation("dot.7")), events(trace, "t"), "t")
 
 
 @pytest.mark.parametrize(
@@ -116,7 +125,7 @@ def test_a_recorded_trace_gives_the_time_of_the_programs_operations(artifact, tm
     }
     for cell in ("decode@8", "prefill@128"):
         data, where = trace_of(tmp_path / "traces", cell)
-        result = joined(graph_of(folder, manifest, target, cell), calls(events(data, where)), where)
+        result = joined(graph_of(folder, manifest, target, cell), events(data, where), where)
         assert result.calls == 10  # five on each device
         assert result.unmatched < 0.25
         timed = [one for one in result.graph.operations if one.seconds is not None]
@@ -128,3 +137,39 @@ def test_a_recorded_trace_gives_the_time_of_the_programs_operations(artifact, tm
     )
     assert said.exit_code == 0 and "µs: measured" in said.stdout, said.output
     assert "ms in the trace" in said.stderr and "% of the time is that of loops" in said.stderr
+
+
+def card_graph(cell):
+    text = unpacked((CARD / f"{cell}.hlo.xz").read_bytes())
+    return optimized.read(text, cell, "cuda-h200-here-tp1", Context(kinds=frozenset(("kda", "experts", "logits"))))
+
+
+@pytest.mark.parametrize(("cell", "microseconds"), [("decode@1", 439), ("sample@1", 184.8)])
+def test_every_kernel_of_a_cards_trace_is_an_operation(cell, microseconds):
+    """sample@1 has a conditional, and copies that the graph makes without a kernel of the program."""
+    data, where = trace_of(CARD, cell)
+    result = joined(card_graph(cell), events(data, where), where)
+    assert result.calls == 5 and abs(result.unmatched) < 1e-3
+    assert result.graph.totals().seconds == pytest.approx(microseconds * 1e-6, rel=5e-3)
+    timed = [one for one in result.graph.operations if one.seconds]
+    assert len(timed) == len(result.graph.operations) or cell == "sample@1"
+
+
+def test_equal_layers_that_share_a_kernel_have_their_own_times():
+    """The projections of KDA run the kernel `gemm_fusion_dot_22` in each layer; the logits' product reads 483 MB."""
+    data, where = trace_of(CARD, "decode@1")
+    result = joined(card_graph("decode@1"), events(data, where), where)
+    by_name = {one.name: one for one in result.graph.operations}
+    projections = [by_name[f"gemm_fusion_dot.{number}"] for number in (22, 24, 25)]
+    assert [one.layers for one in projections] == [(0,), (1,), (2,)]
+    assert all(13e-6 < one.seconds < 15e-6 for one in projections)
+    (logits,) = [one for one in result.graph.operations if one.layer_kind == "logits" and one.kind == "matrix products"]
+    assert logits.seconds == pytest.approx(113.7e-6, rel=0.01)
+    kernels = {event.name for event in events(data, where)}
+    assert {"gemm_fusion_dot_22", "loop_add_fusion_3"} <= kernels and "gemm_fusion_dot_24" not in kernels
+
+
+def test_a_cards_trace_of_another_program_is_refused():
+    data, where = trace_of(CARD, "sample@1")
+    with pytest.raises(ArtifactError, match="no call in the trace is one of cuda-h200-here-tp1 decode@1"):
+        joined(card_graph("decode@1"), events(data, where), where)
