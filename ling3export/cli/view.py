@@ -83,7 +83,6 @@ def show(
     """
     from ling3export.graph import show as tables
     from ling3export.opened import Program
-    from ling3export.report.cells import limits_of
 
     if as_text and (pattern or as_json):
         raise click.UsageError("--text prints the whole program, without PATTERN and --json.")
@@ -92,8 +91,8 @@ def show(
         click.echo(Program(artifact, manifest, name, cell).text(portable=portable))
         return
     (graph,) = read(artifact, (cell,), name, portable)
-    operations, limits = tables.matching(graph, pattern), limits_of(manifest, name)
+    operations = tables.matching(graph, pattern)
     if as_json:
-        click.echo(json.dumps(tables.document(graph, operations, limits), indent=1))
+        click.echo(json.dumps(tables.document(graph, operations), indent=1))
     else:
-        click.echo("\n".join(tables.table(graph, operations, limits)))
+        click.echo("\n".join(tables.table(graph, operations)))

@@ -20,7 +20,7 @@ from typing import Any
 from ling3export.foundation.errors import PlanError, listed
 from ling3export.foundation.tables import footnotes, selected
 from ling3export.graph.hlo import COLLECTIVES, ELEMENTWISE, LAYOUT
-from ling3export.graph.record import Graph, Operation, summed
+from ling3export.graph.record import QUANTITIES, Graph, Operation, summed
 
 # Custom calls that programs of this project have: native kernels, Pallas, sorts, and names that cost nothing.
 LISTED = re.compile(
@@ -84,8 +84,7 @@ DEFAULTS: dict[str, float] = {
     "dynamic-shape": 0,
     "extra-flops": 32,
 }
-SUMS = ("seconds", "flops", "bytes_weights", "bytes_state", "bytes_other", "collective_bytes")
-LIMITS = (*SUMS, "collectives", "fusions", "peak_bytes", "unscoped_share")
+LIMITS = (*QUANTITIES, "collectives", "fusions", "peak_bytes", "unscoped_share")
 
 
 def budgets(text: str, where: str) -> Budgets:
@@ -142,7 +141,7 @@ def quantities(graph: Graph) -> dict[str, float | None]:
     total = graph.totals()
     unscoped = summed(None, "", [one for one in graph.operations if one.layer_kind is None])
     return {
-        **{name: getattr(total, name) for name in SUMS},
+        **total.sums,
         "collectives": _runs(graph),
         "fusions": sum(one.opcode == "fusion" for one in graph.operations),
         "peak_bytes": graph.peak_bytes,

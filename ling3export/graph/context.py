@@ -64,7 +64,7 @@ def scope_of(module: Module, instruction: Instruction) -> str:
     """The scopes around an instruction; of a fusion without any, those of the product or the last operation in it."""
     if instruction.label or instruction.opcode != "fusion":
         return instruction.label
-    inner = module.computations[instruction.called["calls"][0]].instructions.values()
+    inner = module.fused(instruction).instructions.values()
     labelled = [one for one in inner if one.label or one.opcode == "fusion"]
     products = [one for one in labelled if one.opcode in ("dot", "convolution")]
     return next((label for one in [*products, *reversed(labelled)] if (label := scope_of(module, one))), "")

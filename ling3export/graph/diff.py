@@ -12,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ling3export.foundation.tables import footnotes, selected
-from ling3export.graph.record import Graph, Operation
+from ling3export.graph.record import QUANTITIES, Graph, Operation, columns
 
-QUANTITIES = ("seconds", "flops", "bytes_weights", "bytes_state", "bytes_other", "collective_bytes")
 SHARES = 1e-9  # relative: what differs by less is rounding of sums
 SHOWN = 12
 SCHEMA = "ling3.graph.diff/1"
@@ -41,7 +40,7 @@ class Change:
 
     def delta(self, quantity: str) -> float:
         """How much more of a quantity the program has after the change."""
-        before, after = (0.0 if side is None else _quantity(side, quantity) for side in (self.before, self.after))
+        before, after = (0.0 if side is None else side.total(quantity) for side in (self.before, self.after))
         return after - before
 
 
@@ -124,21 +123,12 @@ def compare(before: Graph, after: Graph) -> Difference:
 
 def _same(one: Operation, other: Operation) -> bool:
     return (one.opcode, one.shapes, one.digest) == (other.opcode, other.shapes, other.digest) and all(
-        _close(_quantity(one, quantity), _quantity(other, quantity)) for quantity in (*QUANTITIES, "bytes")
+        _close(one.total(quantity), other.total(quantity)) for quantity in (*QUANTITIES, "bytes")
     )
 
 
 def _close(one: float, other: float) -> bool:
     return abs(one - other) <= SHARES * max(abs(one), abs(other))
-
-
-def _quantity(operation: Operation, name: str) -> float:
-    if name == "seconds":
-        return 0.0 if operation.overlapped else operation.times * (operation.seconds or 0.0)
-    if name.startswith("bytes_"):
-        place = name.removeprefix("bytes_")
-        return operation.times * (operation.read.get(place, 0.0) + operation.written.get(place, 0.0))
-    return operation.times * float(getattr(operation, name))
 
 
 def _padding(cell: str) -> int | None:
@@ -194,22 +184,19 @@ def table(difference: Difference, *, markdown: bool = False) -> list[str]:
     title = f"{before.target} {before.cell} → {after.target} {after.cell}"
     if difference.equal:
         return [f"{title}: equal, {difference.matched} operations"]
-    old, new = before.totals(), after.totals()
+    old, new = (graph.totals().sums for graph in (before, after))
+    shown = columns(old), columns(new)
     totals = [
-        {"total": label, "before": _shown(name, one), "after": _shown(name, other), "change": _percent(one, other)}
-        for name, label in LABELS.items()
-        for one, other in [(getattr(old, name) or 0.0, getattr(new, name) or 0.0)]
-        if one or other
+        {"total": label, "before": shown[0][label], "after": shown[1][label], "change": _percent(old[name], new[name])}
+        for name, (label, *_) in QUANTITIES.items()
+        if old[name] or new[name]
     ]
-    if before.peak_bytes and after.peak_bytes:
-        sizes = before.peak_bytes, after.peak_bytes
-        shown = [f"{size / 1e6:,.2f}" for size in sizes]
-        totals.append(
-            {"total": "peak MB", "before": shown[0], "after": shown[1], "change": _percent(*map(float, sizes))}
-        )
+    peaks = before.peak_bytes, after.peak_bytes
+    if all(peaks):
+        one, other = (f"{(peak or 0) / 1e6:,.2f}" for peak in peaks)
+        totals.append({"total": "peak MB", "before": one, "after": other, "change": _percent(*peaks)})
     kinds = [
-        {"layer kind": kind, "operations": work, "changes": f"{sums['changes']:.0f}"}
-        | {label: _signed(name, sums[name]) for name, label in LABELS.items()}
+        {"layer kind": kind, "operations": work, "changes": f"{sums['changes']:.0f}"} | columns(sums, "+")
         for (kind, work), sums in difference.rows()
     ]
     largest = [
@@ -217,7 +204,7 @@ def table(difference: Difference, *, markdown: bool = False) -> list[str]:
             "change": change.kind,
             "operation": change.operation.name,
             "scope": _short(change.operation.scope),
-            "µs": _signed("seconds", change.delta("seconds")),
+            "µs": f"{change.delta('seconds') * 1e6:+,.2f}",
             "MB": f"{change.delta('bytes') / 1e6:+,.3f}",
         }
         for change in difference.changes[:SHOWN]
@@ -231,30 +218,8 @@ def table(difference: Difference, *, markdown: bool = False) -> list[str]:
     return [*lines, *(notes if markdown else footnotes(notes))]
 
 
-LABELS = {
-    "seconds": "µs",
-    "flops": "GFLOP",
-    "bytes_weights": "weights MB",
-    "bytes_state": "state MB",
-    "bytes_other": "other MB",
-    "collective_bytes": "moved MB",
-}
-
-
-def _scaled(name: str, value: float) -> float:
-    return value * {"seconds": 1e6, "flops": 1e-9}.get(name, 1e-6)
-
-
-def _shown(name: str, value: float) -> str:
-    return f"{_scaled(name, value):,.2f}"
-
-
-def _signed(name: str, value: float) -> str:
-    return f"{_scaled(name, value):+,.2f}" if value else "-"
-
-
-def _percent(before: float, after: float) -> str:
-    return f"{100 * (after / before - 1):+.1f} %" if before else "new"
+def _percent(before: float | None, after: float | None) -> str:
+    return f"{100 * ((after or 0.0) / before - 1):+.1f} %" if before else "new"
 
 
 def _short(scope: str) -> str:

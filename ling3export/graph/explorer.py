@@ -9,24 +9,20 @@ from typing import Any
 
 from ling3export.graph.diff import Difference
 from ling3export.graph.record import Graph, Operation
-from ling3export.graph.show import ranges
+from ling3export.graph.show import facts, ranges
 from ling3export.graph.view import path
 
 GRADIENT = [{"stop": 0, "bgColor": "#f6f3ee"}, {"stop": 1, "bgColor": "#e9a15b"}]
+OVERLAYS = (("time", "time (µs)", "seconds", 1e6), ("bytes", "bytes", "bytes", 1), ("flops", "FLOPs", "flops", 1))
 
 
 def documents(place: Path, graph: Graph, difference: Difference | None) -> dict[Path, Any]:
     """The files by path: the graph at ``place``, and next to it overlays, the graph before and the pairs."""
-    values = {
-        "time": {one.name: one.times * (one.seconds or 0.0) * 1e6 for one in graph.operations if not one.overlapped},
-        "bytes": {one.name: one.times * one.bytes for one in graph.operations},
-        "flops": {one.name: one.times * one.flops for one in graph.operations},
-    }
-    names = {"time": "time (µs)", "bytes": "bytes", "flops": "FLOPs"}
     files: dict[Path, Any] = {place: collection(graph)}
-    for name, results in values.items():
-        shown = {operation: {"value": round(value, 3)} for operation, value in results.items() if value}
-        overlay = {"name": names[name], "results": shown, "gradient": GRADIENT}
+    for name, title, quantity, unit in OVERLAYS:
+        values = {one.name: one.total(quantity) * unit for one in graph.operations}
+        results = {operation: {"value": round(value, 3)} for operation, value in values.items() if value}
+        overlay = {"name": title, "results": results, "gradient": GRADIENT}
         files[place.with_suffix(f".{name}.json")] = {graph.cell: overlay}
     if difference is not None:
         files[place.with_suffix(".before.json")] = collection(difference.before, " (before)")
@@ -55,29 +51,18 @@ def pairs(difference: Difference) -> dict[str, Any]:
 def collection(graph: Graph, note: str = "") -> dict[str, Any]:
     """A graph whose groups are layers, layer kinds and their parts; ``note`` follows its names."""
     names = {one.name for one in graph.operations}
-    nodes = [_node(one, names) for one in graph.operations]
+    nodes = [_node(graph, one, names) for one in graph.operations]
     return {"label": f"{graph.target} {graph.cell}{note}", "graphs": [{"id": f"{graph.cell}{note}", "nodes": nodes}]}
 
 
-def _node(one: Operation, names: set[str]) -> dict[str, Any]:
-    groups = [*([ranges(one.layers)] if one.layers else []), one.layer_kind or "other", *path(one)]
-    values = {
-        "opcode": one.opcode,
-        "work": one.kind,
-        "scope": one.scope,
-        "runs in a call": f"{one.times:g}",
-        "µs": "" if one.seconds is None else f"{one.times * one.seconds * 1e6:.3f}",
-        "bytes": f"{one.times * one.bytes:.0f}",
-        "FLOPs": f"{one.times * one.flops:.0f}",
-        "weights": ", ".join(one.weights),
-        "custom call": one.target or "",
-    }
+def _node(graph: Graph, one: Operation, names: set[str]) -> dict[str, Any]:
+    groups = filter(None, (ranges(one.layers), one.layer_kind or "other", *path(one)))
     sources = [name for name in dict.fromkeys(one.operands) if name in names]
     return {
         "id": one.name,
         "label": one.name.rpartition("/")[2],
         "namespace": "/".join(group.replace("/", "∕") for group in groups),
-        "attrs": [{"key": key, "value": value} for key, value in values.items() if value],
+        "attrs": [{"key": key, "value": value} for key, value in facts(graph, one).items() if value],
         "incomingEdges": [
             {"sourceNodeId": name, "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
             for number, name in enumerate(sources)

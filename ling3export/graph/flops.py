@@ -13,7 +13,7 @@ MOST_PAIRS = 10**7  # of positions in one dimension of a convolution
 def flops(module: Module, computation: Computation, instruction: Instruction) -> float:
     """Floating-point operations of the matrix products in an instruction, two for each multiplication."""
     if instruction.opcode == "fusion":
-        inner = module.computations[instruction.called["calls"][0]]
+        inner = module.fused(instruction)
         return sum(flops(module, inner, one) for one in inner.instructions.values())
     if instruction.opcode not in ("dot", "convolution"):
         return 0.0

@@ -5,7 +5,7 @@ kind of work an instruction is, and which bytes it moves through the large memor
 import lzma
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -32,16 +32,31 @@ PRODUCTS, INDEXED, SORTS, REDUCTIONS, LAYOUT, ELEMENTWISE = KINDS = (
     "elementwise",
 )
 COLLECTIVES = "collectives"  # whose time is in no estimate
-BETWEEN = ("all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter")  # opcodes of devices
+BETWEEN = {"all-gather", "all-reduce", "all-to-all", "collective-permute", "reduce-scatter"}  # opcodes of devices
 # The first row that names an instruction, or one inside a fusion, decides its kind.
 OPCODES = (
-    (PRODUCTS, {"convolution", "dot", "ragged-dot"}),
-    (SORTS, {"sort", "topk"}),
+    (COLLECTIVES, BETWEEN),
+    (PRODUCTS, {"convolution", "dot", "dot-general", "ragged-dot"}),
+    (SORTS, {"composite", "sort", "topk"}),
     (INDEXED, {"gather", "scatter", "dynamic-slice", "dynamic-update-slice"}),
     (REDUCTIONS, {"reduce", "reduce-window"}),
 )
-MOVING = {"broadcast", "concatenate", "copy", "iota", "pad", "reshape", "reverse", "slice", "transpose"}
-SILENT = {"bitcast", "constant", "fusion", "get-tuple-element", "parameter", "tuple"}
+MOVING = {
+    "broadcast",
+    "broadcast-in-dim",
+    "concatenate",
+    "copy",
+    "iota",
+    "pad",
+    "reshape",
+    "reverse",
+    "slice",
+    "transpose",
+}
+# These instructions do no work of their own; the instructions that make or use their values do it.
+FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
+        "copy-done", "async-done", "slice-done", "call-update", "call-done", "opt-barrier", "domain",
+        *(f"{opcode}-done" for opcode in BETWEEN)}  # fmt: skip
 SLICING = {"dynamic-slice", "gather", "slice"}  # read no more of their first operand than they return
 UPDATING = {"dynamic-update-slice": 1, "scatter": 2}  # write the operand of this number into their first one
 TYPE = re.compile(r"(?:[a-z]+[0-9]+|pred)\[[0-9,<=]*\](?:\{[^}]*\})?")
@@ -150,9 +165,12 @@ class Module:
 
     computations: dict[str, Computation]
     entry: Computation
-    aliased: Mapping[int, int] = field(
-        default_factory=dict
-    )  # by a result's number, the parameter that it is written into
+    # By a result's number, the parameter that it is written into.
+    aliased: Mapping[int, int] = field(default_factory=dict)
+
+    def fused(self, fusion: Instruction) -> Computation:
+        """The computation of a fusion."""
+        return self.computations[fusion.called["calls"][0]]
 
 
 def _instruction(name: str, text: str, root: bool) -> Instruction:
@@ -250,7 +268,7 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     condition = Frame(module.computations[loop.called["condition"][0]], frame, loop)
     root = condition.computation.root
     if root.opcode == "fusion":
-        condition = Frame(module.computations[root.called["calls"][0]], condition, root)
+        condition = Frame(module.fused(root), condition, root)
         root = condition.computation.root
     if root.opcode != "compare" or "direction=LT" not in root.attributes:
         return None
@@ -258,29 +276,20 @@ def trip_count(module: Module, frame: Frame, loop: Instruction) -> int | None:
     return None if first is None or last is None else max(0, last - first)
 
 
-def kind(module: Module, instruction: Instruction) -> str:
-    """One of KINDS; a fusion has the kind of the operation in it that usually takes the most time."""
-    opcodes = _opcodes(module, instruction)
+def kind(opcodes: Collection[str]) -> str:
+    """The kind of work of an instruction, by its opcode or those of a fusion: the one that usually takes most time."""
     for name, members in OPCODES:
-        if opcodes & members:
+        if not members.isdisjoint(opcodes):
             return name
-    return LAYOUT if opcodes <= MOVING else ELEMENTWISE
+    return LAYOUT if MOVING.issuperset(opcodes) else ELEMENTWISE
 
 
-def kinds_of(module: Module) -> dict[str, str]:
-    """The kind of every instruction of a module, by its name: one of KINDS, or COLLECTIVES."""
-    instructions = [one for inner in module.computations.values() for one in inner.instructions.values()]
-    return {one.name: COLLECTIVES if one.opcode.startswith(BETWEEN) else kind(module, one) for one in instructions}
-
-
-def _opcodes(module: Module, instruction: Instruction) -> set[str]:
-    """The opcode of an instruction; of a fusion, the opcodes of all that is in it."""
+def opcodes(module: Module, instruction: Instruction) -> tuple[str, ...]:
+    """The opcode of an instruction; of a fusion, those of everything in it that does work."""
     if instruction.opcode != "fusion":
-        return {instruction.opcode}
-    inner = _called(module, instruction).instructions.values()
-    return set().union(
-        *(_opcodes(module, one) for one in inner if one.opcode == "fusion"), {one.opcode for one in inner} - SILENT
-    )
+        return (instruction.opcode,)
+    inner = module.fused(instruction).instructions.values()
+    return tuple(opcode for one in inner for opcode in opcodes(module, one) if opcode not in FREE)
 
 
 def large_bytes(shape: str) -> int:
@@ -326,10 +335,6 @@ def access(module: Module, computation: Computation, instruction: Instruction) -
     return Access(tuple(large_bytes(operand.shape) for operand in operands), written)
 
 
-def _called(module: Module, fusion: Instruction) -> Computation:
-    return module.computations[fusion.called["calls"][0]]
-
-
 def _result(inner: Computation) -> Instruction:
     """The instruction that makes a computation's result; bitcasts make nothing."""
     root = inner.root
@@ -339,7 +344,7 @@ def _result(inner: Computation) -> Instruction:
 
 
 def _fused(module: Module, fusion: Instruction, operands: list[Instruction]) -> Access:
-    inner = _called(module, fusion)
+    inner = module.fused(fusion)
     names = {number: name for name, number in inner.parameters.items()}
     read = tuple(min(_used(module, inner, names[i]), large_bytes(operand.shape)) for i, operand in enumerate(operands))
     root = _result(inner)
@@ -369,7 +374,7 @@ def _used(module: Module, inner: Computation, name: str) -> int:
         if user.opcode == "bitcast":
             used += _used(module, inner, user.name)
         elif user.opcode == "fusion":
-            nested = _called(module, user)
+            nested = module.fused(user)
             if _result(nested).opcode == "parameter":
                 used += _used(module, inner, user.name)
             used += sum(

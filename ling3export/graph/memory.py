@@ -15,8 +15,20 @@ from typing import Any
 
 from ling3export.foundation.tables import aligned, footnotes
 from ling3export.graph.context import classified_kind, scope_of
-from ling3export.graph.hlo import ELEMENTWISE, TYPE, WIDTHS, Computation, Instruction, Module, dims, kind, parse
-from ling3export.graph.optimized import BRANCHES, FREE, reused
+from ling3export.graph.hlo import (
+    ELEMENTWISE,
+    FREE,
+    TYPE,
+    WIDTHS,
+    Computation,
+    Instruction,
+    Module,
+    dims,
+    kind,
+    opcodes,
+    parse,
+)
+from ling3export.graph.optimized import BRANCHES, reused
 
 PASSING = {"tuple", "get-tuple-element", "bitcast"}  # these read no operand
 TILED = re.compile(r"\{([0-9,]*):T\(([0-9,]+)\)")
@@ -146,9 +158,9 @@ class _Frame:
         return tuple(self._new(one, array) if part is None else part for array, part in zip(arrays, parts, strict=True))
 
     def _new(self, one: Instruction, shape: str, size: int | None = None) -> Tensor:
-        kind = classified_kind(scope_of(self._module, one), self._kinds)
+        layer_kind = classified_kind(scope_of(self._module, one), self._kinds)
         size = padded_bytes(shape) if size is None else max(0, size)
-        tensor = Tensor(one.name, size, "temporary", plain(shape), kind)
+        tensor = Tensor(one.name, size, "temporary", plain(shape), layer_kind)
         self._made[one.name].append(tensor)
         return tensor
 
@@ -186,7 +198,7 @@ class _Frame:
         for place, one in enumerate(self._order):
             live = [tensor for tensor in live if ends[tensor] >= place]
             new = [tensor for tensor in self._made[one.name] if tensor not in self.elsewhere]
-            if new and kind(self._module, one) == ELEMENTWISE:
+            if new and kind(opcodes(self._module, one)) == ELEMENTWISE:
                 for size in [tensor.bytes for tensor in new]:
                     replaced = next((old for old in live if ends[old] == place and old.bytes == size), None)
                     live = [tensor for tensor in live if tensor is not replaced]

@@ -14,9 +14,11 @@ from ling3export.graph.context import Context, attributed, enclosing, scope_of
 from ling3export.graph.flops import flops
 from ling3export.graph.hlo import (
     ARRAY,
+    BETWEEN,
     CALLED,
     COLLECTIVES,
     FAST,
+    FREE,
     Access,
     Computation,
     Frame,
@@ -24,6 +26,7 @@ from ling3export.graph.hlo import (
     Module,
     access,
     kind,
+    opcodes,
     parse,
     trip_count,
 )
@@ -32,11 +35,6 @@ from ling3export.graph.record import Graph, Loop, Operation
 
 CUSTOM_CALLS = "custom calls"
 PREFETCHES = "prefetches"  # from one memory of a device to another, at the same time as other work
-BETWEEN_DEVICES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
-# These instructions do no work of their own; the instructions that make or use their values do it.
-FREE = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all", "partition-id", "replica-id",
-        "copy-done", "async-done", "slice-done", "call-update", "call-done", "opt-barrier", "domain",
-        *(f"{opcode}-done" for opcode in BETWEEN_DEVICES)}  # fmt: skip
 MOVED = ("copy-start", "async-start", "slice-start")  # run at the same time as other work
 BRANCHES = ("branch_computations", "true_computation", "false_computation")
 LARGE_CONSTANT = 1024  # bytes
@@ -66,6 +64,8 @@ def read(text: str, cell: str, target: str, context: Context, peak_bytes: int | 
         form="optimized",
         operations=tuple(attributed(walk.operations, walk.users, context)),
         peak_bytes=peak_bytes,
+        bandwidth=context.bandwidth,
+        peak_flops=context.peak,
         loops=tuple(walk.loops),
         constants=_constants(module),
         aliased=frozenset(name for number, name in enumerate(context.inputs) if number in module.aliased.values()),
@@ -203,6 +203,7 @@ class _Walk:
         prefix: str,
     ) -> Operation | None:
         module, opcode = self._module, instruction.opcode
+        work = opcodes(module, instruction)
         operation = Operation(
             name=f"{prefix}{instruction.name}",
             opcode=opcode,
@@ -212,11 +213,11 @@ class _Walk:
             scope=scope_of(module, instruction),
             times=times,
             result_bytes=instruction.bytes,
-            fused=_fused(module, instruction),
+            fused=work if opcode == "fusion" else (),
             shared=self._inside(instruction.called["calls"][0]) if opcode == "fusion" else "",
             digest=self._digest(computation, instruction, [origins.get(name) for name in instruction.operands]),
         )
-        if opcode.removesuffix("-start") in BETWEEN_DEVICES:
+        if opcode.removesuffix("-start") in BETWEEN:
             return replace(operation, kind=COLLECTIVES, collective_bytes=instruction.bytes)
         operands = [computation.instructions[name] for name in instruction.operands]
         if opcode == "custom-call":
@@ -225,7 +226,7 @@ class _Walk:
         read, written = _places(moved, instruction, origins)
         operation = replace(
             operation,
-            kind=PREFETCHES if opcode in MOVED else kind(module, instruction),
+            kind=PREFETCHES if opcode in MOVED else kind(work),
             flops=flops(module, computation, instruction),
             weights=_weights(instruction, origins),
             overlapped=opcode in MOVED,
@@ -261,19 +262,6 @@ def _by_place(sizes: Iterable[float], origins: Iterable[Origin]) -> dict[str, fl
     return places
 
 
-def _fused(module: Module, instruction: Instruction) -> tuple[str, ...]:
-    """Opcodes inside a fusion, those of fusions inside it, too."""
-    if instruction.opcode != "fusion":
-        return ()
-    inner = module.computations[instruction.called["calls"][0]].instructions.values()
-    return tuple(
-        opcode
-        for one in inner
-        for opcode in (_fused(module, one) if one.opcode == "fusion" else (one.opcode,))
-        if opcode not in FREE
-    )
-
-
 def _bound(computation: Computation, operands: Sequence[Origin]) -> dict[str, Origin]:
     return {
         name: operands[number] if number < len(operands) else None for name, number in computation.parameters.items()
@@ -294,7 +282,7 @@ def reused(module: Module, instruction: Instruction, operands: Sequence[Any]) ->
     if opcode in SAME_BUFFER:
         return operands[0]
     if opcode == "fusion":
-        return _updated(module.computations[instruction.called["calls"][0]], operands)
+        return _updated(module.fused(instruction), operands)
     if opcode == "custom-call" and "output_to_operand_aliasing" in instruction.attributes:
         aliases = {result: operands[int(number)] for result, number, _ in ALIASES.findall(instruction.attributes)}
         if "" in aliases:
@@ -330,7 +318,7 @@ def _copied(module: Module, instruction: Instruction, operands: Sequence[Instruc
     """
     if instruction.opcode not in ("copy", "copy-start"):
         return 0
-    if {*(_fused(module, operands[0]) or (operands[0].opcode,))} == {"broadcast"}:
+    if {*opcodes(module, operands[0])} == {"broadcast"}:
         return 0
     return operands[0].bytes if all(FAST not in one.shape for one in (instruction, *operands)) else 0
 

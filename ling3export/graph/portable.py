@@ -12,24 +12,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ling3export.graph.context import Context, classified, enclosing
-from ling3export.graph.hlo import COLLECTIVES, ELEMENTWISE, INDEXED, LAYOUT, PRODUCTS, REDUCTIONS, SORTS, WIDTHS
+from ling3export.graph.hlo import BETWEEN, SLICING, UPDATING, WIDTHS, kind
 from ling3export.graph.optimized import CUSTOM_CALLS, Origin, branch_shares, place_of, taken
 from ling3export.graph.record import Graph, Loop, Operation
 from ling3export.machine import portable
 
-KINDS = {
-    PRODUCTS: {"dot_general", "convolution"},
-    SORTS: {"sort", "composite"},
-    INDEXED: {"gather", "scatter", "dynamic_slice", "dynamic_update_slice"},
-    REDUCTIONS: {"reduce", "reduce_window"},
-    LAYOUT: {"broadcast_in_dim", "concatenate", "iota", "pad", "reshape", "reverse", "slice", "transpose"},
-    COLLECTIVES: {"all_reduce", "all_gather", "all_to_all", "collective_permute", "reduce_scatter"},
-    CUSTOM_CALLS: {"custom_call"},
-}
-OPCODES = {opcode: kind for kind, opcodes in KINDS.items() for opcode in opcodes}
 FREE = {"constant", "return", "reshape", "optimization_barrier", "partition_id", "get_tuple_element", "tuple"}
-SLICING = {"dynamic_slice", "gather", "slice"}
-UPDATING = {"dynamic_update_slice": 1, "scatter": 2}
 # The result is the first operand's buffer, perhaps changed; or a new value made of the first operand.
 SAME_BUFFER = {"reshape", "optimization_barrier", "dynamic_update_slice", "scatter"}
 TAKEN = {"dynamic_slice", "slice", "gather", "convert", "transpose", "broadcast_in_dim"}
@@ -48,7 +36,15 @@ def read(blob: bytes, cell: str, target: str, context: Context) -> Graph:
             str(one.name).strip('"'): one for one in module.body.operations if one.operation.name == "func.func"
         }
         walk.run(walk.functions["main"].regions[0].blocks[0])
-    return Graph(cell=cell, target=target, form="portable", operations=tuple(walk.operations), loops=tuple(walk.loops))
+    return Graph(
+        cell=cell,
+        target=target,
+        form="portable",
+        operations=tuple(walk.operations),
+        loops=tuple(walk.loops),
+        bandwidth=context.bandwidth,
+        peak_flops=context.peak,
+    )
 
 
 @dataclass(frozen=True)
@@ -168,23 +164,23 @@ class _Walk:
         results, operands = list(op.operation.results), list(op.operation.operands)
         origins = [self._origins.get(value) for value in operands]
         sizes, made = [_bytes(value.type) for value in operands], sum(_bytes(value.type) for value in results)
-        whole = made
-        if opcode in SLICING:
+        whole, work = made, opcode.replace("_", "-")
+        if work in SLICING:
             sizes = [made, *([0] * (len(sizes) - 1))]
-        if opcode in UPDATING:
-            made, sizes = sizes[UPDATING[opcode]], [0, *sizes[1:]]
+        if work in UPDATING:
+            made, sizes = sizes[UPDATING[work]], [0, *sizes[1:]]
         read: dict[str, float] = {}
         for origin, size in zip(origins, sizes, strict=True):
             # A weight counts where it is taken from its own buffer, not where a slice of it is used.
             read[place_of(origin)] = read.get(place_of(origin), 0.0) + size
-        written = place_of(origins[0]) if opcode in UPDATING else "other"
-        collective = OPCODES.get(opcode) == COLLECTIVES
+        written = place_of(origins[0]) if work in UPDATING else "other"
+        collective = work in BETWEEN
         layer_kind, layers = classified(place.scope, self._context)
         weights = [origin.removeprefix("~") for origin in origins if isinstance(origin, str)]
         return Operation(
             name=name,
             opcode=opcode,
-            kind=OPCODES.get(opcode, ELEMENTWISE),
+            kind=CUSTOM_CALLS if opcode == "custom_call" else kind([work]),
             shapes=tuple(_shape(value.type) for value in results),
             scope=place.scope,
             layer_kind=layer_kind,

@@ -5,8 +5,10 @@ sum over these operations.
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 SOURCES = ("compiler", "roofline", "measured")  # of an operation's seconds
 UNKNOWN = "unknown: counted once"  # the source of a loop's trips that nothing tells
@@ -14,6 +16,15 @@ UNKNOWN = "unknown: counted once"  # the source of a loop's trips that nothing t
 OF_JAX = re.compile(r"while|body|cond|branch_\w+|closed_call|call_exported|eval_jaxpr|shard_map|\w*\(.*\)|.*->.*")
 # Where an operation's bytes lie: a weight, an array of the state, or anything else (activations, batch, outputs).
 PLACES = ("weights", "state", "other")
+# The sums of operations: the name of a table's column, the factor of its unit, and its digits.
+QUANTITIES = {
+    "flops": ("GFLOP", 1e-9, 3),
+    "bytes_weights": ("weights MB", 1e-6, 2),
+    "bytes_state": ("state MB", 1e-6, 2),
+    "bytes_other": ("other MB", 1e-6, 2),
+    "collective_bytes": ("moved MB", 1e-6, 2),
+    "seconds": ("µs", 1e6, 2),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,6 +87,15 @@ class Operation:
         """Bytes read and written in one run."""
         return sum(self.read.values()) + sum(self.written.values())
 
+    def total(self, quantity: str) -> float:
+        """One of ``QUANTITIES`` or another number, of all runs in a call; overlapped operations add no seconds."""
+        if quantity == "seconds":
+            return 0.0 if self.overlapped else self.times * (self.seconds or 0.0)
+        if quantity.startswith("bytes_"):
+            place = quantity.removeprefix("bytes_")
+            return self.times * (self.read.get(place, 0.0) + self.written.get(place, 0.0))
+        return self.times * float(getattr(self, quantity))
+
     @property
     def instruction(self) -> str:
         """The name in the program's text, without the loops and calls around it."""
@@ -101,20 +121,17 @@ class Loop:
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """Sums over operations, each as often as it runs.
+    """Sums over operations, each as often as it runs; ``seconds`` is None if no operation has any.
 
     Attributes:
         layer_kind: The kind of all of them; None for operations outside of every kind.
         operation_kind: The kind of all of them, or the name of the group that :meth:`Graph.rows` made.
         count: Operations in the program's text.
-        runs: Operations that one call runs.
-        seconds: None if no operation has any.
     """
 
     layer_kind: str | None
     operation_kind: str
     count: int
-    runs: float
     flops: float
     bytes_weights: float
     bytes_state: float
@@ -126,6 +143,11 @@ class Row:
     def bytes(self) -> float:
         """All bytes read and written."""
         return self.bytes_weights + self.bytes_state + self.bytes_other
+
+    @property
+    def sums(self) -> dict[str, float | None]:
+        """The sums by the names of ``QUANTITIES``."""
+        return {name: getattr(self, name) for name in QUANTITIES}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,6 +163,8 @@ class Graph:
         peak_bytes: The compiler's peak on one device; None if it is not recorded.
         constants: Bytes of the large constants in the program, by name.
         aliased: Inputs whose buffers the outputs reuse.
+        bandwidth: Bytes a second of the device's memory; None if no table has the device.
+        peak_flops: FLOPs a second of the device.
     """
 
     cell: str
@@ -151,6 +175,14 @@ class Graph:
     constants: Mapping[str, int] = field(default_factory=dict)
     aliased: frozenset[str] = frozenset()
     peak_bytes: int | None = None
+    bandwidth: float | None = None
+    peak_flops: float | None = None
+
+    def bound(self, operation: Operation) -> str:
+        """``memory`` or ``compute``, whichever takes longer on the device; empty for an operation without costs."""
+        if not self.bandwidth or not self.peak_flops or not (operation.bytes or operation.flops):
+            return ""
+        return "memory" if operation.bytes / self.bandwidth >= operation.flops / self.peak_flops else "compute"
 
     @property
     def unknown_loops(self) -> list[str]:
@@ -158,7 +190,7 @@ class Graph:
         return [loop.label for loop in self.loops if loop.source == UNKNOWN]
 
     def rows(self, by: str = "operation_kind") -> list[Row]:
-        """Sums by layer kind and ``operation_kind``, ``layer``, ``part`` or ``operation``; the largest first.
+        """Sums by layer kind, or also by ``operation_kind``, ``layer``, ``part`` or ``operation``; the largest first.
 
         An operation that several layers run counts in equal parts for each of them with ``layer``.
         """
@@ -177,17 +209,18 @@ class Graph:
     @property
     def seconds_source(self) -> str | None:
         """Where most of the seconds come from."""
-        seconds: dict[str, float] = {}
-        for operation in self.operations:
-            if operation.source is not None and operation.seconds is not None:
-                seconds[operation.source] = seconds.get(operation.source, 0.0) + operation.times * operation.seconds
-        return max(seconds, key=lambda source: seconds[source]) if seconds else None
+        seconds = Counter[str]()
+        for one in self.operations:
+            if one.source is not None:
+                seconds[one.source] += one.times * (one.seconds or 0.0)  # type: ignore[assignment]
+        return max(seconds, key=lambda source: seconds[source], default=None)
 
 
 def keyed(operations: Iterable[Operation], by: str) -> Iterable[tuple[Operation, str]]:
     """Each operation with the key of its group."""
     keys: dict[str, Callable[[Operation], str]] = {
         "operation_kind": lambda operation: operation.kind,
+        "layer_kind": lambda operation: "",
         "operation": lambda operation: operation.name,
         "part": lambda operation: operation.part or operation.kind,
     }
@@ -203,20 +236,16 @@ def keyed(operations: Iterable[Operation], by: str) -> Iterable[tuple[Operation,
 def summed(layer_kind: str | None, key: str, operations: Iterable[Operation]) -> Row:
     """The sums of some operations."""
     group = list(operations)
-    places = {
-        place: sum(op.times * (op.read.get(place, 0.0) + op.written.get(place, 0.0)) for op in group)
-        for place in PLACES
+    sums: dict[str, Any] = {name: sum(one.total(name) for one in group) for name in QUANTITIES}
+    if all(one.seconds is None or one.overlapped for one in group):
+        sums["seconds"] = None
+    return Row(layer_kind=layer_kind, operation_kind=key, count=len({one.name for one in group}), **sums)
+
+
+def columns(sums: Mapping[str, float | None], sign: str = "") -> dict[str, str]:
+    """Sums as cells of a table, by its columns; with the sign ``+`` 0 is a dash."""
+    return {
+        label: f"{(value or 0.0) * factor:{sign},.{digits}f}" if value or not sign else "-"
+        for name, (label, factor, digits) in QUANTITIES.items()
+        for value in [sums[name]]
     }
-    timed = [op.times * op.seconds for op in group if op.seconds is not None and not op.overlapped]
-    return Row(
-        layer_kind=layer_kind,
-        operation_kind=key,
-        count=len({op.name for op in group}),
-        runs=sum(op.times for op in group),
-        flops=sum(op.times * op.flops for op in group),
-        bytes_weights=places["weights"],
-        bytes_state=places["state"],
-        bytes_other=places["other"],
-        collective_bytes=sum(op.times * op.collective_bytes for op in group),
-        seconds=sum(timed) if timed else None,
-    )

@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from ling3export.foundation.errors import ArtifactError
-from ling3export.graph.record import PLACES, Graph, Operation
+from ling3export.graph.record import PLACES, QUANTITIES, Graph, Operation
 from ling3export.graph.summary import SCHEMA, cell
 
 LONGEST = 256  # characters of a name
-SUMS = ("flops", *(f"bytes_{place}" for place in PLACES), "collective_bytes")
 
 
 def read(data: bytes, where: str) -> dict[str, Graph]:
@@ -66,7 +65,7 @@ def _word(value: object) -> str:
 def _operation(row: Mapping[str, Any]) -> Operation:
     layer_kind = None if row["layer_kind"] is None else _word(row["layer_kind"])
     kind = _word(row["operation_kind"])
-    sums = {name: float(row[name]) for name in SUMS}
+    sums = {name: float(row[name]) for name in QUANTITIES if name != "seconds"}
     return Operation(
         name=f"{layer_kind or 'other'}: {kind}",
         opcode=kind,

@@ -2,26 +2,12 @@
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from ling3export.foundation.tables import footnotes, selected
 from ling3export.graph.record import OF_JAX, Graph, Operation
 
 DETAILED = 5  # operations that are shown with everything
-
-
-@dataclass(frozen=True)
-class Limits:
-    """The most that a device reaches: FLOPs a second, and bytes a second of its memory."""
-
-    flops: float
-    bandwidth: float
-
-    def bound(self, operation: Operation) -> str:
-        """``memory`` or ``compute``, whichever takes longer at these limits; empty for an operation without costs."""
-        seconds = operation.bytes / self.bandwidth, operation.flops / self.flops
-        return "" if not any(seconds) else "memory" if seconds[0] >= seconds[1] else "compute"
 
 
 def matching(graph: Graph, pattern: str) -> list[Operation]:
@@ -36,17 +22,12 @@ def matching(graph: Graph, pattern: str) -> list[Operation]:
     return [one for one in graph.operations if any(wanted in text.lower() for text in texts(one))]
 
 
-def document(graph: Graph, operations: Sequence[Operation], limits: Limits | None) -> list[dict[str, Any]]:
+def document(graph: Graph, operations: Sequence[Operation]) -> list[dict[str, Any]]:
     """Operations as JSON values; costs are those of one run."""
     users = readers(graph)
     return [
-        {
-            **{name: value for name, value in vars(one).items() if name not in ("read", "written", "digest")},
-            "read": dict(one.read),
-            "written": dict(one.written),
-            "bound_by": limits.bound(one) if limits else None,
-            "read_by": users.get(one.name, []),
-        }
+        {name: value for name, value in vars(one).items() if name != "digest"}
+        | {"bound_by": graph.bound(one) or None, "read_by": users.get(one.name, [])}
         for one in operations
     ]
 
@@ -60,50 +41,49 @@ def readers(graph: Graph) -> Mapping[str, list[str]]:
     return users
 
 
-def table(graph: Graph, operations: Sequence[Operation], limits: Limits | None) -> list[str]:
+def table(graph: Graph, operations: Sequence[Operation]) -> list[str]:
     """Operations for a person: a line each, or everything about a few."""
     title = f"{graph.target} {graph.cell}, {graph.form}: {len(operations)} of {len(graph.operations)} operations"
     if not operations:
         return [title]
     if len(operations) <= DETAILED:
         users = readers(graph)
-        return [title, *(line for one in operations for line in ["", *_details(one, users.get(one.name, []), limits)])]
+        return [title, *(line for one in operations for line in ["", *_details(graph, one, users.get(one.name, []))])]
     rows = [
         {
             "operation": one.name,
             "layer kind": one.layer_kind or "other",
-            "layers": _layers(one),
+            "layers": ranges(one.layers).partition(" ")[2] or "-",
             "work": one.kind,
             "runs": f"{one.times:g}",
             "µs": "-" if one.seconds is None else f"{one.times * one.seconds * 1e6:,.2f}",
-            "bytes": size(one.times * one.bytes),
-            "moved": size(one.times * one.collective_bytes),
-            "bound by": (limits.bound(one) if limits else "") or "-",
+            "bytes": size(one.total("bytes")),
+            "moved": size(one.total("collective_bytes")),
+            "bound by": graph.bound(one) or "-",
         }
         for one in operations
     ]
     return [title, *selected(rows, list(rows[0])), *footnotes(["µs and bytes are those of all runs in a call"])]
 
 
-def _layers(one: Operation) -> str:
-    return ranges(one.layers).partition(" ")[2] if one.layers else "-"
+def _details(graph: Graph, one: Operation, users: Sequence[str]) -> list[str]:
+    values = facts(graph, one) | {"reads": ", ".join(dict.fromkeys(one.operands)), "read by": ", ".join(users)}
+    return [one.name, *(f"  {name:<12}{value}" for name, value in values.items() if value)]
 
 
-def _details(one: Operation, users: Sequence[str], limits: Limits | None) -> list[str]:
+def facts(graph: Graph, one: Operation) -> dict[str, str]:
+    """Everything about an operation but its neighbours, by name; some facts are empty."""
+    moved = {
+        "reads": sum(one.read.values()),
+        "writes": sum(one.written.values()),
+        "moves between devices": one.collective_bytes,
+    }
     costs = [f"{one.flops / 1e6:,.3f} MFLOP"] if one.flops else []
-    for verb, count in (
-        ("reads", sum(one.read.values())),
-        ("writes", sum(one.written.values())),
-        ("moves between devices", one.collective_bytes),
-    ):
-        if count:
-            costs.append(f"{verb} {size(count)}")
-    if one.seconds is not None:
-        costs.append(f"{one.seconds * 1e6:,.2f} µs ({one.source})")
-    if limits and (bound := limits.bound(one)):
-        costs.append(f"bound by {bound}")
-    values = {
-        "layer kind": f"{one.layer_kind or 'none'}, {ranges(one.layers)}" if one.layers else one.layer_kind or "none",
+    costs += [f"{verb} {size(count)}" for verb, count in moved.items() if count]
+    costs += [f"{one.seconds * 1e6:,.2f} µs ({one.source})"] if one.seconds is not None else []
+    costs += [f"bound by {bound}"] if (bound := graph.bound(one)) else []
+    return {
+        "layer kind": ", ".join(filter(None, (one.layer_kind or "none", ranges(one.layers)))),
         "work": f"{one.kind} ({one.opcode})",
         "scope": "/".join(step for step in one.scope.split("/") if not OF_JAX.fullmatch(step)),
         "result": ", ".join(one.shapes),
@@ -112,10 +92,7 @@ def _details(one: Operation, users: Sequence[str], limits: Limits | None) -> lis
         "fused": ", ".join(fused(one)),
         "custom call": one.target or "",
         "weights": ", ".join(one.weights),
-        "reads": ", ".join(dict.fromkeys(one.operands)),
-        "read by": ", ".join(users),
     }
-    return [one.name, *(f"  {name:<12}{value}" for name, value in values.items() if value)]
 
 
 def fused(one: Operation) -> list[str]:
@@ -132,7 +109,7 @@ def size(count: float) -> str:
 
 
 def ranges(layers: Sequence[int]) -> str:
-    """``layer 7``, ``layers 0-2, 4-6``."""
+    """``layer 7``, ``layers 0-2, 4-6``; empty for none."""
     runs: list[list[int]] = []
     for layer in layers:
         if runs and runs[-1][-1] == layer - 1:
@@ -140,4 +117,4 @@ def ranges(layers: Sequence[int]) -> str:
         else:
             runs.append([layer])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs]
-    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(parts)}"
+    return f"layer{'s' if len(layers) > 1 else ''} {', '.join(parts)}" if parts else ""

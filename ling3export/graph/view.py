@@ -9,7 +9,7 @@ from typing import Any
 from ling3export.graph.diff import Difference, values
 from ling3export.graph.memory import Timeline
 from ling3export.graph.record import Graph, Operation
-from ling3export.graph.show import Limits, fused
+from ling3export.graph.show import fused
 from ling3export.graph.summary import SOURCES
 
 
@@ -19,7 +19,6 @@ class Shown:
 
     graph: Graph
     memory: Timeline | None = None
-    limits: Limits | None = None
     difference: Difference | None = None
 
 
@@ -47,9 +46,10 @@ def _cell(shown: Shown) -> dict[str, Any]:
         "target": graph.target,
         "form": graph.form,
         "source": SOURCES[source] if source else None,
-        **({} if shown.limits is None else vars(shown.limits)),
+        "flops": graph.peak_flops,
+        "bandwidth": graph.bandwidth,
         "peak": graph.peak_bytes,
-        "operations": [_operation(one) for one in graph.operations],
+        "operations": [_operation(graph, one) for one in graph.operations],
         "memory": memory
         and {
             "points": memory.points,
@@ -69,27 +69,20 @@ def _tensor(fields: dict[str, Any]) -> list[Any]:
     return [fields[name] for name in ("name", "bytes", "what", "shape", "layer_kind")]
 
 
-def _operation(one: Operation) -> dict[str, Any]:
+def _operation(graph: Graph, one: Operation) -> dict[str, Any]:
     """An operation as JSON values; costs are those of a call, all its runs."""
-    values = {
-        "name": one.name,
-        "opcode": one.opcode,
+    values = {name: getattr(one, name) for name in ("name", "opcode", "scope", "operands", "layers", "source")}
+    values |= {name: getattr(one, name) for name in ("weights", "target", "overlapped")}
+    values |= {
         "work": one.kind,
         "kind": one.layer_kind or "other",
         "path": path(one),
-        "scope": one.scope,
         "shapes": ", ".join(one.shapes),
-        "operands": one.operands,
-        "layers": one.layers,
         "runs": one.times,
-        "seconds": None if one.seconds is None else one.times * one.seconds,
-        "source": one.source,
-        "flops": one.times * one.flops,
-        "bytes": one.times * one.bytes,
-        "moved": one.times * one.collective_bytes,
-        "weights": one.weights,
-        "target": one.target,
+        "seconds": one.times * (one.seconds or 0.0),
+        "flops": one.total("flops"),
+        "bytes": one.total("bytes"),
+        "moved": one.total("collective_bytes"),
         "fused": fused(one),
-        "overlapped": one.overlapped,
     }
-    return {name: value for name, value in values.items() if value not in (None, "", 0, False, (), [])}
+    return {name: value for name, value in values.items() if value}

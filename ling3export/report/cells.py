@@ -18,7 +18,6 @@ from ling3export.graph.diff import compare
 from ling3export.graph.hlo import unpacked
 from ling3export.graph.memory import Timeline, timeline
 from ling3export.graph.record import Graph
-from ling3export.graph.show import Limits
 from ling3export.graph.view import Shown
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
@@ -60,7 +59,7 @@ def shown_of(folder: Path, manifest: Manifest, target: str, graph: Graph, before
     """A cell for the page: its graph, its memory if its program is scheduled, and changes since another program."""
     memory = memory_of(folder, manifest, target, graph.cell) if graph.form == "optimized" else None
     difference = None if before is None else compare(before, graph)
-    return Shown(graph, memory, limits_of(manifest, target), difference)
+    return Shown(graph, memory, difference)
 
 
 def file_changes(before: tuple[Manifest, str, str], after: tuple[Manifest, str, str]) -> list[str]:
@@ -78,13 +77,6 @@ def file_changes(before: tuple[Manifest, str, str], after: tuple[Manifest, str, 
     if one.exec is not None and other.exec is not None and one.exec.sha256 != other.exec.sha256:
         notes.append("the executables have other bytes; a compiler may give other bytes for the same program")
     return notes
-
-
-def limits_of(manifest: Manifest, target: str) -> Limits | None:
-    """The limits of a target's device; None if no table has it."""
-    record = manifest.targets[target]
-    chip = device(record.platform, record.kind, record.tp)
-    return None if chip is None else Limits(chip.flops, chip.bandwidth)
 
 
 def input_names(cell: Program, *, compiled: bool) -> tuple[str, ...]:

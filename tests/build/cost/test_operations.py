@@ -7,7 +7,7 @@ import pytest
 from ling3export.cost.chips import CHIPS
 from ling3export.cost.estimates import estimate
 from ling3export.graph.context import Context
-from ling3export.graph.hlo import KINDS, access, kind, large_bytes, parse
+from ling3export.graph.hlo import KINDS, access, kind, large_bytes, opcodes, parse
 from ling3export.graph.optimized import read
 
 CHIP = dataclasses.replace(CHIPS["tpu", "v6e"], clock=1e9, bandwidth=1e9)
@@ -133,7 +133,7 @@ def test_bytes_through_the_large_memory(name, expected, what):
 )
 def test_kinds_of_operations(names, expected):
     module = parse(MODULE)
-    assert {kind(module, module.entry.instructions[name]) for name in names} == {expected}
+    assert {kind(opcodes(module, module.entry.instructions[name])) for name in names} == {expected}
     assert expected in KINDS
 
 

@@ -33,7 +33,10 @@ OPERATIONS = (
         operands=("loop/q.1",), read={"other": 1e6}, written={"other": 5e5}, seconds=3e-5, source="compiler",
     ),
 )  # fmt: skip
-TOY = Graph(cell="decode@16", target="toy", form="optimized", operations=OPERATIONS, peak_bytes=4096)
+TOY = Graph(
+    cell="decode@16", target="toy", form="optimized", operations=OPERATIONS, peak_bytes=4096, bandwidth=1e12,
+    peak_flops=1e14,
+)  # fmt: skip
 ALIVE = memory.Timeline(
     (("look", 0), ("loop/q.1", 4096), (HOSTILE, 2048)),
     (memory.Tensor("params.kda.q", 8192, "weights", "bf16[64,64]"),),
@@ -43,7 +46,7 @@ ALIVE = memory.Timeline(
 
 
 def shown(before: Graph | None = None) -> Shown:
-    return Shown(TOY, ALIVE, show.Limits(1e14, 1e12), None if before is None else diff.compare(before, TOY))
+    return Shown(TOY, ALIVE, None if before is None else diff.compare(before, TOY))
 
 
 def slower(graph: Graph) -> Graph:
@@ -197,9 +200,8 @@ def test_a_full_size_program_opens_fast_and_fits_a_narrow_screen(tab, tmp_path, 
 def test_operations_are_found_and_shown_with_what_is_known():
     product = dataclasses.replace(OPERATIONS[1], fused=("convert", "convert", "dot"))
     graph = dataclasses.replace(TOY, operations=(OPERATIONS[0], product, OPERATIONS[2]))
-    limits = show.Limits(1e14, 1e12)
     assert show.matching(graph, "KDA.q") == show.matching(graph, "layer 1 ") == [product]
-    lines = "\n".join(show.table(graph, [product], limits))
+    lines = "\n".join(show.table(graph, [product]))
     for text in (
         "kda, layers 0-1",
         "convert 2, dot",
@@ -208,10 +210,10 @@ def test_operations_are_found_and_shown_with_what_is_known():
     ):
         assert text in lines
     assert "bound by compute" in lines and f"read by     {HOSTILE}" in lines
-    (row,) = show.document(graph, [OPERATIONS[2]], limits)
+    (row,) = show.document(graph, [OPERATIONS[2]])
     assert (row["bound_by"], row["operands"], row["read_by"]) == ("memory", ("loop/q.1",), [])
     many = dataclasses.replace(TOY, operations=tuple(dataclasses.replace(product, name=f"f{i}") for i in range(7)))
-    assert show.table(many, many.operations, limits)[2].split() == [
+    assert show.table(many, many.operations)[2].split() == [
         "f0", "kda", "0-1", "matrix", "products", "2", "20.00", "2.00", "MB", "-", "compute"
     ]  # fmt: skip
 
