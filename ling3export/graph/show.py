@@ -26,7 +26,7 @@ def document(graph: Graph, operations: Sequence[Operation]) -> list[dict[str, An
     """Operations as JSON values; costs are those of one run."""
     users = readers(graph)
     return [
-        {name: value for name, value in vars(one).items() if name != "digest"}
+        {name: value for name, value in vars(one).items() if name not in ("digest", "shared")}
         | {"bound_by": graph.bound(one) or None, "read_by": users.get(one.name, [])}
         for one in operations
     ]
