@@ -30,21 +30,19 @@ def take(stacked: Shaped[Array, "..."], index: Index, *, split: bool) -> Shaped[
     return lax.dynamic_index_in_dim(stacked, index, axis=1 if split else 0, keepdims=False)
 
 
-def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None, parts: int = 1) -> Float32[Array, "*rows _"]:
+def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None) -> Float32[Array, "*rows _"]:
     """The sum of squares over the last axis: ``[..., 1]``, or X times, ``[..., X]``, with ``sums``.
 
     ``sums`` is ``Geometry.sums``: the squares are multiplied in that precision by a matrix of ones, of one column for
-    an axis wider than WIDE. With ``parts`` each part of the axis has a sum of its own. XLA:TPU fuses the root and the
+    an axis wider than WIDE. XLA:TPU fuses the root and the
     scaling that follow into a product, but not into a sum (docs/log/programs-tpu.md): one operation instead of three.
     """
     if sums is None:
-        assert parts == 1
         return jnp.sum(x * x, axis=-1, keepdims=True)
-    width = x.shape[-1] // parts
-    if parts == 1 and width > WIDE:
+    width = x.shape[-1]
+    if width > WIDE:
         return jnp.matmul(x * x, np.ones((width, COLUMNS), np.float32), precision=sums)[..., :1]
-    ones = np.kron(np.eye(parts, dtype=np.float32), np.ones((width, width), np.float32))
-    return jnp.matmul(x * x, ones, precision=sums)
+    return jnp.matmul(x * x, np.ones((width, width), np.float32), precision=sums)
 
 
 @jax.named_scope("norm")
@@ -57,9 +55,16 @@ def rms_norm(
     return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
 
 
-def l2_norm(x: Float32[Array, "*rows X"], sums: str | None = None, parts: int = 1) -> Float32[Array, "*rows X"]:
-    """``x / sqrt(Σx² + 1e-6)`` over the last axis, or over each of ``parts`` of it."""
-    return x * lax.rsqrt(sum_of_squares(x, sums, parts) + NORM_L2_EPS)
+def l2_norm(
+    x: Float32[Array, "*rows X"], sums: str | None = None, scales: tuple[float, ...] = (1.0,)
+) -> Float32[Array, "*rows X"]:
+    """``x / sqrt(Σx² + 1e-6)`` over the last axis; with ``sums`` over each of its parts, times the part's scale."""
+    if sums is None:
+        return x * lax.rsqrt(sum_of_squares(x, None) + NORM_L2_EPS)
+    width = x.shape[-1] // len(scales)
+    square = np.repeat(np.asarray(scales, np.float32) ** -2, width)  # of the scale, under the root
+    ones = np.kron(np.eye(len(scales), dtype=np.float32), np.ones((width, width), np.float32)) * square
+    return x * lax.rsqrt(jnp.matmul(x * x, ones, precision=sums) + NORM_L2_EPS * square)
 
 
 def rope(

@@ -86,20 +86,21 @@ class KimiDeltaAttention(nnx.Module):
     ) -> Inputs:
         """Normalizes and scales what the convolution gave: q, k and v side by side."""
         q, k, v = jnp.split(conv, 3, axis=-1)
+        scales = self.config.head_dim**-0.5, 1.0
         if self.geometry.sum_by_matmul:  # both in one operation
-            q, k = jnp.split(l2_norm(conv[..., : -v.shape[-1]], self.geometry.sums, parts=2), 2, axis=-1)
+            q, k = l2_norm(q, self.geometry.sums, scales[:1]), l2_norm(k, self.geometry.sums)
         else:
-            q, k = l2_norm(q), l2_norm(k)
-        return Inputs(q * self.config.head_dim**-0.5, k, v, g, beta)
+            q, k = l2_norm(q) * scales[0], l2_norm(k)
+        return Inputs(q, k, v, g, beta)
 
     @jax.named_scope("output")
     def _output(
-        self, o: Float32[Array, "T H V"], gate: Float32[Array, "T H V"], layer: Index, dtype: jnp.dtype
+        self, o: Float32[Array, "*rows H V"], gate: Float32[Array, "T H V"], layer: Index, dtype: jnp.dtype
     ) -> Float32[Array, "T D"]:
         """Norm, elementwise sigmoid gate and o_proj: this device's partial sum."""
         weight = take(self.o_norm[...], layer, split=False)
-        y = rms_norm(o, weight, self.config.rms_norm_eps, self.geometry.sums) * jax.nn.sigmoid(gate)
-        return row_parallel(y.reshape(o.shape[0], -1).astype(dtype), self.o_proj, layer, self.geometry)
+        y = rms_norm(o, weight, self.config.rms_norm_eps, self.geometry.sums) * jax.nn.sigmoid(gate.reshape(o.shape))
+        return row_parallel(y.reshape(gate.shape[0], -1).astype(dtype), self.o_proj, layer, self.geometry)
 
     @jax.named_scope("kda")
     def decode(
@@ -200,7 +201,7 @@ class KimiDeltaAttention(nnx.Module):
         layer: Index,
         state: State,
         chunks: Chunks,
-    ) -> tuple[Float32[Array, "T H V"], State]:
+    ) -> tuple[Float32[Array, "*rows H V"], State]:
         """:meth:`_chunk_by_chunk` in the form ``tiles``."""
         assert chunks.tiles is not None
         tiles, heads, key = chunks.tiles, raw.shape[1], self.config.head_dim
@@ -218,6 +219,7 @@ class KimiDeltaAttention(nnx.Module):
 
         window = fill(state["kda_conv"].at[layer, chunks.slot].get(mode=IN_BOUNDS), 1)
         conv, kept = convolve_tiles(fill(raw, CHUNK), window, self._taps(layer)[:, 0], tiles.picks)
+        conv = lax.optimization_barrier(conv)  # or XLA:GPU computes it again for each of its parts
         kept = _finite(kept).reshape(total, heads, -1)[:count]
         written = jnp.where(chunks.last, chunks.slot, 0)
         state = state | {"kda_conv": state["kda_conv"].at[layer, written].set(kept, mode=IN_BOUNDS)}
@@ -233,10 +235,11 @@ class KimiDeltaAttention(nnx.Module):
 
         held = jnp.any(~chunks.from_zero & (chunks.slot > 0))
         tiled = Rows(*(rows(y) for y in (x.q, x.k, x.v, x.g, x.beta[..., None])))
-        ended, out = tile_scan(start, held, tiles.runs, tiled, island_precision(raw.dtype))
+        hold: Callable[[Any], Any] = lax.optimization_barrier if self.geometry.sum_by_matmul else lambda x: x
+        ended, out = tile_scan(start, held, tiles.runs, tiled, island_precision(raw.dtype), hold)
         place = tiles.place
 
-        def store(i: Index, pool: jax.Array) -> jax.Array:
+        def store(i: Index, pool: jax.Array, states: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:
             """Stores the states after the ends of runs that have the number ``i`` in their tiles."""
             ends = place == i
 
@@ -246,11 +249,14 @@ class KimiDeltaAttention(nnx.Module):
             slot = of_end(chunks.slot)
             old = pool.at[layer, slot].get(mode=IN_BOUNDS)
             begun = jnp.where((of_end(chunks.from_zero) > 0)[:, None, None, None], 0.0, old)
-            return pool.at[layer, slot].set(ended.states(ends, begun), mode=IN_BOUNDS)
+            return pool.at[layer, slot].set(states(ends, begun), mode=IN_BOUNDS)
 
         with jax.named_scope("ends"):  # a tile has seldom more than one
-            pool = lax.fori_loop(1, jnp.max(place) + 1, store, store(0, pool))
-        o = jnp.moveaxis(out, 1, 3).reshape(-1, heads, key)[: count * CHUNK]
+            pool = store(0, pool, ended.last_states)
+            pool = lax.fori_loop(1, jnp.max(place) + 1, lambda i, pool: store(i, pool, ended.states), pool)
+        # In tiles as long as their rows are those of `raw`, so that XLA:TPU fuses squares into the product of a norm.
+        o = jnp.moveaxis(out.reshape(*out.shape[:2], -1, key), 1, 2)
+        o = o if total == count else o.reshape(-1, heads, key)[: count * CHUNK]
         return o, state | {"kda_recurrent": pool}
 
     @jax.named_scope("convolution")

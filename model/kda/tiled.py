@@ -14,7 +14,7 @@ digits, and one factor a chunk and key instead of one a row.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +28,8 @@ from ling3export.model.kda.conv import picks_of
 TILE = 8  # chunks: 128 rows are what a matrix unit takes
 UNROLLED = 8  # links of the chain that are written out; more of them are a loop
 
+NEIGHBOURS = 4  # blocks that become one in a step of a triangular solve; of eight, fp32 loses a digit more
+
 HIGHEST = lax.Precision.HIGHEST  # the recurrence is an fp32 island
 
 
@@ -36,31 +38,57 @@ def island_precision(dtype: jnp.dtype) -> lax.Precision:
     return HIGHEST if dtype == jnp.float32 else lax.Precision.HIGH
 
 
+class Sums(NamedTuple):
+    """Which rows' decays add up to exponents."""
+
+    rows: Float32[Array, "J exponents rows"] | Float32[np.ndarray, "exponents rows"]  # ones where a row counts
+    shut: Float32[Array, "J exponents 1"]  # minus infinity where the decay is zero, else zero
+
+
 class Runs(NamedTuple):
     """Which chunks of each tile belong together; the same in every layer. J tiles of n chunks of C rows."""
 
     starts: Bool[Array, "J n"]  # whether the chunk's run starts in its tile
     same: Bool[Array, "J n n"]  # whether two chunks are of one run
-    sums: Float32[Array, "J 3*n n*C"]  # which rows' decays make ``enter``, ``leave`` and ``passed`` of each chunk
-    closed: Float32[Array, "J n*n 1"]  # minus infinity for a ``pair`` that is zero, else zero
+    shut: tuple[Float32[Array, "J _ 1"], ...]  # of the sums of :func:`fixed_sums`
+    last: tuple[Sums, Sums]  # the sums of :func:`to_ends` for the last end of each tile
 
 
-def runs_of(first: Bool[Array, "N"], chunk: int) -> Runs:
-    """:class:`Runs` of chunks; ``first`` is true where a run starts, and N is a multiple of the tile."""
-    size = min(TILE, first.shape[0])
+def runs_of(first: Bool[Array, "N"], end: Bool[Array, "J n"], chunk: int) -> Runs:
+    """:class:`Runs` of chunks; ``first`` is true where a run starts, and N is a multiple of the tile.
+
+    ``end`` is true for at most one chunk of each tile, the last one where the run of a sequence ends.
+    """
+    tiles, size = end.shape
     # 0: goes on from the tile before. Not jnp.cumsum, whose form for cuda the processor's compiler ends at.
-    number = jnp.sum(first.reshape(-1, 1, size) & np.tri(size, dtype=bool), axis=2, dtype=jnp.int32)
+    number = jnp.sum(first.reshape(tiles, 1, size) & np.tri(size, dtype=bool), axis=2, dtype=jnp.int32)
     same = number[:, :, None] == number[:, None]
-    one = np.arange(size)[:, None]
-    of, early, late = _halves_of(size, chunk)
-    enter = (of < one) | (early & (of == one))
-    leave = (of > one) | (late & (of == one))
-    counted = np.concatenate([enter, leave, of <= one]).astype(np.float32)
-    # A chunk's run has the rows of its chunks: products with ones say so for all rows in one operation.
-    spread = jnp.matmul(np.tile(np.eye(size, dtype=np.float32), (3, 1)), same.astype(jnp.float32), precision=HIGHEST)
-    sums = jnp.matmul(spread, (of == one).astype(np.float32), precision=HIGHEST) * counted
-    open_pair = (same & (one >= np.arange(size))).reshape(number.shape[0], -1)
-    return Runs(number > 0, same, sums, jnp.where(open_pair, 0.0, -jnp.inf)[..., None])
+    starts = number > 0
+    pairs = (same & np.tri(size, dtype=bool)).reshape(tiles, -1)
+    shut = tuple(_shut(opened) for opened in (pairs, ~starts, same[:, -1], ~starts[:, -1:]))
+    return Runs(starts, same, shut, to_ends(same, end, chunk))
+
+
+def _shut(opened: Bool[Array, "J exponents"]) -> Float32[Array, "J exponents 1"]:
+    return jnp.where(opened, 0.0, -jnp.inf)[..., None]
+
+
+def to_ends(same: Bool[Array, "J n n"], ends: Bool[Array, "J n"], chunk: int) -> tuple[Sums, Sums]:
+    """The decays from the middle of each chunk to the end of its run, and over the run.
+
+    ``ends`` are as in :meth:`Ended.states`. The decays of other runs are zero.
+    """
+    size = ends.shape[1]
+    mine = jnp.any(ends[:, :, None] & same, axis=1)  # chunks of the run that ends
+    rows = _rows_of(mine, chunk)[:, None]
+    _, leave = _middles(size, chunk)
+    return Sums(rows * leave.astype(np.float32), _shut(mine)), Sums(rows, _shut(jnp.any(mine, axis=1, keepdims=True)))
+
+
+def _rows_of(chunks: Bool[Array, "*tiles n"], chunk: int) -> Float32[Array, "*tiles rows"]:
+    """Ones for the rows of some chunks. A product says so for all rows in one operation."""
+    ones = np.repeat(np.eye(chunks.shape[-1], dtype=np.float32), chunk, axis=1)
+    return jnp.matmul(chunks.astype(jnp.float32), ones, precision=HIGHEST)
 
 
 def _halves_of(size: int, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -69,8 +97,15 @@ def _halves_of(size: int, chunk: int) -> tuple[np.ndarray, np.ndarray, np.ndarra
     return row // chunk, row % chunk < chunk // 2, row % chunk >= chunk // 2
 
 
-def fixed_sums(size: int, chunk: int) -> tuple[Float32[np.ndarray, "rows rows"], Float32[np.ndarray, "pairs rows"]]:
-    """Which rows' decays make ``grown`` and ``pair`` of :class:`Factors`, the same in every tile."""
+def _middles(size: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
+    """Which rows of a tile stand before, and which after, the middle of each chunk."""
+    of, early, late = _halves_of(size, chunk)
+    one = np.arange(size)[:, None]
+    return (of < one) | (early & (of == one)), (of > one) | (late & (of == one))
+
+
+def fixed_sums(size: int, chunk: int) -> list[Float32[np.ndarray, "exponents rows"]]:
+    """Which rows' decays make ``grown`` and the others of :class:`Factors`, the same in every tile."""
     of, early, late = _halves_of(size, chunk)
     row, one = np.arange(size * chunk), np.arange(size)[:, None]
     a, b = np.repeat(one, size, axis=0), np.tile(one, (size, 1))
@@ -78,7 +113,8 @@ def fixed_sums(size: int, chunk: int) -> tuple[Float32[np.ndarray, "rows rows"],
     forward = (of[:, None] == of) & late & late[:, None] & (row <= row[:, None])
     backward = (of[:, None] == of) & early & early[:, None] & (row > row[:, None])
     pair = (a > b) & (((of == b) & late) | ((of > b) & (of < a)) | ((of == a) & early))
-    return forward.astype(np.float32) - backward.astype(np.float32), pair.astype(np.float32)
+    sums = [pair, *_middles(size, chunk)]
+    return [forward.astype(np.float32) - backward.astype(np.float32), *(rows.astype(np.float32) for rows in sums)]
 
 
 class Tiles(NamedTuple):
@@ -110,38 +146,42 @@ def tiles_of(
     picks = picks_of(first, fill(fresh, 1), fill(length, 0), size, CHUNK, conv_history)
     end = fill(last, 0).reshape(-1, size)
     after = jnp.sum(end[:, None] & np.triu(np.ones((size, size), bool), 1), axis=2, dtype=jnp.int32)
-    return Tiles(runs_of(first, CHUNK), picks, jnp.where(end, after, -1))
+    return Tiles(runs_of(first, end & (after == 0), CHUNK), picks, jnp.where(end, after, -1))
 
 
-def unit_lower_inverse_blocks(
-    strict: Float32[Array, "*heads L L"], exact: lax.Precision = HIGHEST
-) -> Float32[Array, "*heads L L"]:
-    """``(I + A)^-1``, L a power of two, where ``A`` is what of ``strict`` lies below the diagonal.
+def unit_lower_solve_blocks(
+    strict: Float32[Array, "*heads L L"], y: Float32[Array, "*heads L Y"], exact: lax.Precision = HIGHEST
+) -> Float32[Array, "*heads L Y"]:
+    """``(I + A)^-1 y``, L a power of two, where ``A`` is what of ``strict`` lies below the diagonal.
 
     By blocks of 1, 2, 8, 32 …: with the inverses X of all blocks side by side and B what lies below them within four
     neighbours, N = X B has no fourth power, and the next X is ``(I + N²) (X - N X)``. That is three products of the
-    whole matrix, the first two of twice its width (X times [B | I] is [N | X]), which matrix units take as fast.
+    whole matrix, the first two of twice its width ([N | X] is X times [B | I]), which matrix units take as fast. The
+    last time, the rows ``y`` stand for I.
     """
     size = strict.shape[-1]
     row, column = np.arange(size)[:, None], np.arange(size)
-    inverse = jnp.eye(size, dtype=strict.dtype)
-    width = 1
-    while width < size:
-        many = 2 if width == 1 or size < 4 * width else 4
+    identity = np.eye(size, dtype=np.float32)
+
+    def beside(width: int, many: int, right: jax.Array | np.ndarray) -> jax.Array:
+        """``strict`` below the blocks, within ``many`` neighbours, and ``right``: a sum, which XLA:TPU fuses."""
         inside = (row // width > column // width) & (row // (many * width) == column // (many * width))
-        if width == 1:  # Blocks of one are their own inverses.
-            inverse = inverse - strict * inside.astype(np.float32)
-        elif many == 2:
-            below = strict * inside.astype(np.float32)
-            inverse = inverse - _product(inverse, _product(below, inverse, exact), exact)
+        columns, more = right.shape[-1], [(0, 0)] * (strict.ndim - 1)
+        left = jnp.pad(strict, [*more, (0, columns)]) * np.pad(inside, ((0, 0), (0, columns))).astype(np.float32)
+        return left + (jnp.pad(right, [*more, (size, 0)]) if right is y else np.pad(right, ((0, 0), (size, 0))))
+
+    # Blocks of one are their own inverses.
+    inverse, width = identity - strict * ((row == column + 1) & (row % 2 == 1)).astype(np.float32), 2
+    while width < size:
+        many = min(NEIGHBOURS, size // width)
+        wide = _product(inverse, beside(width, many, y if width * many == size else identity), exact)
+        if many == 2:
+            inverse = wide[..., size:] - _product(wide[..., :size], wide[..., size:], exact)
         else:
-            wide = jnp.pad(strict, [(0, 0)] * (strict.ndim - 1) + [(0, size)])
-            wide = wide * np.pad(inside, ((0, 0), (0, size))).astype(np.float32)
-            both = _product(inverse, wide + np.eye(size, 2 * size, size, dtype=np.float32), exact)
-            again = _product(both[..., :size], both, exact)
-            half = both[..., size:] - again[..., size:]
+            again = _product(wide[..., :size], wide, exact)
+            half = wide[..., size:] - again[..., size:]
             inverse = half + _product(again[..., :size], half, exact)
-        width *= many
+        width *= NEIGHBOURS
     return inverse
 
 
@@ -165,56 +205,91 @@ class Factors(NamedTuple):
     grown: Float32[Array, "J h n C K"]  # from the middle of its chunk to each row
     shrunk: Float32[Array, "J h n C K"]  # the inverse of ``grown``
     pair: Float32[Array, "J h a b K"]  # from the middle of chunk b to that of a; zero for another run and for b > a
-    enter: Float32[Array, "J h n K"]  # from the start of the run or tile to the middle of the chunk
-    leave: Float32[Array, "J h n K"]  # from the middle of the chunk to the end of the run or tile
-    passed: Float32[Array, "J h n K"]  # from the start of the run or tile to the end of the chunk
+    enter: Float32[
+        Array, "J h n K"
+    ]  # from the start of the tile to the middle of the chunk; zero if its run starts in it
+    leave: Float32[Array, "J h n K"]  # from the middle of the chunk to the end of the tile; zero if its run ends before
+    through: Float32[Array, "J h K"]  # over the tile; zero if its last run starts in it
 
 
 def factors(g: Float32[Array, "J h n C K"], runs: Runs) -> Factors:
-    """The decays that log decays ``g`` add up to: products with masks add up all exponents."""
+    """The decays that log decays ``g`` add up to: products with masks add up all exponents.
+
+    Each has a product of its own, for XLA:TPU a shorter operation than to take a part of another one's result.
+    """
     tiles, heads, size, chunk, key = g.shape
-    rows = size * chunk
-    g_rows = g.reshape(tiles, heads, rows, key)
+    within, *sums = fixed_sums(size, chunk)
+    shift = _added(within, g).reshape(g.shape)
+    pair, enter, leave = (_decays(Sums(*of), g) for of in zip(sums, runs.shut[:3], strict=True))
+    through = _decays(Sums(jnp.ones((tiles, 1, size * chunk)), runs.shut[3]), g)
+    pair = pair.reshape(tiles, heads, size, size, key)
+    return Factors(jnp.exp(shift), jnp.exp(-shift), pair, enter, leave, through[:, :, 0])
 
-    # XLA:TPU would transpose the result of one product for all of them.
-    def added(equation: str, sums: jax.Array | np.ndarray) -> jax.Array:
-        return jnp.einsum(equation, sums, g_rows, precision=HIGHEST)
 
-    within, pairs = fixed_sums(size, chunk)
-    shift = added("ms,jhsk->jhmk", within).reshape(g.shape)
-    pair = jnp.exp(added("ms,jhsk->jhmk", pairs) + runs.closed[:, None])
-    others = jnp.split(jnp.exp(added("jms,jhsk->jhmk", runs.sums)), 3, axis=2)
-    return Factors(jnp.exp(shift), jnp.exp(-shift), pair.reshape(tiles, heads, size, size, key), *others)
+def _decays(sums: Sums, g: Float32[Array, "J h n C K"]) -> Float32[Array, "J h exponents K"]:
+    return jnp.exp(_added(sums.rows, g) + sums.shut[:, None])
+
+
+def _added(
+    rows: Float32[Array, "J exponents rows"] | Float32[np.ndarray, "exponents rows"], g: Float32[Array, "J h n C K"]
+) -> Float32[Array, "J h exponents K"]:
+    tiles, heads, _, _, key = g.shape
+    flat = g.reshape(tiles, heads, -1, key)
+    if rows.ndim == 2:
+        return jnp.einsum("ms,jhsk->jhmk", rows, flat, precision=HIGHEST)
+    # Over the rows of all tiles: with an axis of tiles XLA:TPU would turn the result.
+    own = np.eye(tiles, dtype=np.float32).reshape(tiles, 1, tiles, 1)
+    added = jnp.einsum(
+        "mjs,jhsk->mhk", (rows[:, :, None] * own).reshape(-1, tiles, rows.shape[2]), flat, precision=HIGHEST
+    )
+    return jnp.moveaxis(added.reshape(tiles, -1, heads, key), 2, 1)
 
 
 class Ended(NamedTuple):
     """The terms of states at the ends of runs."""
 
     runs: Runs
-    gained: Float32[Array, "J h n C K"]  # what each row writes, as it is at the end of its run or tile
+    g: Float32[Array, "J h n C K"]
+    writes: Float32[Array, "J h n C K"]  # what each row writes, as it is at the middle of its chunk
     r: Float32[Array, "J h n C V"]  # with which difference
-    passed: Float32[Array, "J h n K"]  # as in ``Factors``
-    carry: Float32[Array, "J h K V"]  # the state that each tile takes over; zero for the first
+    carry: tuple[Float32[Array, "h K V"], ...]  # the state that each tile takes over; zero for the first
+    last: tuple[Float32[Array, "J h n C K"], Float32[Array, "J h 1 K"]]  # of the last end of each tile: what each row
+    # writes, and the decay over the run, both at the end of the run
     exact: lax.Precision
+
+    def last_states(self, ends: Bool[Array, "J n"], start: Float32[Array, "J h K V"]) -> Float32[Array, "J h K V"]:
+        """:meth:`states` for the last end of each tile."""
+        return self._states(*self.last, ends, start)
 
     def states(self, ends: Bool[Array, "J n"], start: Float32[Array, "J h K V"]) -> Float32[Array, "J h K V"]:
         """The states after the chunks ``ends``, at most one of each tile, each the last of its run or tile.
 
         ``start`` are the states before their runs, which count where the run starts in the tile.
         """
-        mine = jnp.any(ends[:, :, None] & self.runs.same, axis=1).astype(jnp.float32)  # chunks of its run
-        end = ends.astype(jnp.float32)
-        passed = jnp.sum(self.passed * end[:, None, :, None], axis=2)
+        leave, passed = (_decays(of, self.g) for of in to_ends(self.runs.same, ends, self.writes.shape[3]))
+        return self._states(self.writes * leave[..., None, :], passed, ends, start)
+
+    def _states(
+        self,
+        gained: Float32[Array, "J h n C K"],
+        passed: Float32[Array, "J h 1 K"],
+        ends: Bool[Array, "J n"],
+        start: Float32[Array, "J h K V"],
+    ) -> Float32[Array, "J h K V"]:
+        tiles, heads = gained.shape[:2]
         begun = jnp.any(ends & self.runs.starts, axis=1)[:, None, None, None]
-        tiles, heads, size, chunk, key = self.gained.shape
-        gained = (self.gained * mine[:, None, :, None, None]).reshape(tiles, heads, size * chunk, key)
-        r = self.r.reshape(tiles, heads, size * chunk, -1)
+        gained, r = (y.reshape(tiles, heads, -1, y.shape[-1]) for y in (gained, self.r))
         added = jnp.einsum("jhik,jhiv->jhkv", gained, r, precision=self.exact)
-        return passed[..., None] * jnp.where(begun, start, self.carry) + added
+        return passed[:, :, 0, :, None] * jnp.where(begun, start, jnp.stack(self.carry)) + added
 
 
 def tile_scan(
-    read_start: Callable[[], jax.Array], held: Bool[Array, ""], runs: Runs, x: Rows, exact: lax.Precision = HIGHEST
+    read_start: Callable[[], jax.Array],
+    held: Bool[Array, ""],
+    runs: Runs,
+    x: Rows,
+    exact: lax.Precision = HIGHEST,
+    hold: Callable[[Any], Any] = lax.optimization_barrier,
 ) -> tuple[Ended, Float32[Array, "J h n C V"]]:
     """(what makes states at ends of runs, o) of all chunks of a call; padding has zero ``g`` and ``beta``.
 
@@ -222,12 +297,19 @@ def tile_scan(
         read_start: Gives ``[J, h, n, K, V]``, for every chunk the state before its run.
         held: Where it is False, all runs start from zero and nothing is read.
         exact: The precision of products; decays are always added up at the highest.
+        hold: Keeps XLA:TPU from making several operations of what each row reads and writes, each of which computes
+            parts of the others again.
     """
     tiles, heads, size, chunk, key = x.k.shape
     rows, value = size * chunk, x.v.shape[-1]
     f = factors(x.g, runs)
     k_reads, q_reads = x.k * f.grown, x.q * f.grown
     writes = x.k * f.shrunk * x.beta  # [J, h, n, C, K]
+    enter, leave = f.enter[..., None, :], f.leave[..., None, :]
+    last_leave, last_passed = (_decays(of, x.g) for of in runs.last)
+    k_reads, q_reads, k_in, q_in, writes, gained, last_gained = hold(
+        (k_reads, q_reads, k_reads * enter, q_reads * enter, writes, writes * leave, writes * last_leave[..., None, :])
+    )
     seen = (writes[:, :, None] * f.pair[..., None, :]).reshape(tiles, heads, size, rows, key)
 
     def square(y: jax.Array) -> jax.Array:
@@ -237,61 +319,57 @@ def tile_scan(
         return y.reshape(tiles, heads, rows, -1)
 
     index = np.arange(rows)
-    q_scores = square(jnp.einsum("jhatk,jhaik->jhati", q_reads, seen, precision=exact))
-    mix = jnp.where(index[:, None] >= index, q_scores, 0.0)
-    inverse = unit_lower_inverse_blocks(square(jnp.einsum("jhatk,jhaik->jhati", k_reads, seen, precision=exact)), exact)
-
-    starts = runs.starts[:, None, :, None, None]
-    enter = f.enter[..., None, :]
+    reads = jnp.concatenate([q_reads, k_reads], axis=3)
+    q_scores, k_scores = jnp.split(jnp.einsum("jhatk,jhaik->jhati", reads, seen, precision=exact), 2, axis=3)
+    mix, strict = jnp.where(index[:, None] >= index, square(q_scores), 0.0), square(k_scores)
 
     def from_start() -> tuple[jax.Array, jax.Array, jax.Array]:
-        start = jnp.where(starts, read_start(), 0.0)
+        """For runs that start in their tile."""
+        start = jnp.where(runs.starts[:, None, :, None, None], read_start(), 0.0)
+        sums = _rows_of(runs.same, chunk) * _middles(size, chunk)[0].astype(np.float32)
+        enter = jnp.exp(_added(sums, x.g))[..., None, :]
         known = [jnp.einsum("jhatk,jhakv->jhatv", y * enter, start, precision=exact) for y in (k_reads, q_reads)]
-        return flat(known[0]), flat(known[1]), f.passed[:, :, -1, :, None] * start[:, :, -1]
+        passed = jnp.exp(_added(_rows_of(runs.same[:, -1:], chunk), x.g))[:, :, 0, :, None]
+        return flat(x.v) - flat(known[0]), flat(known[1]), passed * start[:, :, -1]
 
     def from_zero() -> tuple[jax.Array, jax.Array, jax.Array]:
-        none = jnp.zeros((tiles, heads, rows, value))
-        return none, none, jnp.zeros((tiles, heads, key, value))
+        return flat(x.v), jnp.zeros((tiles, heads, rows, value)), jnp.zeros((tiles, heads, key, value))
 
     with jax.named_scope("cached"):
-        k_known, q_known, before = lax.cond(held, from_start, from_zero)  # for runs that start in their tile
-    own = flat(x.v) - k_known
-    gained = writes * f.leave[..., None, :]
+        own, q_known, before = lax.cond(held, from_start, from_zero)
     if tiles == 1:
-        r = _product(inverse, own, exact)
+        r = unit_lower_solve_blocks(strict, own, exact)
         o = _product(mix, r, exact)
-        carry = jnp.zeros_like(before)
+        carry: tuple[jax.Array, ...] = (jnp.zeros_like(before[0]),)
     else:
-        k_in, q_in = (flat(jnp.where(starts, 0.0, y * enter)) for y in (k_reads, q_reads))
-        both = _product(inverse, jnp.concatenate([k_in, own], axis=-1), exact)  # r = both[V] - both[K] S
-        last = runs.same[:, -1, :][:, None, :, None, None]
-        link = jnp.einsum("jhik,jhix->jhkx", flat(jnp.where(last, gained, 0.0)), both, precision=exact)
-        through = jnp.where(starts[:, :, -1, :, 0], 0.0, f.passed[:, :, -1])
-        carry = _chain(link, through, before, exact)
-        r = both[..., key:] - _product(both[..., :key], carry, exact)
-        o = _product(q_in, carry, exact) + _product(mix, r, exact)
-    ended = Ended(runs, gained, r.reshape(x.v.shape), f.passed, carry, exact)
+        # r = both[V] - both[K] S
+        both = unit_lower_solve_blocks(strict, jnp.concatenate([flat(k_in), own], axis=-1), exact)
+        link = jnp.einsum("jhik,jhix->jhkx", flat(gained), both, precision=exact)
+        through = f.through[..., None] * np.eye(key, dtype=np.float32)
+        sign = np.where(np.arange(key + value) < key, -1, 1).astype(np.float32)
+        more = [(0, 0)] * 3
+        carry = _chain(link * sign + jnp.pad(through, [*more, (0, value)]) + jnp.pad(before, [*more, (key, 0)]), exact)
+        carried = jnp.stack(carry)
+        r = both[..., key:] - _product(both[..., :key], carried, exact)
+        o = _product(flat(q_in), carried, exact) + _product(mix, r, exact)
+    ended = Ended(runs, x.g, writes, r.reshape(x.v.shape), carry, (last_gained, last_passed), exact)
     return ended, (o + q_known).reshape(x.v.shape)
 
 
-def _chain(
-    link: Float32[Array, "J h K KV"],
-    through: Float32[Array, "J h K"],
-    before: Float32[Array, "J h K V"],
-    exact: lax.Precision,
-) -> Float32[Array, "J h K V"]:
-    """The state that each tile takes over from the one before it.
+def _chain(link: Float32[Array, "J h K KV"], exact: lax.Precision) -> tuple[Float32[Array, "h K V"], ...]:
+    """The state that each of J tiles takes over from the one before it.
 
-    Args:
-        link: The tile's writes that depend on the state it takes over (negated), K wide, then those that do not.
-        through: Decay of the state it takes over; zero where another run is the last.
-        before: The decayed state from which the last run started in the tile.
+    ``link`` has, K wide, what the tile makes of the state that it takes over, then what it adds.
     """
     key = link.shape[2]
-    of_carry = through[..., None] * np.eye(key, dtype=np.float32) - link[..., :key]
-    of_own = before + link[..., key:]
 
-    def step(carry: jax.Array, x: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        return _product(x[0], carry, exact) + x[1], carry
+    def step(carry: jax.Array, kept: jax.Array, added: jax.Array) -> jax.Array:
+        return _product(kept, carry, exact) + added
 
-    return lax.scan(step, jnp.zeros_like(before[0]), (of_carry, of_own), unroll=min(UNROLLED, link.shape[0]))[1]
+    carry = [jnp.zeros_like(link[0, ..., key:])]
+    if len(link) > UNROLLED:
+        both = link[..., :key], link[..., key:]
+        return tuple(lax.scan(lambda old, x: (step(old, *x), old), carry[0], both, unroll=UNROLLED)[1])
+    for n in range(len(link) - 1):
+        carry.append(step(carry[-1], link[n, ..., :key], link[n, ..., key:]))
+    return tuple(carry)

@@ -39,11 +39,12 @@ def scan_at(exact: lax.Precision) -> Scan:
     """
 
     def scan(rows: tiles.Rows, pool: jax.Array, first: jax.Array, held: jax.Array) -> tuple[jax.Array, jax.Array]:
-        ended, out = tiles.tile_scan(lambda: pool, held, tiles.runs_of(first, CHUNK), rows, exact)
-        start = jnp.where(held, pool, 0.0)
         end = ends_of(first).reshape(-1, tiles.TILE)
         one = np.eye(tiles.TILE, dtype=bool)
-        states = [ended.states(end & one[a], start[:, :, a]) for a in range(tiles.TILE)]
+        ended, out = tiles.tile_scan(lambda: pool, held, tiles.runs_of(first, end & one[-1], CHUNK), rows, exact)
+        start = jnp.where(held, pool, 0.0)
+        states = [ended.states(end & one[a], start[:, :, a]) for a in range(tiles.TILE - 1)]
+        states.append(ended.last_states(end & one[-1], start[:, :, -1]))
         return jnp.where(end[:, None, :, None, None], jnp.stack(states, axis=2), 0.0), out
 
     return jax.jit(scan)
@@ -204,7 +205,7 @@ import dataclasses, jax
 from jax import export
 from ling3export.model.kda.tiled import runs_of
 first = jax.ShapeDtypeStruct((8,), bool)
-program = export.export(jax.jit(lambda first: runs_of(first, 16)), platforms=("cuda",))(first)
+program = export.export(jax.jit(lambda first: runs_of(first, first.reshape(-1, 8), 16)), platforms=("cuda",))(first)
 jax.jit(dataclasses.replace(program, platforms=("cpu",)).call).lower(first).compile()
 print("compiled")
 """
