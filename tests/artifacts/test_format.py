@@ -8,28 +8,48 @@ from typing import Annotated, Any
 
 from msgspec import Meta, structs
 
-from ling3export.artifacts import schema
+from ling3export.artifacts import program_records, schema
 from ling3export.artifacts.manifest import FORMAT_VERSION
-from ling3export.artifacts.records import Record
+from ling3export.artifacts.program_records import Padding, Relative
+from ling3export.artifacts.records import Digest, Record
 from ling3export.artifacts.schema import Manifest
 
 TEXT = (Path(schema.__file__).parent / "FORMAT.md").read_text()
 WORDS = {str: "text", int: "whole number", float: "number", bool: "true or false", type(None): "null"}
+NAMED = {
+    "Digest": Digest,
+    "Path": Relative,
+    "Padding": Padding,
+    "Shape": program_records.Shape,
+    "Dtype": program_records.Dtype,
+    "Spec": program_records.Spec,
+    "Devices": program_records.Devices,
+    "ConfigValue": schema.ConfigValue,
+}
 
 
-def spelled(kind: Any) -> str:
-    """A field's type as FORMAT.md writes it: the JSON type, then its bounds."""
+def spelled(kind: Any, named: bool = True) -> str:
+    """A field's type as FORMAT.md writes it: a name of its table of types, or the JSON type, then its bounds."""
+    for name, other in NAMED.items():
+        if named and kind == other:
+            return f"`{name}`"
     origin, parameters = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         rules = [str(rule.description) for rule in parameters[1:] if isinstance(rule, Meta)]
-        return ", ".join([spelled(parameters[0]), *rules])
+        return ", ".join([spelled(parameters[0]), *(rule.removeprefix("a number ") for rule in rules)])
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(spelled(inner) for inner in parameters)
+        return " or ".join(spelled(part) for part in parameters)
     if origin is tuple:
-        return f"list of {spelled(parameters[0])}"
+        return f"list of {element(parameters[0])}"
     if origin is dict:
-        return f"object of {spelled(parameters[1])}"
+        return f"object of {element(parameters[1])}"
     return WORDS.get(kind) or f"`{kind.__name__}`"
+
+
+def element(kind: Any) -> str:
+    """The type of a list's or an object's values."""
+    text = spelled(kind)
+    return f"({text})" if " or " in text else text
 
 
 def rows(kind: type) -> list[tuple[str, str]]:
@@ -72,6 +92,12 @@ def test_every_record_has_a_table_with_its_fields_types_and_meanings() -> None:
         assert all(len(row) == 3 and len(row[2]) > 3 for row in found), kind.__name__
     headings = re.findall(r"^### (\w+)$", TEXT, re.M)
     assert headings == [kind.__name__ for kind in records(Manifest)]
+
+
+def test_the_types_with_a_name_are_spelled_out_once() -> None:
+    section = TEXT.partition("| type | values |\n")[2].partition("\n\n")[0]
+    found = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|$", section, re.M))
+    assert found == {name: spelled(kind, named=False) for name, kind in NAMED.items()}
 
 
 def test_the_version_is_the_one_that_is_written() -> None:

@@ -23,7 +23,7 @@ def steps(walk: str) -> list[tuple[str, str]]:
 
 def paragraph(walk: str) -> str:
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    return text[text.index(f"**{walk}**") :].split("\n\n")[0]
+    return text[text.index(f"**{walk}**") :].split("\n\n**")[0]
 
 
 def where(file: str) -> str:
