@@ -166,7 +166,7 @@ def joined(graph: Graph, events: Iterable[Event], where: str) -> Joined:
         name = operation.instruction
         run = seconds[name] / count / times[name] if name in seconds and times[name] else None
         operations.append(replace(operation, seconds=run, source=None if run is None else "measured"))
-    return Joined(replace(graph, operations=tuple(operations)), count, 0.0 if not total else 1 - known / total)
+    return Joined(replace(graph, operations=tuple(operations)), count, max(0.0, 1 - known / total) if total else 0.0)
 
 
 def trace_of(path: Path, cell: str) -> tuple[bytes, str]:
