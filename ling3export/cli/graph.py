@@ -198,9 +198,8 @@ def diff(
 def audit(artifact: Path, cell: str | None, target: str | None, budgets_file: Path | None, as_json: bool) -> None:
     """Check CELL, or every cell, by rules and budgets. Exits with 3 if a rule is broken or a limit exceeded.
 
-    Rules: fp32 copies of weights, large copies, layout changes of weights, host callbacks, custom calls that are not
-    listed, large constants, state that is not donated, collectives beyond the plan's formula, dynamic shapes, FLOPs
-    beyond what the tokens need.
+    The rules find copies of weights in fp32 or another layout, large copies and constants, callbacks, unlisted custom
+    calls and dynamic shapes. They also find state that is not donated, and more collectives or FLOPs than needed.
     """
     from ling3export.foundation.reading import read_bytes
     from ling3export.graph import audit as rules

@@ -14,8 +14,10 @@ the rules and limits for the sums of each cell::
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
+
+from msgspec import Struct, convert
 
 from ling3export.foundation.errors import PlanError, listed
 from ling3export.foundation.tables import footnotes, selected
@@ -58,12 +60,11 @@ class Expected:
     flops: float | None = None
 
 
-@dataclass(frozen=True)
-class Budgets:
+class Budgets(Struct, frozen=True, forbid_unknown_fields=True):
     """Limits of the rules by name (False for a rule that is off), and limits of sums by cell."""
 
-    rules: Mapping[str, float | bool] = field(default_factory=dict)
-    cells: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    rules: dict[str, float | bool] = {}
+    cells: dict[str, dict[str, float]] = {}
 
     def limit(self, rule: str) -> float | None:
         """The limit of a rule; None if the rule is off."""
@@ -94,25 +95,13 @@ def budgets(text: str, where: str) -> Budgets:
         PlanError: It is no TOML, names an unknown rule or sum, or a limit is no number.
     """
     try:
-        document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise PlanError(f"{where}: not TOML: {error}") from None
-    rules, cells = document.pop("rules", {}), document.pop("cells", {})
-    if document:
-        raise PlanError(f"{where}: unknown table {listed(sorted(document))}", "use [rules] and [cells.CELL]")
-    if (
-        not isinstance(rules, dict)
-        or not isinstance(cells, dict)
-        or not all(isinstance(v, dict) for v in cells.values())
-    ):
-        raise PlanError(f"{where}: rules and cells must be tables", 'write [rules] and [cells."decode@16"]')
-    for table, known in ((rules, tuple(DEFAULTS)), *((limits, LIMITS) for limits in cells.values())):
-        for name, value in table.items():
-            if name not in known:
-                raise PlanError(f"{where}: unknown name {name}", f"known are {listed(sorted(known), 20)}")
-            if not isinstance(value, int | float) or (isinstance(value, bool) and known is LIMITS):
-                raise PlanError(f"{where}: {name} is {value!r}, but must be a number")
-    return Budgets(rules, cells)
+        limits = convert(tomllib.loads(text), Budgets)
+    except (ValueError, RecursionError) as error:
+        raise PlanError(f"{where}: {error}", 'write numbers in [rules] and [cells."decode@16"]') from None
+    for table, known in ((limits.rules, tuple(DEFAULTS)), *((limits, LIMITS) for limits in limits.cells.values())):
+        if unknown := [name for name in table if name not in known]:
+            raise PlanError(f"{where}: unknown name {unknown[0]}", f"known are {listed(sorted(known), 20)}")
+    return limits
 
 
 def audit(graph: Graph, expected: Expected, limits: Budgets) -> list[Finding]:

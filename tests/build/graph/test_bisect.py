@@ -120,7 +120,7 @@ QUICK = (("conv reversed", "prefill"),)
 
 
 def next_state(config, layer):
-    """The state arrays of a layer; none behind the last one."""
+    """The state arrays of a layer; none after the last one."""
     return STATES[config.attention_kinds[layer]] if layer < config.num_hidden_layers else ()
 
 

@@ -1,4 +1,4 @@
-"""Planted changes that `diff` finds in their layer kind, changes that mean nothing, and faults that `audit` finds."""
+"""Planted changes and changes that mean nothing, for `diff`, and planted faults, for `audit`."""
 
 import dataclasses
 import json
@@ -252,7 +252,7 @@ FAULTS = {
 
 
 def rules(text: str, **limits: object) -> Iterator[tuple[str, str | None]]:
-    budgets = dataclasses.replace(audit.Budgets(RULES), **limits)
+    budgets = audit.Budgets(**{"rules": RULES} | limits)
     return ((one.rule, one.layer_kind) for one in audit.audit(graph(text), EXPECTED, budgets))
 
 

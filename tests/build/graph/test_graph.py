@@ -53,7 +53,7 @@ def by_kind(graph: Graph, quantity: str) -> dict[str | None, float]:
 
 @pytest.mark.parametrize("padding", [16, 512])
 def test_flops_by_layer_kind_are_those_of_the_shapes(padding):
-    """Of every kind: two FLOPs a weight and token, and the recurrence, the attention and the tiles of the experts."""
+    """Two FLOPs a weight and token in every kind; the recurrence, the attention and the experts' tiles have more."""
     phase = "decode" if padding == 16 else "prefill"
     graph, config, tp = lowered(padding, phase)
     flops, dim = by_kind(graph, "flops"), config.hidden_size
@@ -214,7 +214,16 @@ def test_a_copy_of_one_repeated_value_is_a_fill(maker: str, copied: int):
 
 
 @pytest.mark.parametrize(
-    "text", ["x", "[rules]\nnothing = 1", '[cells."a"]\nflops = "x"', "[other]\na = 1", "rules = 1", "cells = {a = 1}"]
+    "text",
+    [
+        "x",
+        "a = " + "[" * 9999,
+        "[rules]\nnothing = 1",
+        '[cells."a"]\nflops = "x"',
+        "[other]\na = 1",
+        "rules = 1",
+        "cells = {a = 1}",
+    ],
 )
 def test_a_wrong_budgets_file_is_refused(text):
     with pytest.raises(PlanError, match=r"^b\.toml: "):
