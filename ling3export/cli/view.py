@@ -17,7 +17,6 @@ from ling3export.runners.cli.references import ARTIFACT
 @click.option("--against", type=ARTIFACT, help="Also show what changed since this artifact.")
 @click.option("--against-cell", metavar="CELL", help="The cell of --against.  [default: CELL]")
 @TARGET
-@click.option("--against-target", metavar="TARGET", help="The target of --against.  [default: that of --target]")
 @PORTABLE
 @PROFILE
 @click.option("--model-explorer", "explorer", type=PATH, help="Write files for Model Explorer instead, from this one.")
@@ -28,7 +27,6 @@ def view(
     against: Path | None,
     against_cell: str | None,
     target: str | None,
-    against_target: str | None,
     portable: bool,
     profile: Path | None,
     explorer: Path | None,
@@ -43,8 +41,8 @@ def view(
     from ling3export.graph.view import page
     from ling3export.report.cells import shown_of
 
-    if against is None and (against_cell or against_target):
-        raise click.UsageError("--against-cell and --against-target need --against.")
+    if against is None and against_cell:
+        raise click.UsageError("--against-cell needs --against.")
     if profile is not None and (portable or against):
         raise click.UsageError("--profile goes with neither --portable nor --against: they have no measured times.")
     if cell is None and (against_cell or explorer):
@@ -57,7 +55,7 @@ def view(
             graph = measured(graph, profile, artifact)
         before = None
         if against is not None:
-            (before,) = read(against, (against_cell or one,), against_target or target, portable)
+            (before,) = read(against, (against_cell or one,), target, portable)
         shown.append(shown_of(artifact, manifest, name, graph, before))
     if explorer is None:
         write(page(shown), output)

@@ -7,7 +7,7 @@ from ling3export.cost.chips import Chip
 from ling3export.cost.roofline import TOKENS, loop_trips
 from ling3export.graph.context import Context
 from ling3export.graph.hlo import COLLECTIVES
-from ling3export.graph.native import VIEWS, Workload
+from ling3export.graph.native import VIEWS
 from ling3export.graph.record import Graph
 from ling3export.model.config import Config
 from ling3export.model.geometry import Geometry
@@ -28,7 +28,8 @@ def context_of(
         clock=None if chip is None else chip.clock,
         bandwidth=None if chip is None else chip.bandwidth,
         peak=None if chip is None else chip.flops,
-        workload=Workload(config.num_experts, -(-TOKENS // geometry.page_size)),
+        experts=config.num_experts,
+        pages=-(-TOKENS // geometry.page_size),
     )
 
 

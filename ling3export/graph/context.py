@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ling3export.graph.hlo import Instruction, Module
-from ling3export.graph.native import Workload
 from ling3export.graph.record import UNKNOWN, Operation
 
 
@@ -24,7 +23,8 @@ class Context:
         clock: Cycles a second, for the compiler's estimates; None if it makes none.
         bandwidth: Bytes a second of the device's memory; None if nothing is estimated.
         peak: FLOPs a second of the device; None bounds operations by their bytes.
-        workload: The batch that native kernels are counted for.
+        experts: Routed experts of a layer on all devices, for native kernels.
+        pages: Pages that each decoding sequence has cached; None counts every page of the table.
     """
 
     inputs: Sequence[str] = ()
@@ -36,7 +36,8 @@ class Context:
     clock: float | None = None
     bandwidth: float | None = None
     peak: float | None = None
-    workload: Workload = field(default_factory=Workload)
+    experts: int = 0
+    pages: float | None = None
 
     def counted(self, known: int | None, scope: str) -> tuple[float, str]:
         """The trips of a loop and their source: of the program, of the workload, or once."""

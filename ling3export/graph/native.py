@@ -1,8 +1,8 @@
 """FLOPs and bytes of custom calls: the model's native kernels by formula, libraries' products, and anything else.
 
 A native kernel (``model/native/calls.py``) reads one layer of stacks whose axis 1, or 0 for a parameter without shards,
-is the layer. It is counted for a full batch: every row in use, experts chosen evenly, sequences as long as the workload
-of the context says. FLOPs are those of matrix products, as everywhere in the account.
+is the layer. It is counted for a full batch: every row in use, experts chosen evenly, sequences as long as the context
+says. FLOPs are those of matrix products, as everywhere in the account.
 """
 
 import math
@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ling3export.graph.context import Context
 from ling3export.graph.hlo import ARRAY, dims, large_bytes, shape_bytes
 
 NATIVE = re.compile(r"ling3_([a-z]+)(?:_\w+)?(?:\..*)?")
@@ -17,19 +18,6 @@ NATIVE = re.compile(r"ling3_([a-z]+)(?:_\w+)?(?:\..*)?")
 VIEWS = re.compile(r"ConcatBitcast|AllocateBuffer|Sharding|SPMD\w+|annotate_device_placement")
 PRODUCT = re.compile(r"__cublas\S*")
 CONTRACTED = re.compile(r'"lhs_contracting_dimensions":\[([^\]]*)\]')
-
-
-@dataclass(frozen=True)
-class Workload:
-    """The batch that a kernel is counted for.
-
-    Attributes:
-        experts: Routed experts of a layer on all devices.
-        pages: Pages that each decoding sequence has cached; None counts every page of the table.
-    """
-
-    experts: int = 0
-    pages: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,7 @@ class _Array:
 Arrays = Sequence[_Array]
 
 
-def cost(target: str, operands: Sequence[str], result: str, attributes: str, workload: Workload) -> Cost:
+def cost(target: str, operands: Sequence[str], result: str, attributes: str, context: Context) -> Cost:
     """The cost of one run of a custom call, by the types of its operands and of its result and its other text.
 
     Raises:
@@ -66,7 +54,7 @@ def cost(target: str, operands: Sequence[str], result: str, attributes: str, wor
     match = NATIVE.fullmatch(target)
     if match and match[1] in KERNELS:
         try:
-            return KERNELS[match[1]](arrays, results, workload)
+            return KERNELS[match[1]](arrays, results, context)
         except (ValueError, IndexError, ZeroDivisionError) as error:
             raise ValueError(f"{target}: its operands have not the axes of this kernel") from error
     contracted = CONTRACTED.search(attributes) if PRODUCT.fullmatch(target) else None
@@ -88,7 +76,7 @@ def _whole(arrays: Arrays) -> tuple[float, ...]:
     return tuple(one.bytes for one in arrays)
 
 
-def _product(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
+def _product(operands: Arrays, results: Arrays, context: Context) -> Cost:
     """``columns`` and ``rows``: x, a stack in one or two arrays, the layer's number; of ``heads``, a matrix a head."""
     x, *stack, layer = operands
     (y,) = results
@@ -98,25 +86,25 @@ def _product(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
     return Cost(2.0 * math.prod(y.dims) * depth, read, _whole(results))
 
 
-def _experts(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
+def _experts(operands: Arrays, results: Arrays, context: Context) -> Cost:
     """x, gate and up, down (each one array or two), the layer's number, chosen experts, their shares, the limit."""
     x, *stacks, layer, chosen, share, limit = operands
     shards, _, held, _, width = stacks[0].dims[:5]
     local, (tokens, top) = shards * held, chosen.dims
-    routed = max(workload.experts, local)
+    routed = max(context.experts, local)
     read = 1 - (1 - top / routed) ** tokens
     flops = 2.0 * 3 * width * x.dims[-1] * tokens * top * local / routed
     moved = (x.bytes, *(part.layer() * read for part in stacks), layer.bytes, chosen.bytes, share.bytes, limit.bytes)
     return Cost(flops, moved, _whole(results))
 
 
-def _route(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
+def _route(operands: Arrays, results: Arrays, context: Context) -> Cost:
     x, gate, bias, layer = operands
     read = (x.bytes, gate.layer(0), bias.layer(0), layer.bytes)
     return Cost(2.0 * x.dims[0] * math.prod(gate.dims[1:]), read, _whole(results))
 
 
-def _token(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
+def _token(operands: Arrays, results: Arrays, context: Context) -> Cost:
     """KDA between its two large products: b_proj, and the state's two reads and its update in each head."""
     pool, windows, y, x, b_proj, filters, rates, biases, norms, *rest = operands
     rows, heads, key = y.dims[0], pool.dims[2], pool.dims[3]
@@ -127,22 +115,22 @@ def _token(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
     return Cost(flops, read, (*parts, results[2].bytes))
 
 
-def _best(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
+def _best(operands: Arrays, results: Arrays, context: Context) -> Cost:
     return Cost(0.0, _whole(operands), _whole(results))
 
 
-def _attention(operands: Arrays, results: Arrays, workload: Workload) -> Cost:
+def _attention(operands: Arrays, results: Arrays, context: Context) -> Cost:
     """Scores and values of each sequence over its cached pages."""
     query, pool, layer, table, length = operands
     rows, heads, row = query.dims
-    pages = table.dims[1] if workload.pages is None else min(workload.pages, table.dims[1])
+    pages = table.dims[1] if context.pages is None else min(context.pages, table.dims[1])
     tokens = pages * pool.dims[2]
     flops = 2.0 * rows * heads * tokens * (row + results[0].dims[-1])
     read = (query.bytes, rows * pages * pool.layer(0) / pool.dims[1], layer.bytes, table.bytes, length.bytes)
     return Cost(flops, read, _whole(results))
 
 
-KERNELS: Mapping[str, Callable[[Arrays, Arrays, Workload], Cost]] = {
+KERNELS: Mapping[str, Callable[[Arrays, Arrays, Context], Cost]] = {
     "columns": _product,
     "rows": _product,
     "experts": _experts,

@@ -245,7 +245,7 @@ class _Walk:
         if target == ALLOCATION:
             return None
         shapes = [operand.shape for operand in operands]
-        counted = cost(target, shapes, call.shape, call.attributes, self._context.workload)
+        counted = cost(target, shapes, call.shape, call.attributes, self._context)
         results = origins.get(call.name)
         updated = results if isinstance(results, tuple) else (results,) * len(counted.written)
         read = _by_place(counted.read, [origins.get(name) for name in call.operands])

@@ -6,7 +6,8 @@ from collections import defaultdict
 import pytest
 
 from ling3export.artifacts.manifest import read_manifest
-from ling3export.graph.native import KERNELS, VIEWS, Workload, cost
+from ling3export.graph.context import Context
+from ling3export.graph.native import KERNELS, VIEWS, cost
 from ling3export.model.parameters import weight_table
 from ling3export.model.scopes import WEIGHTS
 from ling3export.plan.recorded import config_of, plan_of
@@ -56,7 +57,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kernel_costs_what_its_loops_do(name):
     operands, result, flops, read, written = CALLS[name]
-    one = cost(f"ling3_{name}", operands.split(), result, "", Workload(16, 3))
+    one = cost(f"ling3_{name}", operands.split(), result, "", Context(experts=16, pages=3))
     assert (one.flops, sum(one.read), sum(one.written)) == (flops, pytest.approx(read), written)
 
 
@@ -65,17 +66,17 @@ def test_every_kernel_has_a_case():
 
 
 def test_other_calls_read_and_write_whole_arrays_and_views_move_nothing():
-    one = cost("TopK", ["f32[16,64]{1,0}", "f32[8]{0:S(1)}"], "(f32[16,2]{1,0}, s32[16,2]{1,0})", "", Workload())
+    one = cost("TopK", ["f32[16,64]{1,0}", "f32[8]{0:S(1)}"], "(f32[16,2]{1,0}, s32[16,2]{1,0})", "", Context())
     assert (one.flops, one.read, one.written) == (0, (4096, 0), (128, 128))
     product = 'backend_config={"gemm_backend_config":{"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"]}}}'
-    assert cost("__cublas$gemm", ["bf16[4,64]", "bf16[64,8]"], "(bf16[4,8], s8[64])", product, Workload()).flops == 4096
+    assert cost("__cublas$gemm", ["bf16[4,64]", "bf16[64,8]"], "(bf16[4,8], s8[64])", product, Context()).flops == 4096
     assert VIEWS.fullmatch("ConcatBitcast")
-    assert cost("ConcatBitcast", ["f32[8]", "f32[8]"], "f32[16]", "", Workload()).read == (0, 0)
+    assert cost("ConcatBitcast", ["f32[8]", "f32[8]"], "f32[16]", "", Context()).read == (0, 0)
 
 
 def test_a_kernel_with_other_axes_is_refused():
     with pytest.raises(ValueError, match="ling3_experts"):
-        cost("ling3_experts", ["bf16[4]"] * 7, "f32[4,64]", "", Workload())
+        cost("ling3_experts", ["bf16[4]"] * 7, "f32[4,64]", "", Context())
 
 
 PRODUCTS = ("b_proj", "o_proj", "qkvfg_proj", "gate", "shared_down_proj", "shared_gate_up_proj", "down_proj", "lm_head")

@@ -107,7 +107,7 @@ def test_the_command_writes_pages_and_files(artifact, tmp_path):
     names = sorted(file.name for file in tmp_path.iterdir() if file.suffix == ".json")
     assert names == ["d.before.json", "d.bytes.json", "d.flops.json", "d.json", "d.sync.json", "d.time.json"]
     run = CliRunner().invoke(main, ["graph", "view", str(folder), "--against-cell", "decode@1"])
-    assert (run.exit_code, "need --against" in run.output) == (2, True)
+    assert (run.exit_code, "needs --against" in run.output) == (2, True)
     run = CliRunner().invoke(main, ["graph", "view", str(folder), one, "--against", str(folder), "--profile", "traces"])
     assert (run.exit_code, "neither --portable nor --against" in run.output) == (2, True)
 
