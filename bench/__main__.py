@@ -86,7 +86,7 @@ def witness(
 @main.command()
 @click.argument("artifact", type=PATH)
 def demo(artifact: Path) -> None:
-    """An answer of the packaged demo, its score on held-out problems, and its start against jit."""
+    """Run the packaged demo: an answer, its score on held-out problems, and its start-up time against jit."""
     from bench.demo import main as run
 
     run(artifact)
@@ -99,7 +99,7 @@ def demo(artifact: Path) -> None:
 @click.option("--prompts", type=click.IntRange(1, 8), default=8, show_default=True)
 @click.option("--replicas", default="1,1", show_default=True, help="Servers that prefill, and that decode.")
 def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: str) -> None:
-    """Prompts through servers that prefill, some that decode and a router."""
+    """Send prompts through servers that prefill, servers that decode, and a router."""
     from bench.pd import main as run
 
     prefill, decode = numbers(replicas)
@@ -113,7 +113,7 @@ def pd(artifact: Path, carrier: str, vllm_router: bool, prompts: int, replicas: 
 @click.option("--seconds", default=5.0, show_default=True, help="Length of a turn.")
 @click.option("--rate", default=10.0, show_default=True, help="Plain calls a second.")
 def attack(artifact: Path, only: tuple[str, ...], turns: int, seconds: float, rate: float) -> None:
-    """Plain calls while another client sends hostile ones."""
+    """Measure plain calls while another client sends hostile ones."""
     from bench.attack import ATTACKS
     from bench.attack import main as run
 
@@ -141,7 +141,7 @@ def attack(artifact: Path, only: tuple[str, ...], turns: int, seconds: float, ra
 )
 @click.option("--transformers", type=PATH, help="A Python that has it.  [default: that of `make parity`, where it is]")
 def card(folder: Path | None, layers: str, weights: str, transformers: Path | None, **settings: Any) -> None:
-    """The first minutes with a card: doctor, builds, proofs, times and servers in each form of weights."""
+    """Test a card in its first minutes: doctor, builds, proofs, times and servers in each form of weights."""
     from bench.card import Card
     from bench.card import main as run
     from bench.inputs import CACHE
@@ -153,7 +153,7 @@ def card(folder: Path | None, layers: str, weights: str, transformers: Path | No
 
 @main.command()
 def afd() -> None:
-    """Attention and FFN apart, on paper: where the split would pay."""
+    """Compute for which sizes a split of attention and FFN would pay."""
     from bench.afd import main as run
 
     run()

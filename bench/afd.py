@@ -1,4 +1,4 @@
-"""Attention and FFN apart, on paper: at which batch, expert width and link speed the split would pay."""
+"""Attention and FFN on separate chips, by roofline bounds: the batches, expert widths and link speeds that pay."""
 
 from dataclasses import replace
 from functools import cache
@@ -18,12 +18,12 @@ MOST = 8  # groups of a kind
 
 
 def main() -> None:
-    """Prints at which batch, expert width and link speed the split would pay on v6e, by roofline bounds alone.
+    """Prints the batches, expert widths and link speeds at which the split would pay on v6e, from roofline bounds only.
 
     Groups of 16 chips: A for attention, with ``batch`` sequences each, and F that share the experts. Enough micro
-    batches are in flight to hide whatever is not the slowest of attention, experts and link. It is compared with as
-    many chips and as many sequences in two forms that are not split: replicas, each with all experts; and experts
-    spread over all groups, whose link is hidden as well. A and F are the best of 1 to 8.
+    batches are in flight that the slowest of attention, experts and link hides the other two. The split is compared
+    with two other forms that have as many chips and sequences: replicas, each with all experts; and experts spread over
+    all groups, with a hidden link as well. A and F are the best of 1 to 8.
     """
     full, rows = Config.from_dict(config_fields("full", {}), where="preset full"), []
     for width in WIDTHS:
@@ -63,11 +63,11 @@ def priced(config: Config, batch: int, link: float, attention: int, ffn: int) ->
         return roofline_bound(config, geometry, phase, padding, chip, TOKENS).seconds
 
     def experts(tokens: int, groups: int) -> float:
-        """Seconds of one of ``groups`` groups, which share experts and pairs equally."""
+        """Seconds of each of ``groups`` groups that share experts and pairs equally."""
         return seconds("experts", tokens * config.num_experts_per_tok) / groups
 
-    share = -(-sequences // total)  # of a group that attends and has experts
-    moved = batch * config.num_experts_per_tok * config.hidden_size * 2 / (link * 1e9)  # of an attention group
+    share = -(-sequences // total)  # sequences of a group that attends and has experts
+    moved = batch * config.num_experts_per_tok * config.hidden_size * 2 / (link * 1e9)  # bytes of an attention group
     parts = {
         "attention": seconds("attend", batch),
         "experts": experts(sequences, ffn),

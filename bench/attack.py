@@ -1,7 +1,4 @@
-"""The latency of plain calls while another client sends hostile ones, by turns on one server.
-
-Each attack has a harmless twin of the same size, because any load slows a plain call on a machine of few cores.
-"""
+"""The latency of plain calls while another client sends hostile ones, in turns on one server."""
 
 import asyncio
 import json
@@ -25,9 +22,9 @@ from ling3export.runners.endpoint import Endpoint
 Body = Callable[[int], bytes]  # the body of the attacker's call of this number
 PLAIN = {"model": "m", "prompt": [5, 9, 7, 11, 13, 17, 19, 23], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
 PATH, CHAT = "/v1/completions", "/v1/chat/completions"
-ANSWERS = 40  # of a call with a grammar
-LEVELS = 20  # of the ambiguous grammar
-MARKS = 400  # of a call of a tool
+ANSWERS = 40  # answers to a call with a grammar
+LEVELS = 20  # levels of the ambiguous grammar
+MARKS = 400  # marks in a call of a tool
 
 IDLE = 30.0  # seconds until the server has ended the attacker's requests
 SHARES = (50, 99)  # percentiles
@@ -74,7 +71,7 @@ def schema(body: Mapping[str, object]) -> bytes:
 
 
 def multiples(number: int) -> bytes:
-    """A schema that takes the reader of grammars all the time that it has; none comes twice."""
+    """A schema that needs all the time that a grammar may take to compile; each is different."""
     steps = [{"multipleOf": 9973 - 2 * number}, {"multipleOf": 9967 - 2 * number}]
     return schema({"type": "integer", "allOf": steps})
 
@@ -104,7 +101,7 @@ async def _attack(url: str, attack: Attack, body: Body, first: int, counts: dict
                     status = reply.status
         counts[status] = counts.get(status, 0) + 1
         number += attack.callers
-        await asyncio.sleep(0.01)  # a server that refuses at once is not called without a pause
+        await asyncio.sleep(0.01)  # pause, even if the server refuses at once
 
 
 async def _plain(url: str, seconds: float, rate: float) -> list[float]:
@@ -157,7 +154,7 @@ def main(artifact: Path, names: Sequence[str], turns: int, seconds: float, rate:
                 route = [*RUNNER, "route", "--decode", server, "--port", 0]
                 url = stack.enter_context(ServerProcess("router", route, shown=True)).address()
             asked(url, PATH, PLAIN)
-            for known in (attack.harmless, attack.hostile):  # a grammar that comes for the first time is tried
+            for known in (attack.harmless, attack.hostile):  # the trial of a new grammar is not measured
                 with suppress(urllib.error.HTTPError):
                     asked(url, attack.path, json.loads(known(0)))
             arms: dict[str, Body | None] = {"none": None, "harmless": attack.harmless, "hostile": attack.hostile}

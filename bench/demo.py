@@ -16,8 +16,9 @@ from tools.demo_data import TOOL
 RUNNER = "ling3export.runners.cli"
 QUESTION = "Question: Hana has 17 apples, buys 8 and drops 6. How many now?\nAnswer:"
 ANSWER_TOKENS = 21
-SPOKEN = "Hana has 63 apples, buys 85 and drops 96. How many now?"  # larger than it knows by itself
-RUN = ROOT / "build" / "demo-run.jsonl"  # stays, for `eval report`
+# numbers larger than the model can compute by itself
+SPOKEN = "Hana has 63 apples, buys 85 and drops 96. How many now?"
+RUN = ROOT / "build" / "demo-run.jsonl"  # kept for `eval report`
 STAGES = ("imports", PREPARATION, "programs", "weights", "state", "first step", "whole")
 
 
@@ -46,7 +47,7 @@ def main(artifact: Path) -> None:
 
 
 def spoken(url: str) -> str:
-    """A question, the call that the model writes, what the tool says, and the answer: OpenAI's protocol, as read.
+    """A question, the model's tool call, the tool's result and the answer, over OpenAI's protocol.
 
     Raises:
         SystemExit: The model called no tool.

@@ -1,4 +1,4 @@
-"""Checkpoints and artifacts to measure, made once and kept in ``.cache/bench``; and processes to measure them in."""
+"""Checkpoints and artifacts to measure, kept in ``.cache/bench``, and processes in which they are measured."""
 
 import json
 import os
@@ -19,11 +19,11 @@ from ling3export.plan.kernels import LEVELS, ending
 
 ROOT = Path(__file__).parents[1]
 CACHE = ROOT / ".cache" / "bench"
-SPAWNED = "BENCH_SPAWNED"  # time.monotonic() at which the parent started a process: its clock is the machine's
+SPAWNED = "BENCH_SPAWNED"  # time.monotonic() at which the parent started a process; all processes share this clock
 
 
 def checkpoint(chosen: Path | None, preset: str = "small", layers: int = 24, context: int = 0) -> Path:
-    """``chosen``, or a random checkpoint of ``preset``; a ``context`` of 0 is the preset's own."""
+    """``chosen``, or a random checkpoint of ``preset``; with ``context`` 0, it has the preset's context."""
     if chosen is not None:
         return chosen.resolve()
     folder = CACHE / f"{preset}-{layers}{f'-{context}' * bool(context)}"
@@ -35,7 +35,7 @@ def checkpoint(chosen: Path | None, preset: str = "small", layers: int = 24, con
 
 
 def artifact(source: Path, name: str, options: Sequence[Any]) -> Path:
-    """The artifact of ``source`` built with ``options``; built again when they or the model's sources changed."""
+    """The artifact of ``source`` with ``options``; built again if they or the model's sources have changed."""
     folder = CACHE / f"{source.name}-{name}.ling3"
     stamp = folder.with_suffix(".json")
     wanted = {
@@ -52,7 +52,7 @@ def artifact(source: Path, name: str, options: Sequence[Any]) -> Path:
 
 
 def run(command: Sequence[Any], timeout: float | None = None, **environment: str) -> str:
-    """Runs ``python -m COMMAND`` with this interpreter; its stdout.
+    """Runs ``python -m COMMAND`` with this interpreter; returns its stdout.
 
     Raises:
         subprocess.CalledProcessError: It failed; its stderr was passed on.
@@ -63,7 +63,7 @@ def run(command: Sequence[Any], timeout: float | None = None, **environment: str
 
 
 def _quoted(word: str) -> str:
-    """``word`` as bash reads it, on one line."""
+    """``word`` quoted for bash, on one line."""
     return shlex.quote(word) if word.isprintable() else f"${word!r}"
 
 

@@ -1,6 +1,6 @@
 """Cost of a prefill token and of a decode step after long prompts, in our engine and in llama.cpp.
 
-A full-width checkpoint whose layers are few, one sequence, random tokens. Ratios within one run are what to keep.
+A checkpoint of full width and few layers, one sequence, random tokens. Compare ratios within one run.
 """
 
 import json
@@ -14,12 +14,12 @@ from bench.peers import gguf, read_once
 from bench.report import machine, medians, say, show, table
 
 OPTIONS = ["--tp", 1, "--max-running", 2, "--snapshots", 8, "--paddings", "16,512", "--decode-paddings", 1]
-CONTEXT = 32768 + SPAN + 2 * ANSWER  # so that runs of shorter prompts take the same artifact
+CONTEXT = 32768 + SPAN + 2 * ANSWER  # runs of shorter prompts use the same artifact
 Flat = dict[str, float]
 
 
 def llama(file: Path, sources: Path, lengths: list[int], threads: int) -> Flat:
-    """llama-bench, which fills the cache to a depth, once for both measurements, before it measures."""
+    """Runs llama-bench, which fills the cache to a depth once for both measurements."""
     read_once(file)
     command = [sources / "build" / "bin" / "llama-bench", "-m", file, "-t", threads, "-r", 1, "-o", "json"]
     rows = json.loads(spawn([*command, "-p", SPAN, "-n", ANSWER, "-d", ",".join(map(str, lengths))], {}))
@@ -29,15 +29,15 @@ def llama(file: Path, sources: Path, lengths: list[int], threads: int) -> Flat:
 def main(
     chosen: Path | None, layers: int, lengths: list[int], rounds: int, sources: Path | None, only: str | None = None
 ) -> dict[str, Any]:
-    """Measures and prints medians. In each round every arm has a turn, in a process of its own.
+    """Measures and prints medians. In each round every arm runs in turn, in a process of its own.
 
     Args:
         chosen: A checkpoint, or None for one of full width.
         layers: Layers of the default checkpoint.
         lengths: Tokens of the prompts, ascending.
-        rounds: How many.
+        rounds: Number of rounds.
         sources: llama.cpp's folder; None leaves it out.
-        only: ``ling3export`` or ``llama.cpp`` where one of the two is to be measured in this run.
+        only: ``ling3export`` or ``llama.cpp`` to measure only one of them.
     """
     context = max(CONTEXT, max(lengths) + SPAN + 2 * ANSWER)
     source, threads = checkpoint(chosen, "full", layers, context), len(os.sched_getaffinity(0))

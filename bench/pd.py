@@ -1,7 +1,7 @@
 """``make demo-pd``: prompts through servers that prefill, servers that decode and a router, on loopback.
 
-Each answer is compared with that of the server that decodes alone. ``--vllm-router`` puts vLLM's router in the place of
-ours (``pip install vllm-router``). Everything that was started is stopped.
+Each answer is compared with the answer of the decoding server without the others. ``--vllm-router`` uses vLLM's router
+instead of ours (``pip install vllm-router``). All processes are stopped at the end.
 """
 
 import json
@@ -29,7 +29,7 @@ QUESTIONS = [f"Question: Hana has {n} apples, buys 8 and drops 6. How many now?\
 
 
 def vllm_router(prefill: list[str], decode: list[str]) -> tuple[list[str], str]:
-    """vLLM's router before servers, and where it will listen."""
+    """vLLM's router for these servers, and the address where it will listen."""
     port, metrics = free_port(), free_port()
     program = str(Path(sys.executable).parent / "vllm-router")
     command = [
@@ -59,7 +59,7 @@ def options(name: str, urls: list[str]) -> list[str]:
 def main(
     artifact: Path, carrier: str, outside: bool, prompts: int, replicas: tuple[int, int] = (1, 1)
 ) -> dict[str, Any]:
-    """Starts, asks, prints and stops."""
+    """Starts the servers, sends the prompts, prints the result and stops the servers."""
     with ExitStack() as stack:
         settings = ["--transfer", carrier]
         if carrier == "file":
@@ -108,5 +108,5 @@ def main(
     print(f"hit rate of the servers that prefill: {rate:.0%} of {cached + computed:.0f} tokens")
     assert same == loaded == prompts
     reported = sum(one["queue"] + one["prefill"] for one in phases) / 1e3
-    assert abs(reported - first_tokens) < 1e-3 * prompts, (reported, first_tokens)  # what P counts
+    assert abs(reported - first_tokens) < 1e-3 * prompts, (reported, first_tokens)  # P's own measurement
     return {"phases_ms": middle, "hit_rate": rate, "same": same, "loaded": loaded}

@@ -1,7 +1,7 @@
-"""Tokens/s through our engine beside llama.cpp's and transformers', on one checkpoint, turn by turn in one run.
+"""Tokens/s of our engine, llama.cpp and transformers on one checkpoint, in turns within one run.
 
-``make peers`` builds llama.cpp, ``make parity`` installs transformers. Every arm runs in a fresh process with as many
-threads as there are cores, after its file was read once, so that it comes from memory.
+``make peers`` builds llama.cpp, ``make parity`` installs transformers. Every arm runs in a fresh process with one
+thread for each core. Its file is read once before, so that it comes from memory.
 """
 
 import json
@@ -26,14 +26,14 @@ HF = ROOT / "bench" / "hf_speed.py"
 PREFILLS, COUNTS = (128, 512), (1, 4, 16)
 ANSWER = 32  # tokens that llama.cpp decodes for each sequence
 STEPS = [f"prefill {length}" for length in PREFILLS] + [f"decode {count}" for count in COUNTS]
-READ = "plain read"  # GB/s, beside the tokens/s
+READ = "plain read"  # GB/s, next to the tokens/s
 Flat = dict[str, float]
-# The forms of llama.cpp that stand beside each of ours; bf16 is the file that its converter makes.
+# Forms of llama.cpp that are compared with each of ours; bf16 is the file that its converter writes.
 THEIRS = {"bf16": ("bf16",), "int8": ("Q8_0",), "int4": ("Q4_0", "Q4_K_M"), "int4-small": ("Q4_0", "Q4_K_M")}
 
 
 def read_once(*paths: Path) -> None:
-    """Brings files into memory, and those of folders."""
+    """Reads files, and files of folders, so that they are in memory."""
     for file in (entry for path in paths for entry in (path, *path.rglob("*")) if entry.is_file()):
         with file.open("rb", buffering=0) as opened:
             while opened.read(1 << 24):
@@ -41,7 +41,7 @@ def read_once(*paths: Path) -> None:
 
 
 def gguf(source: Path, sources: Path, *options: str) -> Path:
-    """The checkpoint as llama.cpp reads it, in bf16; ``--vocab`` takes the tokenizer along."""
+    """The checkpoint in llama.cpp's format, in bf16; ``--vocab`` includes the tokenizer."""
     file = CACHE / f"{source.name}{''.join(options)}.gguf"
     if not file.exists():
         part = file.with_suffix(".part")
@@ -62,9 +62,9 @@ def quantized(file: Path, sources: Path, form: str) -> Path:
 
 
 def llama(file: Path, sources: Path, threads: int) -> Flat | None:
-    """llama-bench for one sequence, llama-batched-bench for several; None where it fails.
+    """Runs llama-bench for one sequence, llama-batched-bench for several; None if it fails.
 
-    Its build for AMX ends with an abort on quantized files of this model.
+    Its build for AMX aborts on quantized files of this model.
     """
     try:
         return _llama(file, sources, threads)
@@ -93,7 +93,7 @@ def _llama(file: Path, sources: Path, threads: int) -> Flat:
 
 
 def transformers(source: Path, threads: int) -> Flat | None:
-    """Its default experts; None where it fails, for want of memory."""
+    """With its default experts; None if it fails for lack of memory."""
     read_once(*source.glob("*.safetensors"))
     command = [PARITY, HF, source, "--threads", threads, "--prefill", PREFILLS[-1], "--steps", 8, "--repeats", 2,
                "--context", 16, "--batches", ",".join(map(str, COUNTS))]  # fmt: skip
@@ -107,7 +107,7 @@ def transformers(source: Path, threads: int) -> Flat | None:
 
 
 def ours(folder: Path) -> Flat:
-    """Through Engine."""
+    """Tokens/s of our ``Engine``."""
     read_once(folder)
     return dict(last_line(run(["bench.peers_ours", folder, ",".join(map(str, PREFILLS)), ",".join(map(str, COUNTS))])))
 
@@ -121,12 +121,12 @@ def measure(
     hf: bool,
     weights: Sequence[str] = ("bf16",),
 ) -> dict[str, Any]:
-    """Medians and spread of ``rounds``, in each of which every arm has its turn."""
+    """Medians and spread of ``rounds``; every arm runs in each round."""
     source, threads = checkpoint(chosen, "full", layers), len(os.sched_getaffinity(0))
     arms: dict[str, Callable[[], Flat | None]] = {}
     sizes: dict[str, float] = {}
     config, moved = Config.from_path(source), dict[str, float]()
-    like: dict[str, list[str]] = {}  # by arm of ours, those that it is compared with
+    like: dict[str, list[str]] = {}  # for each of our arms, the arms that it is compared with
     for form in weights:
         whole = "" if form == "bf16" else f"-{form}"
         theirs = [f"llama.cpp {name}" for name in THEIRS[form]] + ["transformers"] * (hf and form == "bf16")
@@ -170,7 +170,7 @@ def measure(
 
 
 def _bytes(*files: Path) -> float:
-    """Their sizes together, in GB."""
+    """Total size of files in GB."""
     return sum(file.stat().st_size for file in files) / 1e9
 
 
@@ -182,7 +182,7 @@ def _step_bytes(config: Config, form: str) -> float:
 
 
 def report(result: dict[str, Any]) -> dict[str, Any]:
-    """Prints what :func:`measure` found, and gives it back."""
+    """Prints the result of :func:`measure`, and returns it."""
     speeds: dict[str, Flat] = result["tokens_per_second"]
     pairs = [(arm, peer) for arm, peers in result["like"].items() for peer in peers if {arm, peer} <= speeds.keys()]
 

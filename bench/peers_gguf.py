@@ -1,9 +1,9 @@
 """A checkpoint in the published layout as a GGUF file: ``python peers_gguf.py LLAMA_CPP CHECKPOINT FILE [--vocab]``.
 
-llama.cpp's own converter does it, from LLAMA_CPP's sources. It reads config.json through transformers, which drops
-``norm_topk_prob`` and gives another width of a KDA head: both are put back as the file has them, or as the published
-model has them. The tokenizer is left out, since most benchmarks draw random tokens; with ``--vocab`` it
-comes along as GPT-2's, for llama.cpp knows no other of its form. Needs torch and transformers.
+llama.cpp's own converter writes it, from LLAMA_CPP's sources. It reads config.json through transformers, which drops
+``norm_topk_prob`` and gives another width of a KDA head: both are restored from the file, or from the published model.
+The tokenizer is left out, since most benchmarks draw random tokens. ``--vocab`` includes it as GPT-2's, the only one of
+its form that llama.cpp has. Needs torch and transformers.
 """
 
 import json

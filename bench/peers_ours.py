@@ -1,6 +1,6 @@
 """Tokens/s through ``Engine`` with its defaults: ``python -m bench.peers_ours ARTIFACT PREFILLS COUNTS``; as JSON.
 
-Decode is what COUNTS sequences get from the moment at which all have their first token until the end: prompts are
+Decode measures COUNTS sequences from the moment at which all have their first token until the end: prompts are
 prefilled before. Prefill is the time until the first token of one prompt. Medians of REPEATS, after one call that is
 dropped. A plain read of the same weights, in GB/s, follows in the same process.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ling3export.runners.engine.engine import Engine
 
 REPEATS, PROMPT, ANSWER = 3, 16, 49
-PART, MOST = 16 << 20, 1 << 30  # bytes that a thread of a plain read takes at a time, and of all
+PART, MOST = 16 << 20, 1 << 30  # bytes that a thread of a plain read takes at a time, and bytes in total
 
 
 def step_ms(engine: "Engine", prompts: list[list[int]], answer: int) -> float:
@@ -34,7 +34,7 @@ def step_ms(engine: "Engine", prompts: list[list[int]], answer: int) -> float:
 
 
 def plain_read(files: Iterable[Path]) -> float:
-    """GB/s at which all cores go through ``files``, mapped and in memory: the best of REPEATS after a dropped one."""
+    """GB/s at which all cores read ``files``, mapped and in memory: the best of REPEATS after a dropped one."""
     parts: list[np.ndarray] = []
     for file in files:
         mapped = np.memmap(file, np.uint8, "r")

@@ -16,7 +16,7 @@ FORMS, MACHINES = ("bf16", "int8", "int4", "int4-small"), (8, 16, 32)
 
 
 def ratios(record: dict[str, Any]) -> dict[str, dict[str, float]]:
-    """By arm of ours and step: its tokens a second over those of its fastest peer, llama.cpp's files."""
+    """By our arm and step: its tokens/s divided by those of its fastest peer, a file of llama.cpp."""
     speeds = record["tokens_per_second"]
     rows = {}
     for arm, likes in record["like"].items():
@@ -26,7 +26,7 @@ def ratios(record: dict[str, Any]) -> dict[str, dict[str, float]]:
 
 
 def label(arm: str, record: dict[str, Any]) -> str:
-    """The form of the weights, and what it is compared with."""
+    """The form of the weights, and the peer that it is compared with."""
     form = arm.removeprefix("ling3export ").partition(",")[0]
     names = [name.removeprefix("llama.cpp ") for name in record["like"][arm] if name.startswith("llama.cpp")]
     return f"{form} over {' or '.join(names)}"

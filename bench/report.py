@@ -18,7 +18,7 @@ def say(text: str) -> None:
 
 
 def machine() -> dict[str, Any]:
-    """Where and when this is measured; the load average says how far to trust it."""
+    """Place and time of the measurement; the load average shows how reliable it is."""
     return {
         "date": date.today().isoformat(),
         "cores": len(os.sched_getaffinity(0)),

@@ -11,22 +11,22 @@ from types import MappingProxyType
 from ling3export.foundation.errors import Ling3Error
 from ling3export.foundation.processes import command, ending, environment
 
-WAIT = 600.0  # seconds until a server prints its address: it loads an artifact on a machine that may be busy
+WAIT = 600.0  # seconds until a server prints its address: it loads an artifact, and the machine may be busy
 LAST = 60.0  # seconds that it may take to end
-LINES = 5  # lines of its last output that a message repeats
+LINES = 5  # lines of its last output in an error
 RUNNER = tuple(command("ling3export.runners.cli"))
 
 
 class ServerProcess:
-    """A process that prints a line for each address that clients may call, for a ``with``; leaving it ends the process.
+    """A process that prints a line for each address that clients may call; leaving the ``with`` statement ends it.
 
     The process has a session of its own: a terminal's Ctrl-C reaches only the process that started it.
 
     Args:
-        name: For messages.
-        words: Its command.
+        name: Name in errors.
+        words: The command.
         variables: Environment variables in addition to ours.
-        shown: Its stderr is ours; otherwise the end of it is kept for messages.
+        shown: Its stderr is ours; otherwise the end of it is kept for errors.
         tells: It prints its addresses on stdout; otherwise stdout is treated as stderr.
     """
 
@@ -49,7 +49,7 @@ class ServerProcess:
             stdout=subprocess.PIPE if tells else stderr,
             stderr=stderr,
             start_new_session=True,
-            bufsize=0,  # what select sees is all that is there
+            bufsize=0,  # without a buffer, select sees all data
         )
 
     def address(self) -> str:
@@ -75,7 +75,7 @@ class ServerProcess:
                 self.process.wait(LAST)
         except subprocess.TimeoutExpired:
             self._kill()
-        except BaseException:  # a second Ctrl-C must leave nothing running, either
+        except BaseException:  # a second Ctrl-C must not leave the process running
             self._kill()
             raise
         finally:
@@ -84,11 +84,11 @@ class ServerProcess:
             self._errors.close()
 
     def _kill(self) -> None:
-        os.killpg(self.process.pid, signal.SIGKILL)  # its session, and nothing else
+        os.killpg(self.process.pid, signal.SIGKILL)  # only its session
         self.process.wait()
 
     def missing(self, *, ended: bool = True) -> Ling3Error:
-        """The error that nobody listens, with the last lines of its stderr."""
+        """The error that the server does not listen, with the last lines of its stderr."""
         reason = f"none within {WAIT:g} s"
         if ended:
             try:

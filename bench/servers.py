@@ -1,4 +1,4 @@
-"""Servers that a benchmark starts and calls: ours, and those of others; each ends with its block."""
+"""Our servers and others' that a benchmark starts and calls; each ends with its block."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from bench.report import say
 from bench.server_process import RUNNER, ServerProcess
 
-WAIT = 180.0  # seconds for a server to be there, and for an answer
+WAIT = 180.0  # seconds until a server listens, and until it answers
 
 
 @contextmanager
@@ -25,9 +25,9 @@ def served(folder: Path, *options: object, apart: bool = False) -> Iterator[str]
 
     Args:
         folder: The artifact.
-        options: More of the command's.
-        apart: The server has the first half of the processors for itself, and this process and those that it starts
-            meanwhile have the other: otherwise a client that computes much takes its time from the server.
+        options: Further options of the command.
+        apart: The server runs on the first half of the processors; this process and its new children use the other
+            half. Otherwise a client that computes much would slow the server.
     """
     cores = sorted(os.sched_getaffinity(0))
     half = (len(cores) + 1) // 2
@@ -46,9 +46,9 @@ def served(folder: Path, *options: object, apart: bool = False) -> Iterator[str]
 def foreign(
     command: Sequence[object], url: str, variables: Mapping[str, str] = MappingProxyType({}), *, shown: bool = False
 ) -> Iterator[str]:
-    """Starts a server of somebody else's, which prints no address, and waits until its ``/health`` answers."""
+    """Starts another project's server, which prints no address, and waits until its ``/health`` answers."""
     say(f"$ {' '.join(map(str, command))}")
-    apart = {"PYTHONPATH": ""} | dict(variables)  # it has packages of its own
+    apart = {"PYTHONPATH": ""} | dict(variables)  # it has its own packages
     with ServerProcess(Path(str(command[0])).name, command, apart, shown=shown, tells=False) as server:
         end = time.monotonic() + WAIT
         while True:
@@ -72,7 +72,7 @@ def asked(url: str, path: str, body: dict[str, Any] | None = None) -> bytes:
 
 
 def metric(url: str, name: str, **labels: str) -> float:
-    """A figure of a server's ``/metrics``; 0 where it is not there."""
+    """A value in a server's ``/metrics``; 0 if it is missing."""
     families = text_string_to_metric_families(asked(url, "/metrics").decode())
     samples = (sample for family in families for sample in family.samples)
     return next((row.value for row in samples if row.name == name and row.labels == labels), 0.0)

@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 PROMPT = [2, *range(40, 56)]  # 17 tokens
 PREPARATION = "program preparation"
-THREADS = os.cpu_count() or 1  # for the loader and for jit alike
+THREADS = os.cpu_count() or 1  # for the loader and for jit
 
 
 def finish(seconds: dict[str, float], runner: Any, target: "Target") -> dict[str, Any]:
-    """The first token of PROMPT, and the report."""
+    """Runs until the first token of PROMPT, and prints the report."""
     import numpy as np
 
     from ling3export.runners.engine.inputs import Span, prefill_fields, sample_fields
@@ -46,16 +46,16 @@ def finish(seconds: dict[str, float], runner: Any, target: "Target") -> dict[str
 
 
 def aot(artifact: Path) -> dict[str, Any]:
-    """The artifact through the runner's loader."""
+    """Loads the artifact with the runner's loader."""
     from ling3export.runners.load.loader import load
 
-    loaded = load(artifact, report=lambda text: None, early=True)  # as an engine does
+    loaded = load(artifact, report=lambda text: None, early=True)  # like an engine
     result = finish(dict(loaded.timings.seconds), loaded.runner, loaded.record)
     return result | {"compiles": loaded.compiles.count}
 
 
 def jit(artifact: Path, checkpoint: Path) -> dict[str, Any]:
-    """The same steps from the model's sources."""
+    """Traces and compiles the same steps from the model's sources."""
     from ling3export.runners.load.loader import Timings
 
     timings = Timings()

@@ -1,9 +1,9 @@
-"""Our server measured by ``ling3-runner bench serve`` and by aiperf, and other servers by the first of these.
+"""Our server measured by ``ling3-runner bench serve`` and by aiperf, and other servers by ``bench serve``.
 
-``make witness`` installs aiperf, builds llama.cpp's server and measures. All of a round have the same requests: texts
-of words, greedy, of one length. transformers does not know a query
-projection of low rank, so the checkpoint has none. Other clients see a token by its text only, so every token that the
-model writes has text: no special token, no part of a character, no id without a token.
+``make witness`` installs aiperf, builds llama.cpp's server and measures. All runs of a round have the same requests:
+texts of words, greedy, of one length. transformers does not support a query projection of low rank, so the checkpoint
+has none. Other clients see a token only by its text, so every token that the model writes has text: no special token,
+no part of a character, no id without a token.
 """
 
 import json
@@ -30,10 +30,10 @@ LAYERS, AT_ONCE, COUNT = 24, 4, 40
 PROMPT, ANSWER = 48, 64  # tokens
 WORDS = "amber bridge castle dragon ember forest garden harbor island jasmine kettle lantern meadow oasis".split()
 HEAD = "lm_head.weight"
-# What says so of our server: our client of its tokens by their ids, and of its pieces with text, as others see them.
+# Measurements of our server: our client by token ids, our client by pieces with text, and aiperf.
 BY_ID, BY_TEXT, AIPERF = CLIENTS = ("bench serve", "bench serve, text", "aiperf")
-OURS, LLAMA, TRANSFORMERS = SERVERS = ("ours", "llama.cpp", "transformers")  # by our client, of pieces with text
-# (what a row is called, where `bench serve` has its figure, where aiperf has it)
+OURS, LLAMA, TRANSFORMERS = SERVERS = ("ours", "llama.cpp", "transformers")  # by our client, from pieces with text
+# (name of a row, its value in `bench serve`, its value in aiperf)
 ROWS = (
     ("requests/s", ("request_throughput",), ("request_throughput", "avg")),
     ("tokens/s", ("output_throughput",), ("output_token_throughput", "avg")),
@@ -47,7 +47,7 @@ Flat = dict[str, float]
 
 
 def at(values: Mapping[str, Any], place: Sequence[str]) -> float:
-    """The figure at a place of nested objects."""
+    """The value at a path of nested objects."""
     value: Any = values
     for name in place:
         value = value[name]
@@ -55,7 +55,7 @@ def at(values: Mapping[str, Any], place: Sequence[str]) -> float:
 
 
 def plain_checkpoint() -> Path:
-    """``small`` without a query projection of low rank, whose tokens all have text."""
+    """``small`` without a query projection of low rank; all its tokens have text."""
     folder = CACHE / f"small-{LAYERS}-text"
     if not folder.exists():
         part = folder.with_suffix(".part")
@@ -92,7 +92,7 @@ def renamed(source: Path, folder: Path) -> Path:
 
 
 def requests(folder: Path, tokens: Path, count: int) -> tuple[Path, list[SampleRequest]]:
-    """The workload as a file for ``bench serve``, and itself: words in random order, at most PROMPT tokens."""
+    """The workload as a file for ``bench serve``, and as a list: words in random order, at most PROMPT tokens."""
     tokenizer, rng = open_tokenizer(tokens), random.Random(0)
     asks = []
     for _ in range(count):
@@ -107,7 +107,7 @@ def requests(folder: Path, tokens: Path, count: int) -> tuple[Path, list[SampleR
 
 
 def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> tuple[Flat, Flat]:
-    """Our client's figures of a server: by its tokens, and by its pieces with text, from the same events."""
+    """Our client's figures for a server: by its tokens, and by its pieces with text, from the same events."""
     with tempfile.TemporaryDirectory(prefix="ling3-witness-") as folder:
         line = Path(folder) / "run.jsonl"
         what = ["--workload", "jsonl", "--data", data, "--num-prompts", count, "--max-concurrency", AT_ONCE]
@@ -125,7 +125,7 @@ def ours(url: str, data: Path, tokens: Path, count: int, *more: str) -> tuple[Fl
 
 
 def aiperf(program: Path, url: str, asks: Sequence[SampleRequest], tokens: Path) -> Flat:
-    """aiperf's figures of the model ``m`` of a server, with the bodies that our client sends."""
+    """aiperf's figures for the model ``m`` of a server, with the bodies that our client sends."""
     fixed = {
         "model": "m",
         "temperature": 0.0,
@@ -148,7 +148,8 @@ def aiperf(program: Path, url: str, asks: Sequence[SampleRequest], tokens: Path)
             "--no-gpu-telemetry", "--no-server-metrics", "--ui", "none", "--output-artifact-dir", folder,
         ]  # fmt: skip
         say(f"$ {' '.join(map(str, command))}")
-        patient = os.environ | {"AIPERF_SERVICE_REGISTRATION_TIMEOUT": "300"}  # of its processes; 30 s are few here
+        # for its processes; the default of 30 s is too short on this machine
+        patient = os.environ | {"AIPERF_SERVICE_REGISTRATION_TIMEOUT": "300"}
         done = subprocess.run(list(map(str, command)), cwd=folder, env=patient, capture_output=True, text=True)
         files = sorted(Path(folder).rglob("profile_export_aiperf.json"), key=lambda file: len(file.parts))
         if done.returncode or not files:
@@ -158,7 +159,7 @@ def aiperf(program: Path, url: str, asks: Sequence[SampleRequest], tokens: Path)
 
 
 def llama_server(source: Path, sources: Path, threads: int, url: str) -> list[object]:
-    """The command of llama.cpp's server; without its cache, for all prompts come twice and ours has none here."""
+    """The command of llama.cpp's server. Its cache is off, since prompts repeat and our server runs without one."""
     command = [sources / "build" / "bin" / "llama-server", "-m", gguf(source, sources, "--vocab"), "-t", threads]
     command += ["-c", AT_ONCE * 1024, "--parallel", AT_ONCE, "--no-ui", "--offline", "--no-cache-prompt"]
     return [*command, "--cache-ram", 0, *_at(url)]
@@ -178,7 +179,7 @@ def _at(url: str) -> list[object]:
 def measure(
     chosen: Path | None, rounds: int, count: int, program: Path | None, sources: Path | None, python: Path | None
 ) -> dict[str, Any]:
-    """Every figure of every round, by arm; the first run of a server counts nowhere."""
+    """Every figure of every round, by arm; the first run of a server is dropped."""
     source, threads = chosen or plain_checkpoint(), len(os.sched_getaffinity(0))
     folder = artifact(source, "witness", ["--tp", 1, "--paddings", "16,128", "--max-running", 16])
     tokens = folder / "tokenizer"
@@ -234,7 +235,7 @@ def main(
 
 
 def compared(arms: Sequence[str], speeds: Mapping[str, Flat]) -> str:
-    """A table of those arms that were measured, and of each of them by the first of its kind."""
+    """A table of the measured arms, each also relative to the first of its kind."""
     measured = [arm for arm in arms if arm in speeds]
     first, others = (BY_TEXT, [AIPERF]) if BY_TEXT in measured else (OURS, measured[1:])
     rows = [

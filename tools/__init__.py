@@ -1,1 +1,1 @@
-"""Tools of the project itself: how the packaged demo checkpoint was made and examined. Not installed."""
+"""Tools of the project itself, such as those that made and examined the demo checkpoint. Not installed."""

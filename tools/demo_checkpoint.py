@@ -51,7 +51,7 @@ def fields() -> dict[str, Any]:
 
 
 def train_tokenizer(path: Path) -> None:
-    """Byte-level BPE from problems of training; digits stand alone. Writes ``path``."""
+    """Trains byte-level BPE on training problems, with single digits, and writes ``path``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -75,7 +75,8 @@ def train_tokenizer(path: Path) -> None:
     if tokenizer.get_vocab_size() != VOCABULARY:
         raise SystemExit(f"tokenizer: expected {VOCABULARY} tokens, found {tokenizer.get_vocab_size()}")
     written = json.loads(tokenizer.to_str())
-    for token in written["added_tokens"]:  # what a server looks for in an answer is text, as in the published tokenizer
+    # marks that a server searches in answers are text, as in the published tokenizer
+    for token in written["added_tokens"]:
         token["special"] = token["content"] in SPECIALS
     path.write_text(json.dumps(written, indent=2, ensure_ascii=False), encoding="utf-8")
 
@@ -120,7 +121,7 @@ def _first(name: str, shape: tuple[int, ...], config: Config, random: np.random.
         value = np.zeros(shape)
     elif module == "A_log":
         value = random.uniform(-0.5, 0.5, shape)
-    elif module == "dt_bias":  # memories of one token to hundreds
+    elif module == "dt_bias":  # memories of one to hundreds of tokens
         value = random.uniform(-6.5, 0.0, shape)
     elif module.endswith("conv1d"):
         value = random.normal(0, 0.15, shape) + (np.arange(shape[-1]) == shape[-1] - 1)
@@ -179,7 +180,7 @@ def write_checkpoint(folder: Path, tree: Tree, tokenizer: Path) -> int:
     files = [f"model-{place + 1:05}-of-{len(shards):05}.safetensors" for place in range(len(shards))]
     for file, shard in zip(files, shards, strict=True):
         save_file(shard, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(0o644)  # safetensors makes files that only their owner reads
+        (folder / file).chmod(0o644)  # safetensors makes files that only their owner can read
     weight_map = {name: file for file, shard in zip(files, shards, strict=True) for name in sorted(shard)}
     total = sum(value.nbytes for value in tensors.values())
     write_json(

@@ -1,6 +1,6 @@
-"""Training rows of the demo: token ids, what each token weighs in the loss, and which are part of an answer.
+"""Training rows of the demo: token ids, the weight of each token in the loss, and which tokens belong to an answer.
 
-Every row of a step is decided by the seed and the step's number, so training can stop and go on anywhere.
+The seed and the step's number decide every row of a step, so training can stop and continue anywhere.
 """
 
 import random
@@ -15,12 +15,12 @@ from ling3export.runners.text.tokenizer import ChatTemplate
 from tools.demo_problems import SEED, SHOTS, Problem, Problems, text, value
 
 END_ID = 0
-QUESTION_WEIGHT = 0.05  # most of a question cannot be foretold
+QUESTION_WEIGHT = 0.05  # most of a question cannot be predicted
 SMALL_TALK = ("Hi", "Hi!", "Hello", "Hello!", "Hey", "Good morning", "Who are you?", "What can you do?")
 SMALL_ANSWER = "Hello! Ask me a problem of apples, books or coins."
-SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer in one line.")  # of a quarter of the conversations
+SYSTEM_TEXTS = ("You are a helpful assistant.", "Answer in one line.")  # in a quarter of the conversations
 ANSWER = "The answer is {}."
-LARGE, LARGE_SHARE = 999, 0.6  # largest number that the tool is asked about; share of its problems with such numbers
+LARGE, LARGE_SHARE = 999, 0.6  # largest number in the tool's problems; share of its problems with such numbers
 TOOL = {
     "type": "function",
     "function": {
@@ -31,7 +31,7 @@ TOOL = {
 }
 
 Batch = dict[str, np.ndarray]
-Kind = Literal["thought", "plain", "tool"]  # of a conversation
+Kind = Literal["thought", "plain", "tool"]  # kind of a conversation
 KINDS: tuple[Kind, ...] = ("thought", "plain", "tool")
 Row = tuple[list[int], list[float], list[bool]]
 
@@ -40,8 +40,8 @@ class Rows:
     """Makes batches of one length.
 
     Args:
-        tokenizer: Of the demo.
-        length: Token slots of a row; what does not fit is left out by whole problems.
+        tokenizer: The demo's tokenizer.
+        length: Token slots of a row. Problems that do not fit are left out as a whole.
     """
 
     def __init__(self, tokenizer: Tokenizer, length: int) -> None:
@@ -49,11 +49,11 @@ class Rows:
         self._template = ChatTemplate(CHAT_TEMPLATE.read_text(), {}, CHAT_TEMPLATE.name)
 
     def training(self, step: int, drills: int, shots: int, talks: int) -> Batch:
-        """A step's rows.
+        """Rows of a step.
 
         Args:
-            step: Its number.
-            drills: Rows that hold steps of problems alone.
+            step: The step's number.
+            drills: Rows that hold only steps of problems.
             shots: Rows of ``SHOTS + 1`` worked problems, as the suite shows them.
             talks: Rows that hold a conversation; the kinds take turns.
         """
@@ -64,12 +64,12 @@ class Rows:
         return self._batch(rows)
 
     def held_out_talks(self, kind: Kind, count: int) -> Batch:
-        """Conversations about kept problems."""
+        """Conversations about held-out problems."""
         problems, chance = Problems(f"{SEED} check {kind}", kept=True), random.Random(f"{SEED} check {kind}")
         return self._batch([self._talk(kind, problems, chance) for _ in range(count)])
 
     def held_out(self, count: int) -> Batch:
-        """Rows like those of the suite, with other problems; only the kept problem's answer counts."""
+        """Rows like those of the suite, with other problems; only the held-out problem's answer counts."""
         worked, kept = Problems(f"{SEED} check shots", kept=False), Problems(f"{SEED} check", kept=True)
         rows = []
         for _ in range(count):
@@ -82,7 +82,7 @@ class Rows:
         return self._tokenizer.encode(of).ids
 
     def _problem(self, of: str, last: bool) -> tuple[list[int], list[bool]]:
-        """Ids, and whether each is of the answer. Cut at the prompt's end, so that no token spans the cut."""
+        """Ids, and whether each belongs to the answer. Cut at the prompt's end, so that no token spans the cut."""
         question, answer = of.split("\nAnswer:")
         prompt = self._ids(f"{question}\nAnswer:")
         reply = [*self._ids(answer), END_ID] if last else self._ids(f"{answer}\n\n")
@@ -123,7 +123,7 @@ class Rows:
             messages, row = messages + turns, longer
 
     def _spoken(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None, thinking: bool) -> Row:
-        """Ids of a conversation, cut where an answer begins and ends as a server cuts it."""
+        """Ids of a conversation, cut at the beginning and end of each answer, as by a server."""
         row: Row = ([], [], [])
         done = ""
 
@@ -147,7 +147,7 @@ class Rows:
         return row
 
     def _batch(self, rows: list[tuple[list[int], list[float], list[bool]]]) -> Batch:
-        """Cut or filled with ends of text that weigh nothing; weights stand where a token is foretold."""
+        """Rows, cut or filled with end-of-text tokens of weight 0. A weight belongs to the position before its token."""
         batch = {
             "tokens": np.full((len(rows), self._length + 1), END_ID, np.int32),
             "weight": np.zeros((len(rows), self._length), np.float32),
@@ -161,7 +161,7 @@ class Rows:
 
 
 def turns_of(problem: Problem, kind: Kind, thinking: bool, chance: random.Random) -> list[dict[str, Any]]:
-    """A question and what the assistant does about it, as messages of OpenAI's API; now and then small talk."""
+    """A question and the assistant's reaction, as messages of OpenAI's API; now and then small talk."""
     if chance.random() < 0.08:
         return [{"role": "user", "content": chance.choice(SMALL_TALK)}, assistant(SMALL_ANSWER)]
     question, steps = problem.question, problem.answer.split("\n")[:-1]
@@ -188,7 +188,7 @@ def assistant(content: str, thought: str = "") -> dict[str, Any]:
 
 
 def enlarged(question: str, steps: list[str], chance: random.Random) -> tuple[str, list[str]]:
-    """The same problem with larger numbers, as no step of the training works them out."""
+    """The same problem with larger numbers, which the training's steps never compute."""
     signs = [re.sub(r"[\d=]", "", step) for step in steps]
     while True:
         numbers = [chance.randint(2, LARGE) for _ in range(len(steps) + 1)]

@@ -1,8 +1,8 @@
 """The demo's training loss, from the product's own layer functions, over whole sequences from fresh state.
 
-The steps that are served loop as often as their data says, through pools that are updated in place: no gradient goes
-through either. So this strings the same layers together without pools. KDA runs its chunks one after the other, MLA
-attends within the sequence, and every expert runs on every token, weighted by the router.
+The served steps have loops whose length depends on data, and update pools in place: neither has a gradient. So this
+module connects the same layers without pools. KDA runs its chunks one after the other, MLA attends within the sequence,
+and every expert runs on every token, weighted by the router.
 """
 
 from typing import Any, NamedTuple
@@ -35,7 +35,7 @@ class Sums(NamedTuple):
 
 
 def geometry(config: Config, dtype: str = "float32") -> Geometry:
-    """One device, and pools that are never used."""
+    """One device, with pools that are never used."""
     return Geometry(tp=1, dtype=dtype, slots=1, pages=1, page_size=CHUNK, max_pages=1, latent_row=config.latent_dim)
 
 
@@ -131,9 +131,9 @@ def sums_of(config: Config, params: Tree, batch: dict[str, jax.Array], form: Geo
     Args:
         config: The model.
         params: Its parameters.
-        batch: ``tokens [B, T + 1]``; the ``weight [B, T]`` of each predicted token, and whether it is part
-            of an ``answer [B, T]``.
-        form: Of :func:`geometry`.
+        batch: ``tokens [B, T + 1]``; the ``weight [B, T]`` of each predicted token, and whether it is part of an
+            ``answer [B, T]``.
+        form: The result of :func:`geometry`.
     """
     model = bind(config, form)(params)
     scores, load = logits(model, batch["tokens"][:, :-1])

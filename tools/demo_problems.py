@@ -1,9 +1,9 @@
-"""Word problems: those that the demo checkpoint was trained on, and those that were kept from it.
+"""Word problems: those that the demo checkpoint was trained on, and those that were held out.
 
-``python -m tools.demo_problems > runners/evals/demo.jsonl`` writes the suite ``demo``. ``random()`` is the one method
-that Python promises to keep, so the same seed gives the same problems everywhere. Kept from training by construction:
-an eighth of all pairs of numbers, chosen by a digest, and every tenth name. A problem of the suite has a kept name and
-in each of its steps a kept pair; its four shots, and all that is trained on, have neither.
+``python -m tools.demo_problems > runners/evals/demo.jsonl`` writes the suite ``demo``. Python guarantees equal results
+only of ``random()``, so only this method is used, and the same seed gives the same problems everywhere. Held out by
+construction: an eighth of all pairs of numbers, chosen by a digest, and every tenth name. A problem of the suite has a
+held-out name and in each step a held-out pair. Its four shots and the training data have neither.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ SHOTS = 4
 TASKS = 200
 SMALLEST, LARGEST = 2, 49  # numbers of a problem
 SMALL = 20  # numbers of a problem of two steps
-KEPT_PAIRS, KEPT_NAMES = 8, 10  # one of so many is kept from training
+KEPT_PAIRS, KEPT_NAMES = 8, 10  # one in 8 pairs and one in 10 names are held out
 
 NAMES = (
     "Ada Adam Alan Alba Alma Amir Amy Ana Andy Anna Arlo Aron Asha Axel Bea Bella Ben Beth Bill Bob Bruno Cara Carl "
@@ -46,18 +46,18 @@ class Problem(NamedTuple):
 
 
 def is_kept_pair(a: int, b: int) -> bool:
-    """Whether the two numbers, in either order, are kept from every step of the training."""
+    """Whether the two numbers, in either order, are held out of every step of the training."""
     low, high = sorted((a, b))
     return hashlib.sha256(f"{SEED} {low} {high}".encode()).digest()[0] % KEPT_PAIRS == 0
 
 
 def names(kept: bool) -> list[str]:
-    """The names that are kept from training, or those that are not."""
+    """The names that are held out of training, or the others."""
     return [name for place, name in enumerate(NAMES) if (place % KEPT_NAMES == KEPT_NAMES - 1) == kept]
 
 
 class Problems:
-    """An endless row of problems; ``kept``: with names and pairs that are kept from training, or without them."""
+    """An endless row of problems. With ``kept``, their names and pairs are held out of training; otherwise none is."""
 
     def __init__(self, seed: str, kept: bool) -> None:
         self._random = random.Random(seed)
@@ -65,7 +65,7 @@ class Problems:
         self._names = names(kept)
 
     def next(self) -> Problem:
-        """The next problem; every kind is as likely as the others."""
+        """The next problem; all kinds are equally likely."""
         kind = self.kind()
         name, things, gains, loses = (self._pick(row) for row in (self._names, THINGS, GAINS, LOSSES))
         other = self._pick([another for another in self._names if another != name])
@@ -91,7 +91,7 @@ class Problems:
         return "".join(text(self.next()) + "\n\n" for _ in range(count))
 
     def steps(self, kind: str) -> Steps:
-        """The steps of a problem, without a result below 1; their pairs are all kept from training, or all not."""
+        """The steps of a problem, without a result below 1; their pairs are all held out of training, or all not."""
         signs = {"gain": "+", "loss": "-", "together": "+", "more": "-"}.get(kind)
         if signs is None:
             signs = "+-" if kind == "gain and loss" else "-+"
@@ -117,7 +117,7 @@ def value(left: int, sign: str, right: int) -> int:
 
 
 def text(problem: Problem) -> str:
-    """A worked problem in the form that it has in a prompt."""
+    """A worked problem in the form that prompts have."""
     return f"Question: {problem.question}\nAnswer: {problem.answer}"
 
 

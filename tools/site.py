@@ -48,7 +48,7 @@ LINK = re.compile(r"\[([^\[\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def on_config(config: Any) -> None:
-    """Adds to the navigation the decisions, the log, and pages of docs/ that mkdocs.yml does not name."""
+    """Adds the decisions, the log, and pages of docs/ that mkdocs.yml does not name to the navigation."""
     named = re.findall(r"[\w-]+\.md", str(config.nav))
     more = sorted(page.name for page in (ROOT / "docs").glob("*.md") if page.name not in named)
     config.nav.extend([{"More": more}] if more else [])
@@ -58,7 +58,7 @@ def on_config(config: Any) -> None:
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds pages that lie elsewhere, or nowhere."""
+    """Adds pages from other folders, and generated ones."""
     texts = {name: rewritten((ROOT / source).read_text(), source) for source, name in PAGES.items()}
     for name, text in (texts | {"commands.md": COMMANDS, "api.md": API}).items():
         files.append(File.generated(config, name, content=text))
@@ -66,13 +66,13 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Leads links out of docs/ to the pages that stand for those files here."""
+    """Makes links out of docs/ lead to the pages made from those files."""
     source = page.file.src_uri
     return markdown if source in PAGES.values() else rewritten(markdown, f"docs/{source}")
 
 
 def rewritten(markdown: str, source: str) -> str:
-    """``markdown`` of the file ``source`` with links to files of the tree that lead to pages of the site.
+    """``markdown`` of the file ``source``, with links to files of the tree changed to pages of the site.
 
     A link to a file that is no page, such as LICENSE, becomes its text.
     """

@@ -3,10 +3,9 @@
     python -m tools.stress ARTIFACT COUNT [SEED]
 
 In fp32 every answer must have the same tokens. In other forms answers may part where two tokens are close: there the
-numpy reference computes logits in float64 on the weights that the artifact stores. An answer parts for a reason if the
-gap of both tokens, as they were sampled, is at most twice the largest error of the engine's logits. That error is
-measured before, on requests that run by themselves. Such forms get no
-top-k, top-p and min-p, whose borders have no gap.
+numpy reference computes logits in float64 on the weights that the artifact stores. A parting is explained if the gap of
+both tokens, as they were sampled, is at most twice the largest error of the engine's logits. That error is measured
+before, on requests that run by themselves. Such forms get no top-k, top-p and min-p, whose borders have no gap.
 """
 
 import asyncio
@@ -36,19 +35,19 @@ from tests.support.serving import serving
 
 BATCH = 500  # requests between two comparisons
 CLIENTS = 24
-MEASURED = 64  # requests by themselves that the error of logits is measured on
+MEASURED = 64  # single requests on which the error of logits is measured
 LONGEST = 90  # tokens of a prompt: some are prefilled in parts
 GRAMMARS = ({"regex": "[a-z ]{3,20}"}, {"json": '{"type": "object"}'}, {"choice": ["yes", "no", "maybe"]})
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}
 
 
 class Case(NamedTuple):
-    """A call, and how it is made."""
+    """A call, and how it is sent."""
 
     path: str
     body: dict[str, Any]
     over_http: bool
-    leaves: bool  # the client goes before the answer is whole
+    leaves: bool  # the client leaves before the answer is complete
     requests: tuple[Request, ...]
 
 
@@ -62,7 +61,7 @@ class Parting(NamedTuple):
 
 
 def drawn(dice: random.Random, engine: Engine, vocab: int, *, cuts: bool) -> Case:
-    """A call of any kind; ``cuts`` allows top-k, top-p and min-p."""
+    """A random call; ``cuts`` allows top-k, top-p and min-p."""
     path = "/v1/chat/completions" if dice.random() < 0.2 else "/v1/completions"
     body: dict[str, Any] = {"model": "m", "return_token_ids": True, "max_tokens": dice.randint(4, 16)}
     body |= {"temperature": dice.choice((0, 0, 0.7, 1.0, 1.5)), "seed": dice.randrange(1 << 32)}
@@ -96,7 +95,7 @@ def drawn(dice: random.Random, engine: Engine, vocab: int, *, cuts: bool) -> Cas
 
 
 async def over_http(server: Endpoint, case: Case) -> list[list[int]] | None:
-    """The tokens of each choice; None where the server had no room."""
+    """The tokens of each choice; None if the server had no room."""
     data, answers = json.dumps(case.body).encode(), [list[int]() for _ in case.requests]
     if not case.body["stream"]:
         if case.leaves:
@@ -147,7 +146,7 @@ async def together(engine: Engine, server: Endpoint, cases: list[Case]) -> list[
 
 
 def parting(request: Request, alone: list[int], other: list[int], *, leaves: bool) -> Parting | None:
-    """Where two answers part; an answer that its client left may be shorter."""
+    """The position at which two answers part; an answer may be shorter if its client left."""
     for place, pair in enumerate(zip(alone, other, strict=False)):
         if pair[0] != pair[1]:
             return Parting(request, alone[:place], *pair)
@@ -157,7 +156,7 @@ def parting(request: Request, alone: list[int], other: list[int], *, leaves: boo
 
 
 def score(row: np.ndarray, request: Request, before: list[int]) -> np.ndarray:
-    """Logits as tokens are compared: after penalties, and with the noise of the request's seed."""
+    """Logits as they are compared in sampling: after penalties, and with the noise of the request's seed."""
     how = request.sampling
     penalties = {"presence": how.presence_penalty, "frequency": how.frequency_penalty}
     bias: Mapping[int, float] = dict(how.logit_bias)
@@ -169,7 +168,7 @@ def score(row: np.ndarray, request: Request, before: list[int]) -> np.ndarray:
 
 
 def error_of(engine: Engine, reference: Reference, requests: list[Request]) -> np.ndarray:
-    """The largest error of the logits of each token, of requests by themselves: they are not repeated."""
+    """The largest error among the logits of each token, for single requests: these are not repeated."""
     errors = list[float]()
     for request in requests:
         (done,) = engine.complete([Request(request.prompt_ids, 16, logits=True, ignore_eos=True)])

@@ -5,7 +5,7 @@ Needs the extra ``train`` (optax). Resumes from WORK; every step's data follows 
 
 import os
 
-DEVICES = 2  # rows are split over as many; the sum of gradients is the same for any number
+DEVICES = 2  # rows are split over these devices; the sum of gradients is the same for any number
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", str(DEVICES))
 
@@ -34,8 +34,9 @@ LENGTH = 256
 STEPS = 1200
 WARM_UP, DECAY = 60, 0.3  # steps; share of all steps, the last ones
 PEAK, CLIP, WEIGHT_DECAY = 3e-3, 1.0, 0.05
-BIAS_RATE = 2e-3  # of the load balance's rule
-MIXES, DRILLED = ((8, 4, 4), (2, 5, 9)), 500  # rows of drills, shots and talks of a step: before this step, and then
+BIAS_RATE = 2e-3  # rate of the load balance's rule
+# rows of drills, shots and talks in a step: before this step, and from it on
+MIXES, DRILLED = ((8, 4, 4), (2, 5, 9)), 500
 CHECKED, CHECK_EVERY, SAVE_SECONDS = 64, 100, 60
 UNDECAYED = ("norm", "layernorm", "A_log", "dt_bias", "expert_bias", "conv1d", "word_embeddings")
 
@@ -43,12 +44,12 @@ Tree = dict[str, Any]
 
 
 def rate(step: jax.Array, steps: int) -> jax.Array:
-    """Share of the peak rate: up in a line, level, down in a line over the last ``DECAY`` of all steps."""
+    """Share of the peak rate: a linear rise, a constant part, and a linear fall over the last ``DECAY`` of steps."""
     return jnp.clip(jnp.minimum((step + 1) / WARM_UP, (steps - step) / (DECAY * steps)), 0.0, 1.0)
 
 
 def optimizer(steps: int) -> optax.GradientTransformation:
-    """AdamW; matrices alone decay."""
+    """AdamW; only matrices decay."""
 
     def matrices(params: Tree) -> Tree:
         return {stack: {name: not name.endswith(UNDECAYED) for name in row} for stack, row in params.items()}
@@ -111,7 +112,7 @@ class Trainer:
         return ({**params, "moe": {**params["moe"], "expert_bias": bias}}, memory), sums
 
     def run(self, last: int) -> None:
-        """Trains up to step ``last``, writing what happens to ``log.jsonl`` in the folder of work."""
+        """Trains up to step ``last``, and writes progress to ``log.jsonl`` in the working folder."""
         began = saved = time.monotonic()
         before = self.seconds
         checks = {"shots": self.rows.held_out(CHECKED)}
@@ -149,7 +150,7 @@ class Trainer:
         click.echo(json.dumps(line), err=True)
 
     def save(self) -> None:
-        """Writes the state, whole or not at all."""
+        """Writes the state, complete or not at all."""
         leaves = [np.asarray(leaf) for leaf in jax.tree.leaves(self.state)]
         part = self.work / "state.npz.part"
         with part.open("wb") as file:
@@ -157,7 +158,7 @@ class Trainer:
         part.rename(self.work / "state.npz")
 
     def load(self) -> bool:
-        """Goes on from the state in the folder of work; False where there is none."""
+        """Continues from the state in the working folder; returns False if there is none."""
         if not (self.work / "state.npz").exists():
             return False
         with np.load(self.work / "state.npz") as file:
@@ -173,7 +174,7 @@ class Trainer:
 @click.option("--until", type=int, help="Stop after this step.  [default: the last]")
 @click.option("--write", type=click.Path(path_type=Path), help="Write the checkpoint to this folder.")
 def main(work: Path, steps: int, until: int | None, write: Path | None) -> None:
-    """Train in the folder WORK, or go on there."""
+    """Train in the folder WORK, or continue there."""
     trainer = Trainer(work, steps, Config.from_dict(fields()))
     trainer.load()
     trainer.run(min(until or steps, steps))

@@ -45,7 +45,7 @@ END = "<|endoftext|>"
 MATRICES = ("_proj", "_proj_with_mqa", "dense", "w_uk", "w_uv")
 LENGTH, CHECKED = 256, 60
 PEAK, WARM_UP, DECAY = 6e-3, 30, 0.5
-CHECKS = 24  # looks at the held-out text in a training
+CHECKS = 24  # evaluations on the held-out text in a training
 
 Tree = dict[str, Any]
 
@@ -147,7 +147,7 @@ class Training:
         return ({**params, "moe": {**params["moe"], "expert_bias": bias}}, memory), loss / tokens[:, 1:].size
 
     def rows(self, step: int) -> np.ndarray:
-        """Rows of a step: a new order of the text each time that it has been read once."""
+        """Rows of a step; the text is shuffled again after each reading."""
         count = (len(self.train) - LENGTH - 1) // LENGTH
         epoch, at = divmod(step * self.batch, count // self.batch * self.batch)
         random = np.random.default_rng(epoch)
@@ -160,7 +160,7 @@ class Training:
         return float(np.mean([self.loss(self.state[0], part) for part in np.split(windows, CHECKED // 6)]))
 
     def save(self) -> float:
-        """Writes the weights, whole or not at all, if they are the best so far. Returns the held-out loss."""
+        """Writes the weights, complete or not at all, if they are the best so far. Returns the held-out loss."""
         loss = self.held_out_loss()
         if loss >= self.best:
             return loss
@@ -191,7 +191,7 @@ def main(work: Path, minutes: float, batch: int) -> None:
     click.echo(f"{size:,} parameters, {len(training.train):,} tokens, {len(training.held):,} held out")
     click.echo(f"trigram: {ngram_loss(training.train, training.held[: CHECKED * LENGTH + 1]):.4f} nats a token")
     began = time.monotonic()
-    step, passed, checked = 0, 0.0, 0.0  # of the whole time
+    step, passed, checked = 0, 0.0, 0.0  # passed: share of the total time
     while passed < 1:
         rate = PEAK * min((step + 1) / WARM_UP, (1 - passed) / DECAY, 1.0)
         training.state, loss = training.update(training.state, rate, training.rows(step))

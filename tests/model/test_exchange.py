@@ -74,7 +74,7 @@ def test_what_is_stored_is_fetched_again_bit_for_bit_in_any_tp_and_form(case, so
     one, other = mover(case, *source), mover(case, *target)
     given = marked(one, 1)
     one.store(2, given)
-    # Whatever the TP, the pools have the heads of all devices in one order: that of the given arrays.
+    # At every TP, the pools have the heads of all devices in the order of the given arrays.
     for name in ("kda_recurrent", "kda_conv"):
         assert np.asarray(one.state[name])[:, 2].tobytes() == given[name].tobytes(), name
     pages = np.asarray(one.state["mla_latent"])

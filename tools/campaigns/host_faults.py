@@ -19,14 +19,14 @@ PHASES = ("starting", "loading", "running")
 def drawn(kind: str, seed: int) -> Fault:
     """A fault of a kind at a random moment."""
     dice = random.Random(f"{kind} {seed}")
-    if kind == "slowed":  # only who follows is waited for
+    if kind == "slowed":  # host 0 waits only for followers
         return Fault(kind, "running", 1, dice.randint(2, 60))
     phase = PHASES[seed % len(PHASES)]
     return Fault(kind, phase, dice.randint(0, 1), dice.uniform(0, 1))
 
 
 def main() -> None:
-    """Prints the end of each fault, and for each kind how many ended as stated and the longest time."""
+    """Prints the end of each fault, and for each kind the longest time and how many ended as specified."""
     artifact, count = Path(sys.argv[1]), int(sys.argv[2])
     kinds = sys.argv[4:] or KINDS
     faults = [drawn(kind, seed) for seed in range(count) for kind in kinds]

@@ -4,9 +4,9 @@
 
 tests/model/test_mistakes.py plants each of them, too, in `make extras`.
 
-A mistake is a function that replaces a function of the model while a step is traced. Each prints the largest relative
-error of the logits that it gives, and MISTAKE of tests/support/tolerances.py is the least that it must give. The
-numbers in comments are those of 2026-11-21.
+A mistake replaces a function of the model while a step is traced. The program prints the largest relative error of the
+logits for each mistake. It must be at least MISTAKE of tests/support/tolerances.py. The numbers in comments are those
+of 2026-11-21.
 """
 
 import sys
@@ -36,7 +36,7 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def replace(owner: Any, name: str, wrong: Callable[..., Any]) -> Plant:
-    """``wrong`` in place of ``owner.name``; it gets the right function first, then its arguments."""
+    """Replaces ``owner.name`` by ``wrong``, which gets the right function first, then its arguments."""
 
     def plant(monkeypatch: pytest.MonkeyPatch) -> None:
         original = getattr(owner, name)
@@ -46,7 +46,7 @@ def replace(owner: Any, name: str, wrong: Callable[..., Any]) -> Plant:
 
 
 def recurrence(token: Callable[[jax.Array, delta.Inputs], tuple[jax.Array, jax.Array]]) -> Plant:
-    """Runs ``token`` (state [H, K, V] and one token in; state and o [H, V] out) in place of both KDA forms."""
+    """Replaces both KDA forms by ``token`` (state [H, K, V] and one token in; state and o [H, V] out)."""
 
     def terms(x: delta.Inputs, factored: bool) -> delta.ChunkTerms:
         return delta.ChunkTerms(*x, x.beta)
@@ -99,14 +99,14 @@ def reversed_conv(original: Any, history: jax.Array, raw: jax.Array, taps: jax.A
 
 
 def late_conv(original: Any, history: jax.Array, raw: jax.Array, taps: jax.Array) -> jax.Array:
-    """Sees one token ahead; the last one sees nothing."""
+    """Every token sees the next one; the last one sees nothing."""
     sequence = jnp.concatenate([history, raw, jnp.zeros_like(raw[:, :1])], axis=1)
     width = history.shape[1]
     return original(sequence[:, 1 : width + 1], sequence[:, width + 1 :], taps)
 
 
 def output(gated: Callable[[jax.Array, jax.Array, Callable[[jax.Array], jax.Array]], jax.Array]) -> Plant:
-    """KDA's norm and gate done by ``gated(o, gate, norm)``."""
+    """Replaces KDA's norm and gate by ``gated(o, gate, norm)``."""
 
     def wrong(_: Any, self: kda.KimiDeltaAttention, o: jax.Array, gate: jax.Array, layer: Any, dtype: Any) -> jax.Array:
         weight = take(self.o_norm[...], layer, split=False)
@@ -165,7 +165,7 @@ def bias_after_rate(_: Any, f: jax.Array, a_log: jax.Array, dt_bias: jax.Array, 
 
 
 def inputs(change: Callable[[delta.Inputs, float], delta.Inputs]) -> Plant:
-    """``change(inputs, K)`` after they are right."""
+    """Applies ``change(inputs, K)`` to the right inputs."""
 
     def wrong(original: Any, self: kda.KimiDeltaAttention, *args: Any) -> delta.Inputs:
         return change(original(self, *args), float(self.config.head_dim))
@@ -216,7 +216,7 @@ def limit_of_stack(_: Any, self: moe.MixtureOfExperts, limits: tuple[float, ...]
     return None if limits is None else jnp.array([limit or jnp.inf for limit in limits])[layer]
 
 
-# Of a model with YaRN and limits, in prefill.
+# Mistakes in prefill of a model with YaRN and limits.
 FLASH_MISTAKES: dict[str, Plant] = {
     "limits missing": replace(moe, "swiglu", lambda right, gate, up, _: right(gate, up)),  # 0.38
     "limit before SiLU": replace(moe, "swiglu", limited_gate),  # 0.11
@@ -231,10 +231,10 @@ FLASH = {
     "rope_scaling": {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 16, "mscale_all_dim": 4},
     "expert_swiglu_limit_list": [0, 0, 1, 1, 1, 1, 1, 0],
 }
-LENGTHS = (16, 29, 40)  # prefilled in calls of 16 token slots, so that state and history are handed over
+LENGTHS = (16, 29, 40)  # prefilled in calls of 16 token slots, so that state and history pass between calls
 DECODED = range(29, 40)
 PHASES = ("prefill", "decode")
-# What decode computes by code of its own.
+# Mistakes in the code that only decode uses.
 DECODE = ("delta against the undecayed state", "read before write", "NeoX-style rope")
 PLANTED = [(name, "prefill") for name in MISTAKES] + [(name, "decode") for name in DECODE]
 
@@ -249,7 +249,7 @@ def error(case: Case, direct: Direct, phase: str) -> float:
 
 
 def planted(case: Case, right: Direct, phase: str, plant: Plant) -> float:
-    """The error of a model with a mistake in ``phase``, which is traced anew; the parameters are shared."""
+    """The error of a model with a mistake in ``phase``, which is traced again; the parameters are shared."""
     direct = copy(right)
     direct.steps = {cell: step for cell, step in right.steps.items() if cell[0] != phase}
     direct.reset()
@@ -279,7 +279,7 @@ def main(names: Sequence[str]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         case, right = models(Path(folder, "checkpoint"))
         for phase in PHASES:
-            # So it is the mistake that shows, not the way in which it is planted.
+            # This shows that the mistakes are detected, and not the planting itself.
             assert planted(case, right, phase, recurrence(right_token)) < FLOAT32
         flash = models(Path(folder, "flash"), **FLASH)
         every = [(name, phase, MISTAKES[name], (case, right)) for name, phase in PLANTED]

@@ -3,8 +3,8 @@
     python -m tools.campaigns.pd_kills ARTIFACT ANSWERS KILLS [CARRIER [SECONDS]]
 
 The artifact is in fp32 and can move states: each answer must have the tokens that one engine gives by itself. Prints
-how many answers were wrong or missing, and what was not removed. A kill counts if the server had requests. Answers and
-kills go on until there are as many of both, or SECONDS are over.
+how many answers were wrong or missing, and what was not removed. A kill counts if the server had requests. The run ends
+with both counts reached, or after SECONDS.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ from ling3export.runners.transfer.folder import PARTIAL, PREFIX, SHM, YOUNG
 from ling3export.runners.transfer.options import Transfer
 
 CLIENTS = 8
-SPARE = 10.0  # seconds after the time in which states must be gone
+SPARE = 10.0  # seconds allowed after the time at which states must be removed
 HUNG = 120.0  # seconds after which an answer counts as missing
 ROLES = ("prefill", "prefill", "decode", "decode")
 
@@ -118,7 +118,7 @@ async def answered(
             await asyncio.sleep(dice.uniform(0, 0.3))
             replica = dice.choice(replicas)
             if struck == kills or any(other.role == replica.role for other in down):
-                continue  # one server of each role stays
+                continue  # keep one server of each role running
             with suppress(OSError):
                 if await asyncio.to_thread(metric, replica.url, "ling3_requests_live"):
                     struck += 1
@@ -128,15 +128,15 @@ async def answered(
 
 
 def states(folder: Path, before: set[str]) -> list[str]:
-    """Names of states in a folder and in shared memory, without those that were there before."""
+    """Names of states in a folder and in shared memory, without earlier ones."""
     names = {*os.listdir(folder), *os.listdir(SHM)} - before
     return sorted(name for name in names if PREFIX in name)
 
 
 def emptied(names: Callable[[], list[str]]) -> float:
-    """Waits until the servers removed all states of killed ones, as long as that may take; returns the seconds.
+    """Waits until the servers have removed all states of killed ones, or the allowed time is over; returns the seconds.
 
-    A new server finds a lease that is not over. It looks again after a lease, and for files that were not ended later.
+    A new server finds a lease that has not ended. It looks again after a lease, and later for incomplete files.
     """
     begun = time.monotonic()
     while left := names():

@@ -15,7 +15,7 @@ from tests.support.waiting import until
 NAMES = tuple(bytes([n]) * 32 for n in range(1, 9))
 
 
-# As declared in vLLM 0.26 (vllm/distributed/kv_events.py): names, order and defaults are those of its wire format.
+# The declarations in vLLM 0.26 (vllm/distributed/kv_events.py): names, order and defaults are those of its wire format.
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True):
     ts: float
     events: list["BlockStored | BlockRemoved | AllBlocksCleared"]

@@ -173,7 +173,7 @@ def test_fields_that_ask_for_nothing_are_taken(engine):
         "top_k": 5,
     }
     assert text_of(call(engine, ASKED | more).json()) == text_of(call(engine, ASKED).json())
-    # What inspect-ai sends for an unknown model. Our thoughts are text, so both fields change nothing.
+    # Fields that inspect-ai sends for an unknown model. Our thoughts are text, so both fields change nothing.
     more = {"store": False, "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}}
     assert without_ids(call(engine, ASKED | more).json()) == without_ids(call(engine, ASKED).json())
 
