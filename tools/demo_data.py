@@ -147,7 +147,7 @@ class Rows:
         return row
 
     def _batch(self, rows: list[tuple[list[int], list[float], list[bool]]]) -> Batch:
-        """Rows, cut or filled with end-of-text tokens of weight 0. A weight belongs to the position before its token."""
+        """Rows, cut or filled with end-of-text tokens of weight 0; a weight is at the position before its token."""
         batch = {
             "tokens": np.full((len(rows), self._length + 1), END_ID, np.int32),
             "weight": np.zeros((len(rows), self._length), np.float32),
