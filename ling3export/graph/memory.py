@@ -153,9 +153,9 @@ class _Frame:
             return value
         if not one.shape.startswith("("):
             return self._new(one, one.shape) if value is None else value
-        arrays = TYPE.findall(one.shape)
-        parts = value if isinstance(value, tuple) else (value,) * len(arrays)
-        return tuple(self._new(one, array) if part is None else part for array, part in zip(arrays, parts, strict=True))
+        types = _elements(one.shape)
+        parts = value if isinstance(value, tuple) else (value,) * len(types)
+        return tuple(self._new(one, inner) if part is None else part for inner, part in zip(types, parts, strict=True))
 
     def _new(self, one: Instruction, shape: str, size: int | None = None) -> Tensor:
         layer_kind = classified_kind(scope_of(self._module, one), self._kinds)
@@ -239,6 +239,17 @@ def _size(tensors: Iterable[Tensor]) -> int:
 def padded_bytes(shape: str) -> int:
     """Bytes of the arrays of a type, with the padding of their tiles."""
     return sum(_array_bytes(array) for array in TYPE.findall(shape))
+
+
+def _elements(shape: str) -> list[str]:
+    """The types of a tuple's elements, which may be tuples."""
+    depth, start, types = 0, 1, []
+    for place, letter in enumerate(shape):
+        depth += (letter in "([{") - (letter in ")]}")
+        if (letter == "," and depth == 1) or depth == 0:
+            types.append(shape[start:place])
+            start = place + 1
+    return [one for one in types if one]
 
 
 def _array_bytes(array: str) -> int:

@@ -335,6 +335,17 @@ def test_results_of_branches_lie_in_one_place_and_operands_end_inside_of_them():
     assert [one.name for one in alive.at_peak] == ["wide", "w", "y", "short", "constants"]
 
 
+def test_results_may_be_tuples_of_tuples():
+    """XLA:GPU joins reductions with several results so."""
+    line = '  %v = (f32[16]{0}, (f32[8]{0}, s32[8]{0:T(128)})) custom-call(%x), custom_call_target="both"\n'
+    more = "  %inner = (f32[8]{0}, s32[8]{0}) get-tuple-element(%v), index=1\n"
+    last = "  %last = s32[8]{0} get-tuple-element(%inner), index=1\n  %use = s32[8]{0} negate(%last)\n  ROOT %out ="
+    text = TEXT.replace("  ROOT %out =", line + more + last)
+    before, after = (memory.timeline(one, (), frozenset(LAYER_KINDS), None) for one in (TEXT, text))
+    assert dict(after.points)["v"] - dict(before.points)["out"] == 64 + 32 + 512
+    assert dict(after.points)["use"] - dict(before.points)["out"] == 32 + 512 + 32
+
+
 def test_the_peak_is_that_of_the_compiler(artifact):
     folder = artifact(NAME)
     manifest = read_manifest(folder)
