@@ -292,7 +292,7 @@ def test_a_crafted_manifest_is_refused_by_name(
     assert said.endswith(f", in {tmp_path}\n{HINT}")
 
 
-def test_a_program_that_gives_the_state_is_for_cpu_alone(small: Manifest, tmp_path: Path) -> None:
+def test_only_cpu_targets_have_a_program_that_makes_the_state(small: Manifest, tmp_path: Path) -> None:
     record = FileRecord("programs/tpu-v6e-2x1-tp2/state.exec", 1, "0" * 64)
     target = replace(small.targets["cpu-tp2"], platform="tpu", kind="v6e", topology="2x1", state_program=record)
     vectors = replace(small.vectors, receipts={}, portable=None)

@@ -116,7 +116,7 @@ def drawn(rng: random.Random, depth: int) -> Any:
     return rng.choice((None, True, False, " a b ", "/", "\\ \n", "😀", "\x7f", *numbers))
 
 
-def test_values_are_those_of_json_and_no_key_stands_twice_at_any_level():
+def test_values_are_those_of_json_and_no_key_is_repeated_at_any_level():
     """msgspec, which is five times as fast, may parse only texts that it parses like JSON."""
     rng, read = random.Random(0), 0
     for _ in range(500):

@@ -121,7 +121,9 @@ UNTRUSTED = {
 
 
 @pytest.mark.parametrize("case", UNTRUSTED)
-def test_what_no_trusted_key_signed_is_refused_before_anything_is_loaded(case, toy, key, trusted, untouched, tmp_path):
+def test_an_artifact_without_a_trusted_signature_is_refused_before_loading(
+    case, toy, key, trusted, untouched, tmp_path
+):
     change, message = UNTRUSTED[case]
     change(toy, key, tmp_path)
     with pytest.raises(TrustError) as caught:

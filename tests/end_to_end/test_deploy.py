@@ -58,7 +58,7 @@ def container_of(name: str) -> Any:
 
 
 @pytest.mark.parametrize("name", GIVEN)
-def test_what_a_manifest_names_is_there(name):
+def test_names_in_a_manifest_exist(name):
     """Volumes and ports by name and number; chips and topology by the target."""
     pod, container = pod_of(name), container_of(name)
     assert [row["name"] for row in container["volumeMounts"]] == [row["name"] for row in pod["volumes"]]

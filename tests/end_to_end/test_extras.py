@@ -35,7 +35,7 @@ def test_one_function_says_how_an_extra_is_installed():
     assert extras.install("sign") == "in the checkout: pip install '.[sign]'"
 
 
-def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_package_is_named_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(extras, "find_spec", lambda name: None if name == "zmq" else name)
     extras.require("serve", "serve", "uvicorn")
     with pytest.raises(extras.Ling3Error) as caught:

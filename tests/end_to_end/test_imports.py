@@ -81,7 +81,7 @@ def edges(*, of_types: bool) -> set[tuple[str, str]]:
     return found
 
 
-def test_rooms_import_what_stands_below_them():
+def test_rooms_import_only_lower_rooms():
     wrong = [
         (name, other)
         for name, other in sorted(edges(of_types=True))
@@ -106,7 +106,7 @@ def test_rooms_import_the_packages_of_their_list():
     assert wrong == []
 
 
-def test_three_files_alone_use_private_jax():
+def test_only_three_files_use_private_jax():
     assert {
         name for name, file in modules().items() if any(other.startswith("jax._src") for other, _ in imports(file))
     } == PRIVATE_JAX
@@ -129,7 +129,7 @@ def test_the_runner_loads_nothing_of_the_build_side():
     assert not loaded("import ling3export.runners.cli.main, ling3export.runners.engine.engine") & SERVER
 
 
-def test_what_only_reads_loads_no_jax():
+def test_modules_that_only_read_load_no_jax():
     names = [name for name in modules() if name.removeprefix("ling3export.").startswith(WITHOUT_JAX)]
     assert {room(name) for name in names} >= {"artifacts", "checkpoint", "runners.evals"}
     assert "jax" not in loaded(f"import {', '.join(names)}")

@@ -45,14 +45,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_what_no_run_has_used_for_long_is_removed(folder: Path):
+def test_entries_without_recent_use_are_removed(folder: Path):
     remove_old(folder)
     assert sorted(path.name for path in folder.glob("*-*")) == ["new-4567"]
     assert [path.name for path in (folder / "jit").iterdir()] == ["new"]
     assert keys(folder) == ["new"]
 
 
-def test_of_too_many_programs_the_least_recently_used_go_first(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_least_recently_used_programs_are_removed_first(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(artifacts_fixture, "KEPT_DAYS", 1000)
     remove_old(folder)
     assert keys(folder) == ["new", "old"]
@@ -61,7 +61,7 @@ def test_of_too_many_programs_the_least_recently_used_go_first(folder: Path, mon
     assert keys(folder) == ["new"]
 
 
-def test_what_runners_compiled_stays_until_their_sources_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_programs_of_runners_stay_until_their_sources_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     kept = kept_programs(tmp_path) / RECOMPILED / "key.exec"
     remove_old(tmp_path)  # the folder does not exist yet
     kept.parent.mkdir()

@@ -61,7 +61,7 @@ def test_check_leaves_out_what_is_marked(checkout):
     assert f'python -m pytest -m "not ({" or ".join(markers)})"' in planned("check", checkout)
 
 
-def test_what_tests_alone_need_is_installed_for_them_alone_and_once(checkout):
+def test_packages_for_tests_only_are_installed_once_for_tests(checkout):
     extras = "'.[savedmodel,inspect,lm-eval,ray,deploy]'"
     install = f"pip install -qq --no-input --disable-pip-version-check -c constraints.txt -e {extras}"
     assert [target for target in TARGETS if install in planned(target, checkout)] == ["extras"]

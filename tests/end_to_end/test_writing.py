@@ -84,7 +84,7 @@ def callers(found: Callable[[ast.Call], bool]) -> set[str]:
     }
 
 
-def test_files_are_written_removed_and_renamed_by_one_module_alone():
+def test_only_one_module_writes_removes_and_renames_files():
     """Regression: `eval run` wrote through a link at predictions.jsonl.partial; `catalog gc` removed through one."""
     assert callers(opens_to_write) == callers(removes) == {DOOR}
 

@@ -57,7 +57,7 @@ def test_what_is_fine_or_refused_is_no_failure():
     assert (faulty("fine").counts, faulty("refuses").counts) == ({"accepted": 6}, {"refused": 6})
 
 
-def test_a_case_alone_is_the_case_of_the_run():
+def test_a_single_case_equals_the_case_of_the_run():
     """Also after a case that ended the process; another seed gives other cases."""
     whole = faulty("reveals").failures
     (alone,) = run("reveals", [4], 0, table="tests.fuzz.faulty").failures
@@ -70,7 +70,7 @@ def test_a_case_alone_is_the_case_of_the_run():
     ]
 
 
-def test_damage_is_the_same_for_a_seed_and_leaves_the_original_alone():
+def test_damage_depends_on_the_seed_and_leaves_the_original_unchanged():
     before = json.dumps(TREE)
     texts = [json_text(mutated(Random(seed), TREE)) for seed in range(300)]
     assert texts == [json_text(mutated(Random(seed), TREE)) for seed in range(300)]

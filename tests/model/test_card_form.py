@@ -118,7 +118,7 @@ def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are(direct: Quic
         np.testing.assert_array_equal(found[others], right[others])
 
 
-def test_a_decode_step_sees_nothing_behind_its_sequences(case: Case, direct: Quick):
+def test_a_decode_step_reads_nothing_after_its_sequences(case: Case, direct: Quick):
     """Neither a page of NaN after a sequence's last one in its table, nor rows after its end in the last page."""
     direct.reset()
     for slot, (prompt, _) in enumerate(zip(case.prompts, case.expected, strict=True), 1):

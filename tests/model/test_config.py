@@ -262,7 +262,7 @@ NOT_MODELLED = [
 
 
 @pytest.mark.parametrize(("name", "value", "expected", "found"), NOT_MODELLED)
-def test_what_is_not_modelled_is_refused_by_name(name: str, value: Any, expected: str, found: str):
+def test_unsupported_features_of_a_model_are_refused_by_name(name: str, value: Any, expected: str, found: str):
     assert refusal(TINY | {name: value}) == (
         f"config field `{name}`: expected {expected}, found {found}, in config.json\nhint: no other value is modelled"
     )

@@ -70,7 +70,7 @@ def marked(machine: Mover, seed: int) -> dict[str, np.ndarray]:
 
 
 @pytest.mark.parametrize(("source", "target"), [((4, "tiles"), (1, "loops")), ((2, "loops"), (4, "tiles"))])
-def test_what_is_stored_is_fetched_again_bit_for_bit_in_any_tp_and_form(case, source, target):
+def test_a_stored_state_is_fetched_bit_for_bit_in_any_tp_and_form(case, source, target):
     one, other = mover(case, *source), mover(case, *target)
     given = marked(one, 1)
     one.store(2, given)

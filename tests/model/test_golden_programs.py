@@ -36,7 +36,7 @@ def test_the_programs_keep_their_budgets(model):
 
 
 @pytest.mark.extras
-def test_what_moves_states_moves_little_more_than_it_must():
+def test_programs_that_move_states_move_few_other_bytes():
     """Regression: `fetch` moved 1.9 times as many bytes."""
     times = {name: moved(golden.program) for name, golden in compile_cells("snapshots").items()}
     assert set(times) == {"copy@8", "offload@16", "onload@16"}

@@ -88,7 +88,7 @@ def test_a_mask_forbids_every_token_without_its_bit(adjuster: Adjuster, logits: 
     np.testing.assert_array_equal(out["logits"], np.where(allowed, logits, -np.inf))
 
 
-def test_what_is_not_finite_is_seen_through_a_mask(adjuster: Adjuster, logits: np.ndarray):
+def test_nan_passes_through_a_mask(adjuster: Adjuster, logits: np.ndarray):
     logits[0, 5] = np.nan
     out = adjuster(logits, masked=[1, 1, 1])
     assert np.isnan(out["logits"][0, 5])

@@ -43,7 +43,7 @@ def direct(compiled: Direct) -> Direct:
 
 
 @pytest.mark.parametrize("behind", [1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1023, 1024, 1025, LENGTH - 128])
-def test_a_call_behind_blocks_of_pages(case: Case, direct: Direct, behind: int):
+def test_a_call_after_blocks_of_pages(case: Case, direct: Direct, behind: int):
     """At the borders of pages, of blocks and of the whole table; then a token is decoded if there is room."""
     ids, expected = case.prompts[0], case.expected[0]
     direct.sequence(128, ids[:behind])

@@ -336,7 +336,7 @@ def test_attention_refuses_what_lies_outside(geometry: Geometry, table: list[int
         jax.block_until_ready(calls.attention(query, pool, 0, jnp.int32([table]), jnp.int32([length]), 8, geometry))
 
 
-def test_attention_looks_at_no_page_behind_the_length(geometry: Geometry) -> None:
+def test_attention_reads_no_page_after_the_length(geometry: Geometry) -> None:
     query, pool = jnp.ones((1, 2, 8), jnp.bfloat16), jnp.ones((1, 3, 4, 8), jnp.bfloat16)
     found = calls.attention(query, pool, 0, jnp.int32([[2, 99]]), jnp.int32([4]), 8, geometry)
     assert np.asarray(found == 1).all()

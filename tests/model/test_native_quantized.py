@@ -145,7 +145,7 @@ def test_experts_of_any_choice(geometry: Geometry, form: str, tokens: int, limit
 
 @EVERY_FORM
 @pytest.mark.parametrize("rows", [1, 5])
-def test_what_is_not_finite_shows_in_its_own_sums_alone(geometry: Geometry, form: str, rows: int) -> None:  # noqa: F811
+def test_values_that_are_not_finite_change_only_their_own_sums(geometry: Geometry, form: str, rows: int) -> None:  # noqa: F811
     rng = np.random.default_rng(rows)
     stored, _ = weights(rng, form, 1, 1, 40, 288)
     for bad in (np.nan, np.inf, -np.inf):

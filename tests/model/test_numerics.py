@@ -98,7 +98,7 @@ def test_random_schedules(case: Case, direct: Direct, seed: int):
     assert max(errors) < FLOAT32
 
 
-def test_packed_equals_alone(case: Case, direct: Direct):
+def test_packed_sequences_equal_single_ones(case: Case, direct: Direct):
     lengths = (1, 20, 33, 16)
     direct.reset()
     packed = direct.prefill(128, [(n + 1, 0, case.prompts[n][:size]) for n, size in enumerate(lengths)])
@@ -152,7 +152,7 @@ def test_tensor_parallelism_changes_nothing(short: Case, tp: int, form: Form):
     assert relative(np.array(found[-4:]), np.array(expected)) < FLOAT32
 
 
-def test_what_is_not_finite_spoils_no_later_call_and_no_other_row_of_a_step(short: Case):
+def test_nan_reaches_no_later_call_and_no_other_row_of_a_step(short: Case):
     """Regression: in the form ``tiles``, a NaN spoiled later calls, in padding and in the slot's next sequence."""
     direct = Quick(short.config, short.read, tp=2, form="tiles")
     ids = [short.prompts[n][:size] for n, size in enumerate((20, 33))]
@@ -196,7 +196,7 @@ def test_variants_of_the_structure(variant: str, tmp_path: Path):
 
 
 @pytest.mark.parametrize("fields", [VARIANTS["limits of experts"], {"num_hidden_layers": 4, "rope_scaling": YARN}])
-def test_what_the_variants_set_changes_the_numbers(fields: dict[str, Any], tmp_path: Path):
+def test_fields_of_the_variants_change_the_numbers(fields: dict[str, Any], tmp_path: Path):
     """Otherwise the comparison with the reference would not test these fields."""
     case = Case(tmp_path / "with", (60,), **fields).expect()
     plain = Case(tmp_path / "without", (60,), num_hidden_layers=4).expect()
@@ -204,7 +204,7 @@ def test_what_the_variants_set_changes_the_numbers(fields: dict[str, Any], tmp_p
     assert relative(np.array(case.expected[0][40]), np.array(plain.expected[0][40])) > 1e-2
 
 
-def test_swiglus_limit_is_behind_silu_and_on_both_sides_of_up():
+def test_swiglus_limit_is_after_silu_and_on_both_sides_of_up():
     """min(silu(gate), L) · clip(up, -L, L), like vLLM's SwigluStepAndMul; a limit of 4 before SiLU would give 3.93."""
     gate, up = (jnp.array(values, jnp.float32) for values in ([10, 10, -1, 1], [3, -9, 9, 2]))
     silu = -1 / (1 + np.e), 1 / (1 + np.exp(-1))

@@ -122,7 +122,7 @@ def test_one_chip_takes_8_bit_matrices_a_layer_at_a_time(case):
     assert by_layer(4, "int8-channel") == always
 
 
-def test_what_is_held_of_a_layer_is_widened_alone(case):
+def test_only_the_current_layer_is_widened(case):
     """XLA must not widen a stack: temporaries stay far below the stack's values in fp32."""
     direct = Quick(case.config, case.read, weights="int4")
     step, call = direct.step("decode", 4)

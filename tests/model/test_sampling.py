@@ -85,7 +85,7 @@ def test_greedy_ties_go_to_the_lowest_id(samplers: dict, tp: int | str):
     assert samplers[tp, 8](logits)[0].tolist() == [ids[0] for ids in tied]
 
 
-def test_rows_without_a_sequence_write_to_the_dummy_slot_alone(samplers: dict):
+def test_rows_without_a_sequence_write_only_to_the_dummy_slot(samplers: dict):
     token, _, last = samplers[1, 8](np.random.default_rng(0).normal(size=(2, VOCAB)), slot=np.array([5, 2]))
     assert last[[5, 2]].tolist() == token.tolist()
     assert last[[1, 3, 4, 6, 7, 8]].tolist() == [-9] * 6
@@ -170,7 +170,7 @@ def test_noise_is_that_of_jax_bit_for_bit(devices: int, width: int):
     np.testing.assert_array_equal(np.asarray(noise).view(np.uint32), np.asarray(expected).view(np.uint32))
 
 
-def test_draws_depend_on_seed_and_position_alone(samplers: dict):
+def test_draws_depend_only_on_seed_and_position(samplers: dict):
     """They do not depend on the row, neighbours, number of rows, tensor parallelism or form."""
     logits = np.random.default_rng(1).normal(size=(8, VOCAB)).astype(np.float32)
     fields = {
@@ -192,7 +192,7 @@ def test_draws_depend_on_seed_and_position_alone(samplers: dict):
     assert np.sum(other == token) < 3
 
 
-def test_greedy_rows_beside_drawn_ones(samplers: dict):
+def test_greedy_rows_next_to_sampled_ones(samplers: dict):
     logits = np.random.default_rng(2).normal(size=(8, VOCAB)).astype(np.float32)
     temperature = np.array([0, 5, 0, 5, 0, 5, 0, 5.0])
     token, logprob, _ = samplers[4, 8](logits, temperature=temperature, seed=np.arange(8))

@@ -133,7 +133,7 @@ def test_largest_are_those_of_a_sort(count: int, axis: int):
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
-def test_of_equal_values_the_largest_are_the_first(count: int):
+def test_among_equal_values_the_first_are_selected(count: int):
     """Over two axes, with payload values."""
     values = np.random.default_rng(count).integers(0, 4, (6, 8, 5)).astype(np.float32)
     index, along = np.arange(48, dtype=np.int32).reshape(6, 8, 1) + np.zeros((1, 1, 5), np.int32), -7 * values

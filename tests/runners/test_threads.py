@@ -262,7 +262,7 @@ def test_a_caller_whose_answer_fails_is_dropped_and_calls_again(inject):
 
 
 @pytest.mark.parametrize("label", ["ling3-host-0", "ling3-host-1", "ling3-beat"])
-def test_the_end_of_a_thread_between_hosts_is_told_to_both_hosts(monkeypatch, inject, label):
+def test_the_end_of_a_thread_between_hosts_reaches_both_hosts(monkeypatch, inject, label):
     """Without its watch or its signs of life, a host would wait forever, or end the others without a reason."""
 
     monkeypatch.setattr(channels, "Service", NoService)

@@ -168,7 +168,7 @@ def test_weights_are_stored_once_for_many_programs_and_pulled_files_are_second_n
     assert one.st_ino == two.st_ino and not one.st_mode & 0o222
 
 
-def test_the_score_of_an_evaluation_stands_in_the_record(toy, store, tmp_path):
+def test_the_score_of_an_evaluation_is_in_the_record(toy, store, tmp_path):
     def run(name: str, passed: int) -> Path:
         class Backend(FakeBackend):
             def environment(self) -> dict[str, Any]:
@@ -193,7 +193,7 @@ def test_the_score_of_an_evaluation_stands_in_the_record(toy, store, tmp_path):
     assert "it evaluated artifact " in refusal(cli.main, *words, tmp_path / "sums.jsonl")
 
 
-def test_programs_alone_are_published_as_such(toy, store):
+def test_programs_without_weights_are_published_as_such(toy, store):
     manifest = read_manifest(toy)
     none = Vectors("none", 0, manifest.vectors.margins, ())
     write_manifest(toy, structs.replace(manifest, weights=Stored({}, {}), vectors=none))
@@ -201,7 +201,7 @@ def test_programs_alone_are_published_as_such(toy, store):
     assert record.kind == "programs" and not any(file.path.startswith("weights/") for file in record.files)
 
 
-def test_of_two_publishers_one_wins_and_nothing_is_torn(toy, store, tmp_path):
+def test_one_of_two_publishers_wins_and_no_version_is_incomplete(toy, store, tmp_path):
     other = Path(shutil.copytree(toy, tmp_path / "y.ling3"))
     noted(other, "another")
     both = [started("publish", folder, store, "1.0.0") for folder in (toy, other)]
@@ -311,7 +311,7 @@ def test_a_reference_of_another_form_is_refused(text):
         parse_reference(text)
 
 
-def test_a_store_that_is_none_is_refused(tmp_path):
+def test_an_invalid_store_is_refused(tmp_path):
     assert refusal(cli.main, "catalog", "search", f"oci:{tmp_path}").startswith(
         f"error: store `oci:{tmp_path}`: expected an OCI image layout, found No such file or directory, at "
     )

@@ -49,7 +49,7 @@ NO_VERSIONS = ["1", "1.0", "01.0.0", "1.0.0-", "1.0.0-01", "1.0.0+", "v1.0.0", "
 
 
 @pytest.mark.parametrize("text", [*NO_VERSIONS, "1.0.0-" + "a" * 100, "9" * 200 + ".0.0"])
-def test_what_is_no_version_is_refused(text):
+def test_an_invalid_version_is_refused(text):
     assert not is_version(text)
 
 
@@ -73,7 +73,7 @@ def test_a_record_that_is_wrong_is_refused_by_field(change, message):
         read(raw_record(**change))
 
 
-def test_a_record_whose_key_stands_twice_is_refused():
+def test_a_record_with_a_repeated_key_is_refused():
     with pytest.raises(CatalogError, match="expected JSON, found a key that stands twice"):
         read_record(b'{"id": 1, "id": 2}', "here")
 

@@ -208,7 +208,7 @@ def test_a_broken_executable_is_named_and_made_again(built, checkpoint, tmp_path
     assert said.count(f"{broken}; discarded, it is made again\n") == 1
 
 
-def test_a_build_that_is_killed_leaves_what_it_had_to_the_one_beside_it_and_the_next(built, checkpoint, tmp_path):
+def test_finished_cells_of_a_killed_build_serve_concurrent_and_later_builds(built, checkpoint, tmp_path):
     """Two builds compile the same cell with one cache. One is killed meanwhile, the other finishes."""
     cache = tmp_path / "cache"
     shutil.copytree(built.cache, cache)

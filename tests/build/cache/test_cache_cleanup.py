@@ -102,7 +102,7 @@ NO_CACHES["file"] = "Not a directory"
 
 @pytest.mark.parametrize("command", [["status"], ["cleanup", "--all"]])
 @pytest.mark.parametrize(("name", "found"), NO_CACHES.items())
-def test_what_is_no_cache_is_refused_and_nothing_is_written_or_removed(tmp_path, monkeypatch, command, name, found):
+def test_a_folder_that_is_no_cache_is_refused_unchanged(tmp_path, monkeypatch, command, name, found):
     """Regression: a cleanup left its lock in a checkpoint, and would have removed files with digests as names."""
     (tmp_path / "checkpoint").mkdir()
     (tmp_path / "checkpoint" / "config.json").write_text("{}")
@@ -165,7 +165,7 @@ def test_entries_that_no_build_wrote_stop_neither_status_nor_cleanup(folder):
     assert list(folder.glob("*/*")) == []
 
 
-def test_what_killed_writers_left_goes_with_a_cleanup(folder):
+def test_a_cleanup_removes_files_of_killed_writers(folder):
     """Regression: ``.partial-PID-…`` of a trial and ``.KEY.exec.PID`` of a runner stayed forever."""
     (folder / "recompiled").mkdir()
     names = [

@@ -83,7 +83,7 @@ def test_sources_of_the_model_and_of_the_lowering_and_this_processor_are_in_a_ce
     assert len({first, *changed, key_of()}) == 4 and key_of(planned=tpu) == before
 
 
-def test_what_decides_a_cell_changes_its_key_and_nothing_else_does(monkeypatch):
+def test_only_inputs_of_a_cell_change_its_key(monkeypatch):
     first = key_of()
     assert key_of() == first
     assert key_of(planned=plan(paddings=(16, 32), decode_paddings=(16,))) == first  # with another cell in the plan
@@ -338,7 +338,7 @@ def refusing(*_: object, **__: object) -> None:
     raise ArtifactError("expected a cell that runs")
 
 
-def test_what_receipts_refuse_does_not_stay_in_the_cache(tmp_path, monkeypatch):
+def test_a_program_that_fails_its_receipt_leaves_the_cache(tmp_path, monkeypatch):
     """Regression: every later build got a wrong program from the cache, and its receipts failed again."""
     cells = Cells(CacheUse("on", tmp_path / "cache"), pytest.fail)
     whole = kept(cells.use, folder_with(tmp_path, "built", b"1"))

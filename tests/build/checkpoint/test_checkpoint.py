@@ -56,7 +56,7 @@ def test_tensors_are_mapped_and_equal_to_what_safetensors_reads(pristine: Path):
     assert checkpoint.tensor("model.layers.0.attention.A_log").dtype == np.float32
 
 
-def test_what_a_checkpoint_tells_of_itself(pristine: Path):
+def test_the_properties_of_a_checkpoint(pristine: Path):
     checkpoint = Checkpoint.open(pristine)
     assert checkpoint.config == Config.from_path(pristine / "config.json")
     names = ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"]

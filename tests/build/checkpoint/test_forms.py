@@ -236,7 +236,9 @@ WRONG_NUMBERS = [  # 512 x 256 numbers in FP8: byte 300 is row 1, column 44, und
 
 @pytest.mark.parametrize(("changes", "message"), WRONG_NUMBERS)
 @pytest.mark.parametrize("form", ["fp8"], indirect=True)
-def test_what_bfloat16_does_not_hold_is_named(folder: Path, changes: list[tuple[str, int, int]], message: str):
+def test_values_that_bfloat16_cannot_represent_are_named(
+    folder: Path, changes: list[tuple[str, int, int]], message: str
+):
     for part, at, value in changes:
         change_bytes(folder, KDA_Q + part, at, bytes([value]))
     checkpoint = Checkpoint.open(folder)

@@ -66,7 +66,7 @@ def test_a_channel_is_rounded_by_one_fp32_scale():
         assert q[row].tolist() == [nearest(float(each), float(scale[row]), -127, 127) for each in values[row]]
 
 
-def test_what_was_quantized_is_quantized_to_itself():
+def test_quantizing_dequantized_weights_changes_nothing():
     for form in ("int8", "int4"):
         values = dequantized(quantize(matrix(7), form, 32))
         assert np.array_equal(dequantized(quantize(values, form, 32)), values) or form == "int8"

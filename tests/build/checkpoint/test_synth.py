@@ -61,7 +61,7 @@ def test_full_and_flash_are_as_large_as_the_public_models(preset: str, alone: fl
     assert (round(count / 1e9, 1), round((count + mtp) / 1e9, 1)) == (alone, with_mtp)
 
 
-def test_a_tensor_depends_on_its_name_and_the_seed_alone(micro: Path, tmp_path: Path):
+def test_a_tensor_depends_only_on_its_name_and_the_seed(micro: Path, tmp_path: Path):
     """Shards and other layers do not matter; the digest pins the bytes for every machine and version."""
     first = Checkpoint.open(micro).tensor(EXPERT)
     synthesize(tmp_path / "other", "micro", 0, layers=10, shard_bytes=100_000)
@@ -138,7 +138,7 @@ def test_an_existing_folder_is_replaced_only_by_force(tmp_path: Path):
     assert Checkpoint.open(tmp_path / "out").tensor(EXPERT).size
 
 
-def test_a_full_disk_leaves_nothing_behind(tmp_path: Path):
+def test_a_full_disk_leaves_no_files(tmp_path: Path):
     with (
         file_size_limit(100_000),
         pytest.raises(ArtifactError, match=r"write `model-0000.-of-00004.safetensors`: expected room for .* bytes"),

@@ -74,7 +74,7 @@ def test_programs_without_a_checkpoint_are_those_of_a_build_with_one(artifact, p
     assert "weights     none" in said(cli.main, "inspect", programs)
 
 
-def test_a_runner_refuses_programs_alone_with_the_command_that_attaches_weights(programs):
+def test_a_runner_refuses_programs_without_weights_and_names_attach(programs):
     assert refusal(runner_cli.main, "generate", programs, "--prompt-ids", "1,2", "--max-tokens", "1") == (
         f"error: artifact `p.ling3`: expected weights, found programs alone, in {programs}\n"
         f"hint: write them with: ling3export attach {programs} CHECKPOINT\n"

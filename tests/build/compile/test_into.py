@@ -71,7 +71,7 @@ def test_a_target_is_added_without_the_checkpoint_and_generates(whole, compiled)
     assert one["token_ids"] == other["token_ids"]
 
 
-def test_a_target_that_is_there_is_replaced_with_force_alone(whole, compiled):
+def test_an_existing_target_is_replaced_only_with_force(whole, compiled):
     add(whole, "--target", "cpu@2")
     before = read_manifest(whole)
     assert refusal(cli.main, "build", "--into", whole, "--target", "cpu@2") == (

@@ -109,7 +109,7 @@ def test_damaged_kernels_are_refused_before_they_are_loaded(whole, tmp_path):
         assert "file `programs/cpu-tp1/kernels.so`: expected sha256 " in said
 
 
-def test_where_no_compiler_is_the_plan_says_what_is_lost(monkeypatch):
+def test_without_a_compiler_the_plan_names_the_missing_features(monkeypatch):
     monkeypatch.setattr(kernels, "compiler", lambda: None)
     plan = make_plan(FULL, Options(tp=1, kernels="auto"), "cpu")
     assert plan.geometry.kernels == ""
@@ -118,7 +118,7 @@ def test_where_no_compiler_is_the_plan_says_what_is_lost(monkeypatch):
         make_plan(FULL, Options(tp=1, kernels="on"), "cpu")
 
 
-def test_where_the_system_has_no_compiler_that_of_a_package_compiles_them(monkeypatch, tmp_path):
+def test_a_packaged_compiler_compiles_the_kernels_if_the_system_has_none(monkeypatch, tmp_path):
     """The real package has 100 MB; a fake one with its name records its arguments."""
     package = tmp_path / "ziglang"
     package.mkdir()

@@ -56,7 +56,7 @@ def printed(capsys) -> list[str]:
     return err.splitlines()
 
 
-def test_each_cell_is_told_of_by_its_name_as_it_starts_and_ends(capsys, monkeypatch, tmp_path):
+def test_each_cell_is_reported_by_name_when_it_starts_and_ends(capsys, monkeypatch, tmp_path):
     """Regression: a TPU build printed nothing for 254 s without a terminal, and `0%` for minutes on a terminal."""
     monkeypatch.setattr(pool, "Child", lambda *_, **__: contextlib.nullcontext(Mock(alive=True)))
     monkeypatch.setattr(pool.Compilers, "made", lambda self, worker, cell: FAILED if cell.phase == "decode" else BUILT)
@@ -115,7 +115,7 @@ def manifest(receipts):
     )
 
 
-def test_the_summary_has_bf16_s_errors_beside_their_tolerance_and_kind_in_80_columns(capsys):
+def test_the_summary_has_bf16_s_errors_tolerance_and_kind_in_80_columns(capsys):
     """Regression: a worst error of 2.5e-01 looked like a failure, and headers were cut to `progr…` and `colle…`."""
     Console().summary(Path("x.ling3"), manifest(RECEIPTS))
     *lines, built = printed(capsys)
@@ -151,7 +151,7 @@ def test_every_failed_cell_is_named_with_its_target():
     assert caught.value.hint == "lower it; the 3 others are lost without --cache on"
 
 
-def test_a_build_without_room_on_the_disk_names_it_alone():
+def test_a_build_on_a_full_disk_reports_only_that():
     full = Failure("write: no room", "free some", "ArtifactError")
     with pytest.raises(ArtifactError) as caught:
         pool.check(CONFIG, [outcome(why=full)], True)

@@ -52,7 +52,7 @@ def test_a_child_that_ends_says_how_and_its_last_words(code, said):
         assert not child.alive
 
 
-def test_a_killed_child_is_told_by_its_signal():
+def test_the_error_of_a_killed_child_names_its_signal():
     with Child("tests.support.pipe_child") as child:
         child.kill()
         assert child.receive() is None

@@ -136,7 +136,7 @@ def partly(tmp_path: Path) -> Path:
     return folder
 
 
-def test_experts_beside_int4_ones_are_not_rounded_in_silence(partly: Path, tmp_path: Path):
+def test_bf16_experts_next_to_int4_ones_are_not_rounded_silently(partly: Path, tmp_path: Path):
     """Regression: with weights stored as they are, the bf16 expert became int4 without a message."""
     source, config = Checkpoint.open(partly), Checkpoint.open(partly).config
     weights = weight_forms(as_stored(Options(), partly))

@@ -107,7 +107,7 @@ def test_hosts_load_their_own_shards_of_q_and_scale_and_answer_as_one(
 
 
 @pytest.mark.usefixtures("unoptimized")
-def test_programs_alone_get_weights_and_are_the_whole_artifact(artifact: Artifacts, name: str, tmp_path: Path):
+def test_programs_with_attached_weights_equal_the_whole_artifact(artifact: Artifacts, name: str, tmp_path: Path):
     """Dummy weights are rounded to the form, too, and are not kept."""
     form = RECIPES[name].weights
     options, whole, alone = RECIPES[name].options(), artifact.manifest(name), tmp_path / "alone.ling3"

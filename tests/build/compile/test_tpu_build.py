@@ -47,7 +47,7 @@ def test_every_cell_is_compiled_priced_and_labelled_as_never_executed(tpu_artifa
     assert TARGET not in manifest.vectors.receipts
 
 
-def test_receipts_of_its_portable_programs_stand_beside_compiled_not_executed(tpu_artifact, tmp_path):
+def test_receipts_of_portable_programs_are_shown_next_to_compiled_not_executed(tpu_artifact, tmp_path):
     folder = Path(shutil.copytree(tpu_artifact, tmp_path / "x.ling3"))
     manifest = read_manifest(folder)
     cells = dict.fromkeys(manifest.targets[TARGET].cells, Receipt("passed", 0.021, 0.0123, 0.1, 5))

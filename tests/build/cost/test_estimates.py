@@ -149,7 +149,7 @@ def test_a_bound_that_nobody_states_is_counted_once_and_said_so():
     assert (loop.source, loop.trips) == ("unknown: counted once", 1)
 
 
-def test_what_runs_on_a_sparse_core_counts_where_it_starts():
+def test_sparse_core_operations_count_where_they_start():
     """Regression: the scatter of ``dispatch`` runs on a sparse core.
 
     Its start has no operands, and the estimate failed.

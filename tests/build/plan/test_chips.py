@@ -32,7 +32,7 @@ FULL = Config.from_dict(config_fields("full", {}))
         ("h200", ("device_memory_size: 141000000000 ", "memory_bandwidth: 4800000000000 ", 'name: "NVIDIA H200"')),
     ],
 )
-def test_the_compiler_is_told_of_the_card_of_the_target(kind, facts):
+def test_the_compiler_gets_the_card_of_the_target(kind, facts):
     text = target_config(CHIPS["cuda", kind])
     for fact in facts:
         assert fact in text

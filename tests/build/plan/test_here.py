@@ -59,7 +59,7 @@ def test_little_memory_gives_one_sequence_as_long_as_fits():
 
 
 @pytest.mark.parametrize("given", [("max_running",), ("context", "paddings"), ("state_memory",)])
-def test_who_names_a_size_chooses_them_all_but_tp(given):
+def test_one_given_size_leaves_only_tp_to_the_plan(given):
     assert fitted(FULL, Options(), given, 64 * GIB) == (Options(tp=1), None)
 
 

@@ -198,7 +198,7 @@ def test_sizes():
 
 
 @pytest.mark.parametrize("text", ["", "x", "4Gi", "-4GiB", "4 4", "4gib", "nan", "1e9", "1_0", "٤GiB", "9" * 400])
-def test_what_is_no_size_is_refused(text):
+def test_an_invalid_size_is_refused(text):
     """Regression: a number of 400 digits ended in an OverflowError."""
     with pytest.raises(PlanError) as caught:
         parse_bytes(text, "--state-memory")
@@ -209,7 +209,7 @@ def test_what_is_no_size_is_refused(text):
 @pytest.mark.parametrize(
     "text", ["", ",", "16,", "16,,32", "a", "16.0", "1_6", "+16", "0x10", "１６", "16;32", "9" * 99]
 )
-def test_what_is_no_list_of_integers_is_refused(text):
+def test_an_invalid_list_of_integers_is_refused(text):
     """int() also accepts underscores and the digits of every script."""
     with pytest.raises(PlanError) as caught:
         parse_paddings(text, "--decode-paddings")

@@ -111,7 +111,7 @@ def test_a_config_that_is_not_there_is_named(tmp_path):
     assert f"config `{tmp_path}/config.json`: there is no such file" in refusal(cli.main, "plan", tmp_path)
 
 
-def test_what_a_device_holds():
+def test_the_memory_of_a_device():
     """Programs add up, but their temporaries count once, at the largest; outputs in donated buffers need no memory."""
     plan = make_plan(FULL, Options(), "tpu:v6e:4x4")
     device = held(FULL, plan.target, plan.geometry)

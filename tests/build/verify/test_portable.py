@@ -142,7 +142,7 @@ def test_a_cell_that_needs_one_that_cannot_run_is_left_out_with_it(artifact, whe
     assert not_run(target, calls) == dict.fromkeys([name for name in target.cells if name in left], ("only_there",))
 
 
-def test_what_did_not_run_stands_below_the_table_with_the_operation(artifact):
+def test_skipped_cells_are_listed_below_the_table_with_the_operation(artifact):
     receipts = schema.PortableReceipts(
         schema.Tolerance("median", 0.15), {"decode@8": PASSED}, {}, "jaxlib 0.11.2", {"sample@8": ("only_there",)}
     )
@@ -167,7 +167,7 @@ def test_large_models_and_pools_are_run_only_where_that_is_asked_for(artifact):
     )
 
 
-def test_portable_receipts_of_cells_that_there_are_none_of_are_refused(artifact, tmp_path):
+def test_portable_receipts_of_unknown_cells_are_refused(artifact, tmp_path):
     folder = Path(shutil.copytree(artifact("micro-tp1"), tmp_path / "x.ling3"))
     manifest = read_manifest(folder)
     proof = schema.PortableReceipts(schema.Tolerance("median", 0.15), {}, {}, "jaxlib 0", {"decode@9": ("only_there",)})

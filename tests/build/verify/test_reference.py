@@ -106,7 +106,7 @@ def test_rope_rotates_neighbouring_pairs():
     np.testing.assert_allclose(formulas.rope(x, angles), [x[0], turned], atol=1e-8)
 
 
-def test_rope_leaves_scores_dependent_on_distance_alone():
+def test_rope_scores_depend_only_on_distance():
     rng = np.random.default_rng(0)
     q, k = rng.normal(size=(2, 1, 8)).repeat(40, axis=1)
     angles = formulas.rope_angles(40, 8, 10000.0)

@@ -81,7 +81,7 @@ def test_a_whole_artifact_passes_and_every_cell_is_listed_the_worst_first(whole)
     assert max(map(len, lines)) <= 80
 
 
-def test_as_json_it_agrees_with_the_receipts_of_the_build(whole):
+def test_verify_as_json_agrees_with_the_receipts_of_the_build(whole):
     done = run(whole, "--json", "--no-engine", "--target", "cpu-tp2")
     assert done.exit_code == 0, done.stderr
     record = json.loads(done.stdout)
@@ -129,7 +129,7 @@ def test_damage_is_found_before_anything_runs(copy, damaged, options, monkeypatc
     assert "expected sha256 " in done.stderr
 
 
-def test_what_the_measuring_process_says_is_passed_on(whole, monkeypatch):
+def test_the_output_of_the_measuring_process_is_passed_on(whole, monkeypatch):
     with pytest.raises(ArtifactError) as caught:
         measure_apart(whole, "cpu-tp9", read_manifest(whole))
     assert caught.value.message.startswith(
@@ -144,7 +144,7 @@ def test_what_the_measuring_process_says_is_passed_on(whole, monkeypatch):
     )
 
 
-def test_a_target_of_another_machine_is_told_where_another_one_runs(copy, monkeypatch):
+def test_verify_names_the_target_that_runs_on_this_machine(copy, monkeypatch):
     """Regression: an artifact for two machines, one of them this machine, was not verified at all."""
     manifest = read_manifest(copy)
     changed_targets(copy, lambda here: replace(here, requires=replace(here.requires, cpu_features=("avx1024",))))

@@ -162,7 +162,7 @@ def test_an_interrupted_run_has_what_was_done_until_then():
 
 
 @pytest.mark.parametrize("url", ["", "localhost:8000", "ftp://a", "http://", "http://a:x", "http://a:0"])
-def test_an_address_that_is_none_is_refused(url):
+def test_an_invalid_address_is_refused(url):
     with pytest.raises(RequestError, match=r"url: expected http://HOST:PORT, found"):
         client(url)
 

@@ -36,7 +36,7 @@ def tree(texts, least, longer):
     return sorted(((leaf, counts[leaf]) for leaf in leaves if len(leaf) > longer), key=lambda pair: (-pair[1], pair[0]))
 
 
-def test_the_same_as_a_tree_on_small_alphabets():
+def test_prefix_counts_equal_a_tree_on_small_alphabets():
     for seed in range(2000):
         rng = random.Random(seed)
         alphabet = ("ab", "abc", "aé你")[seed % 3]
@@ -49,13 +49,13 @@ def test_token_ids_are_texts_too():
     assert repetition([(1, 2, 3), (1, 2, 4), (9,)], 2, 1).prefixes == [((1, 2), 2)]
 
 
-def test_empty_texts_count_in_the_denominator_alone():
+def test_empty_texts_count_only_in_the_denominator():
     assert repetition(["", "", "ab", "ab"], 2, 0).ratio == 0.25
     with pytest.raises(RequestError, match="prefixes: the data set has no text"):
         repetition([])
 
 
-def test_what_two_texts_share():
+def test_the_common_prefix_of_two_texts():
     rng = random.Random(1)
     for _ in range(500):
         one, other = ("".join(rng.choices("ab", k=rng.randint(0, 40))) for _ in range(2))

@@ -39,7 +39,7 @@ def test_tokens_without_text_of_their_own_are_never_the_likeliest(tmp_path):
     assert np.array_equal(before[kept], after[kept]) and others == still
 
 
-def test_a_run_is_told_by_tokens_and_by_pieces_with_text(monkeypatch):
+def test_figures_count_tokens_and_pieces_with_text(monkeypatch):
     """Six tokens 20 ms apart; the first, the third and the last came without text."""
     times = [10.1, 10.12, 10.14, 10.16, 10.18, 10.2]
     result = RequestResult(10.0, times, 2, 6, "abc", pieces=[times[1], times[3], times[4]])

@@ -32,7 +32,7 @@ SETTINGS = {"random": RANDOM, "shared-prefix": GROUPS, "text": GROUPS | {"worklo
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_the_same_seed_gives_the_same_requests_and_another_others(name, tokenizer):
+def test_a_seed_decides_the_requests(name, tokenizer):
     settings = {"workload": name, "num_prompts": 40} | SETTINGS[name]
     specs = [WorkloadSpec(**settings, seed=seed) for seed in (0, 0, 1)]
     made = [workload_digest(requests_of(spec, limits(tokenizer))) for spec in specs]
@@ -82,7 +82,7 @@ def test_lines_are_sent_in_their_order(tmp_path, tokenizer):
         ('{"prompt": [true], "output_len": 1}', "expected `prompt`, a text or token ids"),
     ],
 )
-def test_a_data_set_that_is_none_is_refused(text, message, tmp_path, tokenizer):
+def test_an_invalid_data_set_is_refused(text, message, tmp_path, tokenizer):
     file = tmp_path / "data.jsonl"
     file.write_text(text)
     with pytest.raises(RequestError, match=message):
@@ -96,7 +96,7 @@ def test_a_data_set_that_is_none_is_refused(text, message, tmp_path, tokenizer):
         ({"workload": "shared-prefix", "num_prompts": 40, "groups": 50}, "at least 50 requests for as many groups"),
     ],
 )
-def test_what_has_no_room_is_refused(settings, message, tokenizer):
+def test_requests_without_room_are_refused(settings, message, tokenizer):
     with pytest.raises(RequestError, match=message):
         requests_of(WorkloadSpec(**{"output_len": 1} | settings), limits(tokenizer, 64))
     with pytest.raises(RequestError, match="--text: there is no tokenizer"):

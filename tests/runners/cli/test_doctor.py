@@ -81,7 +81,7 @@ def test_a_machine_that_fits_has_no_problem(on_cpu, problems):
     assert problems(on_cpu) == []
 
 
-def test_a_host_of_a_slice_is_told_to_start_with_the_others(on_tpu, problems):
+def test_a_host_of_a_slice_gets_the_hint_to_start_with_the_others(on_tpu, problems):
     (note,) = problems(on_tpu)
     assert note[:2] == ("note", "hosts: this is one of the 2 that run together")
     assert "NNODES=2" in note.mend

@@ -78,7 +78,7 @@ def test_a_prompt_file_runs_as_one_batch_in_order(artifact, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["logits.npz", "p.jsonl"]
 
 
-def test_what_the_api_takes_generate_takes_by_the_same_names():
+def test_generate_accepts_the_fields_of_the_api_by_name():
     """`chat` accepts them, too, except for the form of an answer and log-probabilities."""
     taken, talked = ({param.name for param in command.params} for command in (generate, chat))
     # Fields for one client among several, for the form of its answer, and fields that the commands have under other
@@ -98,7 +98,7 @@ def test_what_the_api_takes_generate_takes_by_the_same_names():
     assert {"temperature", "top_k", "top_p", "min_p", "seed"} <= talked
 
 
-def test_what_ends_and_shapes_an_answer_over_http_does_so_in_generate(artifact, engine, tmp_path):
+def test_generate_has_the_stop_and_form_options_of_http(artifact, engine, tmp_path):
     """Regression: `generate` had none of these options."""
     prompt, how = [1, 2, 3], {"max_tokens": 12, "ignore_eos": True}
     plain = toy_artifact.answer(prompt, 12)[0]

@@ -44,7 +44,7 @@ def test_each_of_several_hosts_refuses_what_works_on_one(
         ([], 2, "Missing option '--context'"),
     ],
 )
-def test_what_an_ffn_worker_cannot_be_is_refused_before_anything_is_loaded(options: list[str], code: int, said: str):
+def test_bad_options_of_an_ffn_worker_are_refused_before_anything_is_loaded(options: list[str], code: int, said: str):
     told = CliRunner().invoke(runner, ["ffn-worker", "none", *options])
     assert (told.exit_code, said in told.stderr) == (code, True), told.stderr
 
@@ -62,7 +62,7 @@ def test_what_an_ffn_worker_cannot_be_is_refused_before_anything_is_loaded(optio
     ],
     ids=["interrupted", "an error", "escape sequences"],
 )
-def test_what_ends_a_command_is_said_on_stderr(raised: BaseException, code: int, said: str):
+def test_errors_that_end_a_command_are_printed_on_stderr(raised: BaseException, code: int, said: str):
     """Regression: names from a checkpoint sent escape sequences to the terminal; half a character failed to print."""
 
     def go():

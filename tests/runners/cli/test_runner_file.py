@@ -30,7 +30,7 @@ def packed(artifact: Artifacts) -> Path:
     return folder / "ling3-runner"
 
 
-def test_the_file_needs_python_alone(packed: Path, artifact: Artifacts, tmp_path: Path):
+def test_the_file_needs_only_python(packed: Path, artifact: Artifacts, tmp_path: Path):
     """It generates the tokens of this environment, and serves."""
     bare = {"PATH": f"{Path(sys.base_prefix, 'bin')}:{os.defpath}", "HOME": str(tmp_path)}
     version = f"python{sys.version_info[0]}.{sys.version_info[1]}"

@@ -40,7 +40,7 @@ def test_penalties_and_biases_change_what_numpy_says(engine, how, oracle):
     assert found.token_ids == greedy(logits, PROMPT, 30, **oracle)
 
 
-def test_who_asks_for_nothing_gets_the_same_beside_one_who_asks(engine):
+def test_a_plain_request_keeps_its_tokens_next_to_one_with_settings(engine):
     plain, beside = ask(20, name="plain"), ask(20, how={"frequency_penalty": 2.0}, logprobs=3)
     alone = engine.complete([plain])[0]
     found = engine.complete([beside, plain, ask(20, how={"logit_bias": {7: 100.0}})])

@@ -145,7 +145,7 @@ def random_mate(rng: random.Random) -> Request:
     return greedy(prompt, rng.randint(1, 30), sampling=Sampling(1.3, seed=rng.randrange(99)))
 
 
-def test_sampling_depends_on_the_request_alone(artifact: Artifacts):
+def test_sampling_depends_only_on_the_request(artifact: Artifacts):
     """The same request three times in random batches."""
     hot = Sampling(temperature=1.0, top_k=40, top_p=0.9, seed=5)
     asked = greedy(prompts()[4], sampling=hot)

@@ -21,7 +21,7 @@ def test_the_padding_that_pays(work, padding):
 
 
 @pytest.mark.parametrize(("work", "padding"), [(17, 16), (64, 128), (130, 128), (4000, 128)])
-def test_no_longer_call_than_pays_beside_running_sequences(work, padding):
+def test_no_longer_call_than_pays_next_to_running_sequences(work, padding):
     """The costs per slot are 3, 1.25 and 1.0625, so a call of 128 wastes less than a quarter."""
     assert Shapes((16, 128, 512), (16,), 16).cheapest_padding(work, beside_decode=True) == padding
     assert Shapes((16, 512), (16,), 16).cheapest_padding(4000, beside_decode=True) == 512

@@ -143,7 +143,7 @@ async def read(handle: RequestHandle) -> None:
         pass
 
 
-def test_tokens_that_a_request_comes_with_may_fail_it_alone(monkeypatch):
+def test_bad_tokens_of_a_request_fail_only_that_request(monkeypatch):
     rig = Rig()
     transferred = TransferredState(((3, None), (4, None)), None)
     mine = Sequence(Request((1, 2), 9, name="mine"), 0, transferred=transferred)

@@ -60,7 +60,7 @@ def test_a_stream_says_what_the_completion_says():
     assert "".join(piece.text for piece in pieces) == done.text
 
 
-def test_what_a_slow_reader_did_not_take_is_one_piece():
+def test_unread_pieces_of_a_slow_reader_become_one():
     async def read(rig):
         (handle,) = rig.submit(request([1, 2, 3], 30))
         assert handle.result(WAIT)  # blocks this event loop until the answer is complete
@@ -159,7 +159,7 @@ def test_an_error_in_a_step_reaches_every_waiter():
         rig.blocks = BlockManager(SLOTS, PAGES, PAGE)  # the state on the devices is lost
 
 
-def test_what_has_not_ended_is_told_why():
+def test_running_requests_get_the_reason_when_the_engine_closes():
     """Closing an engine twice is allowed."""
     with Rig() as rig:
         rig.backend.hold()
@@ -331,7 +331,7 @@ async def crowd(rig, rng, count, at_once=40):
     await asyncio.gather(*(one() for _ in range(count)))
 
 
-def test_hundreds_of_requests_leave_nothing_behind():
+def test_hundreds_of_requests_leak_nothing():
     """A soak with the fake model; ``python -m bench soak`` does the same with real programs."""
     rng = random.Random(3)
     with Rig() as rig:

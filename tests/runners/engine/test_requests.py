@@ -117,7 +117,7 @@ def built_of(field, value):
 
 
 @pytest.mark.parametrize("field", [*FIELDS, *SETTINGS])
-def test_whatever_a_request_is_made_of_the_engine_lives_on(engine, field):
+def test_no_request_of_any_values_ends_the_engine(engine, field):
     """Regression: a number among the stop strings ended the engine, and a max_tokens of NaN kept its slot forever.
 
     A numpy integer as seed ended several hosts: accepted values must reach other hosts unchanged.
@@ -160,7 +160,7 @@ def test_whatever_a_request_is_made_of_the_engine_lives_on(engine, field):
     assert {type(part) for value in found if isinstance(value, tuple) for part in value} <= exact
 
 
-def test_the_same_is_refused_wherever_it_enters(engine, tmp_path):
+def test_every_interface_refuses_the_same_token_id(engine, tmp_path):
     """Python, the other hosts' channel and a prompt file give the same error for an invalid token id."""
     said = "expected token ids, found 1.5 at place 1"
     with pytest.raises(RequestError, match=said):
@@ -214,7 +214,7 @@ def test_a_request_larger_than_the_pool_is_refused_with_the_sum(artifact):
         engine.generate([[1] * 40] * 3, max_tokens=9)
 
 
-def test_an_interrupted_batch_leaves_nothing_behind(engine, monkeypatch):
+def test_an_interrupted_batch_leaves_no_requests(engine, monkeypatch):
     before = engine.stats()["free"]
     with monkeypatch.context() as patch:
         patch.setattr(RequestHandle, "result", lambda handle: (_ for _ in ()).throw(KeyboardInterrupt))

@@ -35,7 +35,7 @@ def test_random_arrivals_finishes_and_cancels(seed, stripes, ahead):
     assert rig.counters.tokens_out == len(emitted) and not rig.core.busy
 
 
-def test_who_gives_way_holds_what_is_wanted():
+def test_the_preempted_sequence_has_a_page_on_the_full_device():
     """The youngest of the sequences with a page on the full device gives way, not the youngest of all."""
     rig = Rig(slots=4, pages=20, stripes=2, decode=(4,))
     for seed, (length, tokens) in enumerate(((17, 15), (22, 37), (25, 19), (2, 2))):

@@ -86,7 +86,7 @@ class ScoreRig(Rig):
             assert score.best_ids == [next_token(ids[:at]) for at in range(first, len(ids))]
 
 
-def test_scores_that_cannot_be_taken_end_their_request_alone(monkeypatch):
+def test_scores_that_fail_end_only_their_request(monkeypatch):
     rig = ScoreRig()
     mine, other, plain = rig.ask(range(20), 3), rig.ask(range(5, 30), 4), rig.submit([1, 2, 3], 9)
     monkeypatch.setattr(mine, "accept_scores", Mock(side_effect=IndexError("mine")))
@@ -151,7 +151,7 @@ def test_scoring_takes_turns_with_decode_and_the_oldest_decides():
     assert phases == "prefill decode score decode score decode score decode prefill decode decode decode".split()
 
 
-def test_pairs_of_texts_are_cut_behind_the_contexts_tokens():
+def test_pairs_of_texts_are_cut_after_the_contexts_tokens():
     def encode(text):
         return (1, *map(ord, text))
 
@@ -193,7 +193,7 @@ def test_what_was_cancelled_is_no_score():
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_a_score_that_is_not_finite_fails_alone(value):
+def test_only_a_score_that_is_not_finite_fails(value):
     """The pair has the token 7 at place 5 of 12, in calls that it shares with others."""
     rig = ScoreRig(score=(8, 16))
     rig.backend.unlikely = {7: value}

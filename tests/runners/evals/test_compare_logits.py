@@ -87,7 +87,7 @@ def wanted(toys: tuple[Path, Path], window: int, tokens: int) -> tuple[list[int]
 
 
 @pytest.mark.parametrize(("window", "tokens"), [(512, 4096), (16, 4096), (10, 33), (2, 3)])
-def test_every_token_behind_half_a_window_is_judged_by_a_whole_row(toys, loaded, window, tokens):
+def test_every_token_after_half_a_window_is_compared_by_a_whole_row(toys, loaded, window, tokens):
     """Windows as long as the context, a chunk, or parts of a chunk, in batches of one for each slot."""
     ids, half, (rows, _) = wanted(toys, window, tokens)
     steps = [*compare_logits.steps(loaded, ids, half)]
@@ -163,7 +163,7 @@ def test_models_are_compared_as_the_reference_in_float64_does(artifact, text):
         (None, "text: expected a file in UTF-8, found No such file or directory, at "),
     ],
 )
-def test_what_is_no_text_is_refused_before_anything_is_loaded(toys, tmp_path, data, said):
+def test_an_unreadable_text_is_refused_before_anything_is_loaded(toys, tmp_path, data, said):
     if data is not None:
         (tmp_path / "text").write_bytes(data)
     done = call(*toys, "--text", tmp_path / "text")

@@ -111,7 +111,7 @@ def test_numbers_compare_as_decimals():
     assert not same_number(None, None)
 
 
-def test_gold_stands_behind_the_last_mark():
+def test_gold_is_after_the_last_mark():
     assert gold_answer("She has 48/2 = <<48/2=24>>24.\n#### 1,072") == "1072"
     assert gold_answer("18") == "18"
     assert gold_answer("#### 3 #### 4") == "4"

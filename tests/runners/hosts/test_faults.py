@@ -88,7 +88,7 @@ def test_two_hosts_follow_grammars_and_penalties_and_sigterm_lets_running_calls_
 
 
 @pytest.mark.extras
-def test_a_follower_that_alone_is_told_to_end_does_so_when_its_time_is_over(artifact):
+def test_sigterm_to_a_follower_only_ends_it_after_its_timeout(artifact):
     command = ["serve", artifact("micro-2x1-snapshots"), "--port", 0, "--grace", 0, "--check", "programs"]
     with hosting([command] * 2, more={"LING3_HOST_TIMEOUT": "6"}) as processes:
         wait_until_following(processes[1])

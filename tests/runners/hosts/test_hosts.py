@@ -53,7 +53,7 @@ def own_shards_only(source: Path, copy: Path, host: int) -> int:
     return share
 
 
-def test_four_processes_answer_as_one_and_read_their_own_weights_alone(artifact, tmp_path):
+def test_four_processes_answer_as_one_and_read_only_their_own_weights(artifact, tmp_path):
     """In each host's copy, the others' weights are destroyed: digests, loading and steps never read them."""
     copies = [tmp_path / f"host{number}.ling3" for number in range(COUNT)]
     shares = [own_shards_only(artifact("micro-4x1"), copy, number) for number, copy in enumerate(copies)]

@@ -165,7 +165,7 @@ def test_a_host_that_does_not_fit_is_refused_and_comes_again_as_it_should(capsys
     assert capsys.readouterr().err == f"host 0: refused a host and waits on: {said}\n"
 
 
-def test_who_was_refused_is_named_when_the_time_is_over():
+def test_refused_hosts_are_named_after_the_timeout():
     first, second = hosts(2, timeout=1.0)
     one, two = in_threads(lambda: lead(first), lambda: join(second, IDENTITY | {"artifact": "b2"}))
     assert one.message == (
@@ -250,7 +250,7 @@ STRANGERS = {
 
 
 @pytest.mark.parametrize("said", STRANGERS.values(), ids=STRANGERS)
-def test_a_stranger_is_dropped_counted_and_told_nothing(monkeypatch, capsys, said):
+def test_an_unknown_caller_is_dropped_and_counted_without_an_answer(monkeypatch, capsys, said):
     """Regression: some of these ended host 0 with a traceback; one with the right digest was accepted as host 1."""
     monkeypatch.setattr(rendezvous, "GREETING", 1.0)
     first, second = hosts(secret=SECRET)
@@ -390,7 +390,7 @@ def test_other_machines_are_met_with_a_secret_or_with_trust():
         assert Hosts(coordinator, 2, 1).secret == ""
 
 
-def test_the_secret_is_in_a_file_of_this_user_alone_or_in_the_environment(tmp_path):
+def test_the_secret_is_in_a_private_file_or_in_the_environment(tmp_path):
     file, variables = tmp_path / "secret", {"LING3_SECRET": SECRET[::-1]}
     assert read_secret({}) == ""
     assert read_secret(variables) == SECRET[::-1]
@@ -415,7 +415,7 @@ def test_the_secret_is_in_a_file_of_this_user_alone_or_in_the_environment(tmp_pa
                 read_secret(environment)
 
 
-def test_host_0_listens_at_the_coordinators_address_alone():
+def test_host_0_listens_only_at_the_coordinators_address():
     first, second = hosts()
     elsewhere = ("127.0.0.2", first.address[1])
 
@@ -458,13 +458,13 @@ def test_a_first_host_that_ends_before_it_meets_the_others_tells_them(capsys):
     assert capsys.readouterr().err == "host 0: telling the others that it ends, for at most 10 s\n"
 
 
-def test_it_does_not_wait_for_them_for_long(monkeypatch):
+def test_host_0_waits_briefly_to_tell_the_others_its_error(monkeypatch):
     monkeypatch.setattr(rendezvous, "ANSWERING", 0.2)
     with pytest.raises(Ling3Error, match="broken"), announced(hosts()[0]):
         raise Ling3Error("broken")
 
 
-def test_who_outlives_another_host_says_so_first_and_ends_then(no_service, lost):
+def test_a_host_reports_a_lost_host_before_it_ends(no_service, lost):
     """A server's clients get the reason before it ends."""
     told: list[str] = []
     with connected(lost) as (one, two):
@@ -491,7 +491,7 @@ def core(channel: Channel, ahead: int) -> SharedCore:
 
 
 @pytest.mark.parametrize("ahead", [0, 1])
-def test_who_reads_other_tokens_ends_before_it_makes_other_calls(no_service, lost, ahead, monkeypatch):
+def test_a_host_with_other_tokens_ends_before_its_calls_differ(no_service, lost, ahead, monkeypatch):
     """It ends with the next step; the other host gets its name and the exit code."""
     monkeypatch.setattr(channels, "SETTLE", 3600)  # seconds until the process must have ended
     with connected(lost) as (one, two):
@@ -533,7 +533,7 @@ def test_hosts_compare_digests_of_the_little_endian_tokens(no_service):
             inputs = StepInputs()
 
 
-def test_what_host_0_cannot_send_ends_the_others(no_service, lost, monkeypatch):
+def test_a_message_that_host_0_cannot_send_ends_the_others(no_service, lost, monkeypatch):
     """Regression: a numpy integer as seed ended host 0 in its encoder, and the others waited for the step."""
     monkeypatch.setattr(channels, "SETTLE", 0.01)
     ended: list[tuple[str, int]] = []
@@ -563,7 +563,7 @@ def test_an_engine_that_fails_between_two_steps_ends_the_others(no_service, lost
 
 
 @pytest.mark.parametrize("lacks", ["took none of its steps", "gave no part of a step"])
-def test_a_host_that_gives_signs_of_life_alone_is_given_up_by_name(no_service, lost, lacks):
+def test_a_host_that_only_sends_signs_of_life_is_given_up_by_name(no_service, lost, lacks):
     """The thread of its devices hangs. Regression: host 0 waited forever for a part of a state or of logits."""
     with connected(lost, host_timeout=2) as (one, two):
         one.send(STEP)

@@ -38,7 +38,7 @@ def pool():
         yield pool
 
 
-def test_the_others_load_behind_the_first_ones_and_sooner_where_they_are_asked_for(pool):
+def test_other_programs_load_after_the_first_ones_or_on_demand(pool):
     loads = Loads("a", "c")
     programs = Programs(loads, NAMES, pool, {"a"})
     assert list(programs) == ["a", "d", "c", "b"] and len(programs) == 4
@@ -71,7 +71,7 @@ def test_two_threads_load_one_program_once(pool):
     assert sorted(loads.begun) == ["a", "b"]
 
 
-def test_what_has_not_begun_is_not_loaded_once_nobody_needs_it():
+def test_programs_that_are_no_longer_needed_are_not_loaded():
     """Also if the first ones were never loaded: the thread for the others must not wait forever."""
     loads = Loads("x", "y")
     pool = ThreadPoolExecutor(1)

@@ -180,7 +180,7 @@ def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch):
 
 
 @pytest.mark.jit
-def test_a_recompiled_program_runs_only_from_a_folder_of_this_user_alone(foreign):
+def test_a_recompiled_program_runs_only_from_a_private_folder(foreign):
     """Regression: a cache next to an artifact came with it: native code that no digest of the artifact covers."""
     shutil.copytree(cache_folder(), foreign.with_name("moved.ling3.cache"))
     for mode, compiles in ((0o777, len(toy_artifact.CELLS)), (0o720, len(toy_artifact.CELLS)), (0o755, 0)):
@@ -210,7 +210,7 @@ def test_more_devices_than_there_are_is_an_error(artifact):
         load(artifact)
 
 
-def test_jax_alone_finds_no_distributions_while_it_is_imported() -> None:
+def test_only_jax_finds_no_distributions_while_it_is_imported() -> None:
     def names() -> list[str]:
         return [each.name for each in metadata.distributions()]
 

@@ -9,7 +9,7 @@ def shards(*shape, value):
     return Shards(shape, {tuple((0, n) for n in shape): np.full(shape, value, np.float32)})
 
 
-def test_what_later_calls_say_of_slot_0_counts_for_nothing():
+def test_slot_0_of_later_calls_is_ignored():
     """Regression: later calls of ``onload`` write slot 0, so receipts of builds with three calls or more failed."""
 
     def kept(slot_0, latent=1):

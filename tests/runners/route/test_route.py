@@ -22,7 +22,7 @@ PARAMS = {"do_remote_prefill": True, "transfer_id": "0" * 32}
 BODY = {"model": "m", "prompt": "a" * 2000, "max_tokens": 5, "stream": False}
 
 
-def test_who_has_least_to_do_is_chosen_and_of_equals_the_first():
+def test_the_least_loaded_server_is_chosen_first_among_equals():
     workers = workers_of([f"http://127.0.0.1:{port}" for port in (1, 2, 3)], None, 1.0)
     assert least_loaded(workers) is workers[0]
     workers[0].queued, workers[1].usage = 1, 0.5
@@ -78,7 +78,7 @@ def test_a_prompt_is_prefilled_in_one_place_and_answered_in_another():
     assert d.asked[0][1]["kv_transfer_params"] == PARAMS and d.asked[0][1]["max_tokens"] == 5
 
 
-def test_the_place_that_prefills_gives_one_token_whatever_min_tokens_says():
+def test_the_prefilling_server_gets_min_tokens_1():
     """P gets min_tokens 1, since it refuses more than max_tokens; D gets the original value."""
     p, d = Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
     assert routed([p], [d], BODY | {"min_tokens": 4, "priority": -1})[0] == 200
@@ -105,7 +105,7 @@ def test_a_short_prompt_and_one_that_finds_a_full_queue_are_prefilled_where_they
 
 
 @pytest.mark.parametrize("failing", [None, (503, {}), (429, {}), (200, {"id": 1})])
-def test_where_a_server_cannot_prefill_another_one_does_else_the_one_that_decodes(failing):
+def test_another_server_or_the_decoding_one_replaces_a_failed_prefill(failing):
     p, q, d = Fake(failing), Fake((200, {"kv_transfer_params": PARAMS})), Fake((200, {"id": 1}))
     assert routed([p, q], [d])[0] == 200 and d.asked[0][1]["kv_transfer_params"] == PARAMS
     p, d = Fake(failing), Fake((200, {"id": 1}))
@@ -152,7 +152,7 @@ def test_where_an_answer_has_not_begun_another_server_gives_it(failing):
     assert router.decode[0].healthy is (failing is not None)
 
 
-def test_what_the_last_server_says_reaches_the_client():
+def test_the_last_servers_error_reaches_the_client():
     assert routed([], [Fake((503, {"error": "full"}))])[0] == 503
     error, _, router = routed([], [Fake(None)])
     assert isinstance(error, ApiError) and error.status == 503 and error.code == "no_server"

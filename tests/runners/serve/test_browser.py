@@ -91,7 +91,7 @@ def test_stop_ends_an_answer_and_the_next_turn_knows_what_it_had_said(page, mode
     assert f"</think>{said}<|role_end|><role>HUMAN</role>Go" in model.runner.prompts[-1]
 
 
-def test_what_a_model_writes_is_never_html(page, model):
+def test_text_of_a_model_is_never_html(page, model):
     model.lines.texts = [f"{HOSTILE}</think>{HOSTILE}\n```html\n{HOSTILE}\n```\nEnd"]
     ask(page, HOSTILE)
     page.until(ENDED)

@@ -143,7 +143,7 @@ def test_the_last_message_is_continued(message, end):
     assert rendered(ChatBody, SAID | fields).endswith(f"<role>ASSISTANT</role>\n{end}")
 
 
-def test_what_a_template_does_not_write_cannot_be_continued():
+def test_a_message_that_the_template_does_not_write_cannot_be_continued():
     with pytest.raises(RequestError, match="expected a last message that the chat template writes, to be continued"):
         ChatTemplate("A", {}, "t").render(SAID["messages"], continue_final_message=True)
 
@@ -164,7 +164,7 @@ def test_what_a_template_does_not_write_cannot_be_continued():
         ),
     ],
 )
-def test_what_the_template_cannot_be_told_is_refused_by_name(engine, fields, found):
+def test_fields_that_the_template_does_not_support_are_refused_by_name(engine, fields, found):
     with pytest.raises(ApiError) as caught:
         chat(SAID | fields, engine, "toy")
     assert (caught.value.status, caught.value.param) == (400, next(iter(fields)))

@@ -156,7 +156,7 @@ def test_on_loopback_a_server_answers_to_its_own_names(engine):
         assert refused.json()["error"] == error_of(said, "invalid_request_error", "unknown_host")
 
 
-def test_where_others_can_reach_it_names_are_open_unless_given():
+def test_a_server_that_others_can_reach_accepts_any_host_name_unless_given():
     assert names("127.0.0.2") == {"127.0.0.1", "127.0.0.2", "[::1]", "localhost"}
     assert names("0.0.0.0") is None
     assert names("0.0.0.0", "llm.example") == {"llm.example"}

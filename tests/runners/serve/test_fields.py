@@ -301,7 +301,7 @@ ONE = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
 @pytest.mark.parametrize("parallel", [True, False])
-def test_of_calls_that_may_not_be_parallel_the_first_is_given(parallel):
+def test_without_parallel_calls_only_the_first_call_is_returned(parallel):
     form = AnswerFormat(False, False, {"f": None})
     said = message_of(f"so {ONE}\n{ONE}{ONE}", form, parallel_tool_calls=parallel)
     assert (said["message"]["content"], said["finish_reason"]) == ("so ", "tool_calls")

@@ -105,7 +105,7 @@ def test_sigterm_ends_a_server_whose_thread_never_returns():
         ),
     ],
 )
-def test_a_grammar_that_fails_behind_its_first_token_is_refused(grammar):
+def test_a_grammar_that_fails_after_its_first_token_is_refused(grammar):
     """Regression: the grammar was accepted, and then every request with it got a 500."""
     with (
         Engine(toy_artifact.shared(), report=lambda text: None) as engine,

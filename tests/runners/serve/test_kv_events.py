@@ -90,13 +90,13 @@ def test_a_batch_is_what_vllm_declares_byte_for_byte():
     assert number_of(bytes(range(32))) == 0x18191A1B1C1D1E1F
 
 
-def test_half_a_character_in_a_salt_is_told_as_a_question_mark():
+def test_half_a_character_in_a_salt_is_published_as_a_question_mark():
     """It cannot be written in msgpack; without the replacement, the thread that publishes events would end."""
     assert read(encoded(0.0, [stored(1, salt="a\ud800")])).events[0].extra_keys == [("a?",)]
 
 
 @pytest.mark.parametrize("wrong", ["5557", "tcp://127.0.0.1", "tcp://127.0.0.1:65536", "ipc:///tmp/x", "tcp://a b:1"])
-def test_an_endpoint_that_is_none_is_refused(wrong):
+def test_an_invalid_endpoint_is_refused(wrong):
     with pytest.raises(Ling3Error, match="--kv-events: expected tcp://HOST:PORT"):
         Publisher(wrong)
 

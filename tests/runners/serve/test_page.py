@@ -47,7 +47,7 @@ class Elements(HTMLParser):
         self.tags.append((tag, dict(attrs)))
 
 
-def test_the_page_refers_to_nothing_and_runs_its_own_script_alone(model):
+def test_the_page_has_no_references_and_runs_only_its_own_script(model):
     found = served(model, "GET", "/", policy={"page": True})
     assert (found.status_code, found.headers["content-type"]) == (200, "text/html; charset=utf-8")
     rules = dict(each.strip().split(" ", 1) for each in found.headers["content-security-policy"].split(";"))
@@ -105,7 +105,7 @@ def test_a_page_of_another_origin_may_not_call(model):
         assert "access-control-allow-origin" not in may.headers
 
 
-def test_what_cors_asks_is_answered_under_names_of_this_server_alone(model):
+def test_a_cors_preflight_is_granted_only_under_names_of_this_server(model):
     """A preflight is not granted if the call itself would get 421."""
     policy = {"origins": (ORIGIN,), "hosts": frozenset({"localhost"})}
     headers = {"Origin": ORIGIN, "Host": "rebound.example.org", **ASKS}
@@ -114,7 +114,7 @@ def test_what_cors_asks_is_answered_under_names_of_this_server_alone(model):
 
 
 @pytest.mark.parametrize("origin", ["example.org", "https://example.org/", "https://a b", ""])
-def test_an_origin_that_is_none_is_refused(origin):
+def test_an_invalid_origin_is_refused(origin):
     with pytest.raises(RequestError, match=r"allow_origin: expected .* such as https://example.org"):
         ServerConfig(allow_origin=(origin,))
     told = CliRunner().invoke(main, ["serve", "none", "--allow-origin", origin])

@@ -326,7 +326,7 @@ def test_what_is_no_json_object(engine, body, found):
     assert (param, code) == (None, "invalid_json")
 
 
-def test_what_http_itself_gets_wrong(engine):
+def test_errors_of_http_itself(engine):
     found = refused(call(engine, COMPLETIONS, IDS, Content_Type="text/plain"), 415)
     assert found[0] == "`Content-Type`: expected application/json, found text/plain"
     assert call(engine, COMPLETIONS, IDS, Content_Type="Application/JSON; charset=utf-8").status_code == 200

@@ -234,7 +234,7 @@ def answer_of(engine: Engine, form: AnswerFormat | None) -> ResponsesAnswer:
     return ResponsesAnswer(call, "toy")
 
 
-def test_thoughts_and_calls_are_items_of_their_own_in_whatever_pieces_they_come(engine):
+def test_thoughts_and_calls_are_items_of_their_own_in_pieces_of_any_size(engine):
     form, tokenizer = AnswerFormat(True, False, {"add": None}), engine.files.tokenizer("test")
     thought, tail = "<think>a b</think>", '\nso<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
     ids = tokenizer.encode(thought + tail, special=False)

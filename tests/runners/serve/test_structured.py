@@ -102,7 +102,7 @@ def check(grammar: Grammar, text: str) -> None:
     jsonschema.Draft202012Validator(json.loads(grammar.text), format_checker=checker).validate(json.loads(text))
 
 
-def test_a_models_json_has_the_blanks_of_python_alone(engine):
+def test_json_of_a_model_has_only_the_blanks_of_python(engine):
     """Regression: a model could write blanks forever: 148 of 667 random schemas did not end."""
     properties = {"a": {"type": "integer"}, "b": {"type": "string"}}
     schema = {"type": "object", "properties": properties, "required": ["a", "b"]}
@@ -134,7 +134,7 @@ def test_texts_that_end_are_what_was_asked_for(engine, seed):
     assert ended >= 6
 
 
-def test_a_text_goes_on_behind_the_mark_and_does_not_end_before_it(engine):
+def test_a_constrained_text_begins_after_the_mark_and_does_not_end_before_it(engine):
     """Regression: the constrained text could come first, in place of the thought that the template had begun."""
     grammar = Grammar("regex", "[A-C]{3}", behind="e")
     requests = [engine.request("the", 60, Sampling(1.0, seed=number), grammar=grammar) for number in range(3)]

@@ -45,7 +45,7 @@ def grammar_of(call: GenerationCall) -> Grammar:
         ({"tool_choice": NAMED}, '`tool_choice`: expected "auto" or "none" with `{}`, found {{"type'),
     ],
 )
-def test_calls_that_have_to_be_made_are_refused_beside_another_form(engine, prompted, guide, choice, message):
+def test_required_calls_are_refused_together_with_another_form(engine, prompted, guide, choice, message):
     """Regression: calls were dropped without an error: the answer had the form, and never a call."""
     prompted("A")
     with pytest.raises(ApiError) as caught:
@@ -55,7 +55,7 @@ def test_calls_that_have_to_be_made_are_refused_beside_another_form(engine, prom
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "none"}, {"parallel_tool_calls": False}])
-def test_calls_that_need_not_be_made_are_taken_beside_another_form(engine, prompted, choice):
+def test_optional_calls_are_accepted_together_with_another_form(engine, prompted, choice):
     prompted("A")
     assert grammar_of(chat(SAID | TOOLS | FORM | choice, engine, "toy")).kind == "json"
 
@@ -74,7 +74,7 @@ CALL = '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>'
         (TOOLS | {"tool_choice": NAMED}, CALL, '<tool_call>\n{"name": "g"'),
     ],
 )
-def test_a_grammar_begins_behind_the_thought_that_the_template_began(engine, prompted, fields, answer, wrong, blanks):
+def test_a_grammar_begins_after_the_thought_that_the_template_began(engine, prompted, fields, answer, wrong, blanks):
     """Regression: except for tools' grammars, structured output became `reasoning_content`, and content was empty."""
     prompted("A<think>\n")
     call = chat(SAID | fields, engine, "toy")
@@ -89,7 +89,7 @@ def test_a_grammar_begins_behind_the_thought_that_the_template_began(engine, pro
         assert said["content"] == answer
 
 
-def test_a_response_with_a_form_has_a_message_behind_the_thought(engine, prompted):
+def test_a_response_with_a_form_has_a_message_after_the_thought(engine, prompted):
     """Regression: it had only a reasoning item, and no text."""
     prompted("A<think>")
     call = ResponsesBody.call(
@@ -109,7 +109,7 @@ def test_a_grammar_begins_at_once_where_the_thought_is_over(engine, prompted):
     assert message_of(call, '{"n": 1}')["content"] == '{"n": 1}'
 
 
-def test_what_is_wrong_with_a_grammar_behind_a_thought_is_said_of_its_field(engine, prompted):
+def test_an_invalid_grammar_after_a_thought_names_its_field(engine, prompted):
     """A trial compiles a text's first tokens, which may be anything inside a thought."""
     prompted("A<think>\n")
     too_large = "structured_outputs: expected a regex grammar that"
@@ -151,7 +151,7 @@ def test_an_earlier_call_without_arguments_has_an_empty_object(arguments):
 @pytest.mark.parametrize(
     ("template", "lacks"), [("{{ messages }}", "tools"), ("{{ tools }}", "calls between these marks")]
 )
-def test_a_template_without_tools_is_told_what_it_lacks(engine, monkeypatch, template, lacks):
+def test_the_error_names_what_a_template_lacks(engine, monkeypatch, template, lacks):
     """Regression: the error was `found another: this model has none`."""
     monkeypatch.setattr(TokenizerFiles, "template_text", template)
     with pytest.raises(ApiError, match=f"found this model's, which has no {lacks}$"):

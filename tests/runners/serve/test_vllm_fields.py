@@ -34,7 +34,7 @@ def text_of(engine: Engine, ids: list[int], **how: Any) -> str:
     return "".join(map(stream.push, ids)) + stream.finish()
 
 
-def test_stop_token_ids_end_an_answer_whatever_ignore_eos_says_and_are_not_in_its_text(engine):
+def test_stop_token_ids_end_an_answer_despite_ignore_eos_and_are_not_in_its_text(engine):
     at = next(place for place, id in enumerate(PLAIN) if place > 2 and id not in PLAIN[:place])
     found = stopped(engine, stop_token_ids=[PLAIN[at], 1])
     assert (found["token_ids"], found["finish_reason"]) == (PLAIN[: at + 1], "stop")
@@ -143,7 +143,7 @@ def test_max_new_tokens_of_generation_config_is_a_default_and_no_bound(engine, p
     assert (answered(3), answered(3, **{limit: None}), answered(3, **{limit: 5}), answered(10**6)) == (3, 3, 5, left)
 
 
-def test_a_prompt_alone_has_openais_16_tokens_whatever_max_new_tokens_says(engine):
+def test_a_completion_has_openais_16_tokens_despite_max_new_tokens(engine):
     body = {name: value for name, value in LONG.items() if name != "max_tokens"}
     answer = serving.asked(engine, replace(POLICY, max_new_tokens=3), COMPLETIONS, body).json()
     assert answer["usage"]["completion_tokens"] == 16

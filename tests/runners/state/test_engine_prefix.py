@@ -16,7 +16,7 @@ def test_random_families_give_the_same_tokens_with_the_cache_on_and_off(artifact
     assert found["hits"] > 0 and found["evicted_pages"] > 0 and found["evicted_snapshots"] > 0
 
 
-def test_who_gives_its_pages_back_has_the_tokens_that_it_has_alone(artifact):
+def test_a_preempted_sequence_has_the_tokens_of_a_single_run(artifact):
     """Four sequences of 10 pages each, in a pool of 28; states come back bit for bit from host memory."""
     prompts = [[*range(n, n + 60)] for n in range(4)]
     told = {"check": "programs", "report": lambda text: None}
@@ -29,7 +29,7 @@ def test_who_gives_its_pages_back_has_the_tokens_that_it_has_alone(artifact):
     assert stats["free"] == stats["pools"]
 
 
-def test_what_follows_a_hit_has_the_logits_of_a_whole_prefill(artifact):
+def test_tokens_after_a_cache_hit_have_the_logits_of_a_whole_prefill(artifact):
     prompt = list(range(20, 90))
     with Engine(artifact("micro-tp1-snapshots"), check="programs", report=lambda text: None) as engine:
         one, two, three = (

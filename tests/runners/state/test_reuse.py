@@ -65,7 +65,7 @@ def test_no_snapshot_is_kept_that_costs_more_than_to_make_it_again():
     rig.check()
 
 
-def test_the_next_turn_goes_on_behind_the_answer():
+def test_the_next_turn_continues_after_the_answer():
     rig, rng = Rig(snapshots=4, every=64, pages=60), random.Random(3)
     first = rig.submit(prompt(rng, 6), 15)
     rig.run()
@@ -100,7 +100,7 @@ def test_running_requests_take_the_pages_of_the_cache():
 
 @pytest.mark.parametrize("ahead", [0, 1])
 @pytest.mark.parametrize("cache", [True, False])
-def test_who_gives_its_pages_back_goes_on_from_its_state(ahead, cache):
+def test_a_preempted_sequence_continues_from_its_state(ahead, cache):
     """Regression: it began again from its prompt, and in bf16 its later tokens could differ."""
     rig, rng = Rig(slots=4, pages=20, snapshots=2, cache=cache, ahead=ahead), random.Random(6)
     for _ in range(4):

@@ -23,7 +23,7 @@ def read(data: bytes, description=DESCRIPTION) -> SequenceState:
     return read_state(io.BytesIO(data), len(data), LAYOUT, description)
 
 
-def test_what_was_written_is_read_bit_for_bit(data):
+def test_a_written_state_is_read_bit_for_bit(data):
     state = read(data)
     assert state.descriptor == DESCRIPTOR and state.stop == 11
     assert same(state, random_state(11))

@@ -140,7 +140,7 @@ def test_an_answer_has_the_same_parts_cut_at_every_boundary(reader, text, within
 
 
 @pytest.mark.parametrize("broken", BROKEN[7:])
-def test_a_call_behind_a_broken_one_is_read(broken):
+def test_a_call_after_a_broken_one_is_parsed(broken):
     """The broken call is returned as text, and nothing of it is lost."""
     assert parsed(f"{broken}{ONE}", [5] * 99) == {"content": broken, "tool_calls": [CALLED]}
 
@@ -231,7 +231,7 @@ def test_a_value_whose_string_does_not_end_ends_at_its_first_mark():
         ("unknown", "[" * 100_000, "[" * 100_000),
     ],
 )
-def test_what_a_value_is_follows_from_its_schema(key, text, value):
+def test_the_type_of_a_value_follows_from_its_schema(key, text, value):
     assert json.loads(argument(text, kinds_of_property(SCHEMA, key))) == value
 
 

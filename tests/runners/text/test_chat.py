@@ -39,7 +39,7 @@ def test_a_file_goes_before_the_configuration(tmp_path):
     assert files(tmp_path, "config", "file {{ messages[0].content }}").render_chat(HELLO) == "file be brief"
 
 
-def test_of_named_templates_the_default_is_taken(tmp_path):
+def test_the_default_is_used_among_named_templates(tmp_path):
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default"}]
     assert files(tmp_path, named).render_chat(HELLO) == "default"
 
@@ -57,7 +57,7 @@ def test_of_named_templates_the_default_is_taken(tmp_path):
         ("{{ '<b>' }}", "<b>"),
     ],
 )
-def test_what_a_template_sees(tmp_path, template, text):
+def test_the_variables_of_a_template(tmp_path, template, text):
     assert files(tmp_path, template).render_chat(HELLO) == text
 
 
@@ -146,7 +146,7 @@ def test_messages_that_a_template_makes_too_much_of_are_ended(tmp_path, monkeypa
     assert f"chat template `tokenizer_config.json`: expected it to end, found {found}" in caught.value.message
 
 
-def test_what_published_templates_do_is_still_done():
+def test_features_of_published_templates_work():
     source = (
         "{% macro m(x) %}<{{ x }}>{% endmacro %}{% set t %}{{ m(1) }}{{ m('a') }}{% endset %}{{ t ~ 2 ~ [1, 'b'] }} "
         "{{ '%s-%03d' % ('a', 7) }} {{ '{:>4}{}'.format(1, none) }} {{ [1, 2] | map('string') | join(', ') }} "

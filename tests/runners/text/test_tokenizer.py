@@ -107,7 +107,7 @@ def test_a_stop_string_is_found_across_tokens_and_never_shown(tokenizer, stop, s
     assert stream.stopped == (stop != ["Z"])
 
 
-def test_the_begin_of_a_stop_string_is_held_back_until_it_is_none():
+def test_the_beginning_of_a_stop_string_is_held_back_until_it_fails():
     stream = TextStream(letters(Fuse(), [chr(place) for place in range(128)]), ["abcd"])
     assert pieces(stream, b"xabcabcx") == ["x", "", "", "", "abc", "", "", "abcx", ""]
 

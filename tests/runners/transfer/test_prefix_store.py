@@ -118,7 +118,7 @@ def test_a_state_whose_beginning_is_gone_is_a_miss_and_is_written_again(artifact
         assert (done.token_ids, done.cached_tokens) == (alone(longer)[0], cached)
 
 
-def test_what_was_not_used_for_longest_goes_first(tmp_path):
+def test_the_least_recently_used_prefix_is_removed_first(tmp_path):
     end, names = FolderStore(LAYOUT, DESCRIPTION, tmp_path), [f"{number:032x}" for number in range(4)]
     for at, name in enumerate(names):
         assert put(end, name, random_state())

@@ -129,7 +129,7 @@ def test_states_of_a_killed_server_go_after_their_lease(ends, clock):
     assert not next_server.has(NAME) and next_server.counts["swept"] == 1
 
 
-def test_what_is_given_back_is_free_at_once(ends):
+def test_a_released_name_is_free_at_once(ends):
     holder, taker = ends
     assert put(holder, NAME, random_state())
     taker.release(address(holder, NAME), soon())
@@ -139,7 +139,7 @@ def test_what_is_given_back_is_free_at_once(ends):
     assert taker.get(address(holder, NAME), soon()) is None
 
 
-def test_what_is_leased_goes_with_its_store(kind, tmp_path):
+def test_leased_states_are_removed_with_their_store(kind, tmp_path):
     holder = store(kind, tmp_path)
     assert put(holder, NAME, random_state())
     holder.close()
@@ -172,7 +172,7 @@ def test_states_beyond_the_limit_find_no_room(kind, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["shm", "file"], indirect=True)
-def test_files_are_this_users_alone_and_any_reader_of_safetensors_opens_them(kind, tmp_path):
+def test_files_are_private_and_any_reader_of_safetensors_opens_them(kind, tmp_path):
     folder = tmp_path / "made"
     end, state = store(kind, folder), random_state()
     assert put(end, NAME, state)
@@ -304,7 +304,7 @@ def child(tmp_path):
 
 @pytest.mark.parametrize("kind", ["shm", "file"], indirect=True)
 @pytest.mark.parametrize("how", ["half", "whole"])
-def test_what_a_killed_process_left_goes_and_blocks_nobody(kind, how, child, tmp_path, clock):
+def test_files_of_a_killed_process_are_removed_and_block_no_other(kind, how, child, tmp_path, clock):
     """Regression: states of a killed P stayed in a folder forever; a segment without its header blocked its name."""
     process, _ = child(kind, how)
     end, path = store(kind, tmp_path, clock=clock), file_of(kind, tmp_path, NAME)
@@ -341,7 +341,7 @@ def test_a_holder_that_is_gone_is_a_miss_in_time(how, reason, child, tmp_path):
     taker.close()
 
 
-def test_of_two_who_take_a_state_at_once_one_has_it(tmp_path):
+def test_only_one_of_two_concurrent_readers_gets_a_state(tmp_path):
     holder, takers = store("http", tmp_path), [store("http", tmp_path) for _ in range(2)]
     state = random_state()
     assert put(holder, NAME, state)

@@ -40,7 +40,7 @@ def engine(request, artifact, tmp_path_factory):
 
 
 @pytest.mark.parametrize("length", [1, 15, 64, 70])
-def test_who_takes_a_state_goes_on_with_the_same_tokens(engine, length):
+def test_an_imported_state_continues_with_the_same_tokens(engine, length):
     asked = Request(PROMPT[:length], 12, Sampling(1.0, seed=length), ignore_eos=True, logprobs=2)
     (alone,) = engine.complete([asked])
     before = engine.stats()
@@ -184,7 +184,7 @@ def test_a_save_that_fails_is_an_answer_without_a_state(artifact, monkeypatch):
         assert engine.stats()["free"] == engine.stats()["pools"]
 
 
-def test_what_nobody_will_take_is_freed_at_once(artifact):
+def test_states_that_no_peer_will_read_are_freed_at_once(artifact):
     """Cancelled before the call, during it, while its state is saved, or later; no lease has to end."""
     with Engine(artifact("micro-tp1-snapshots"), transfer=Transfer("shm", lease=600.0), **TOLD) as engine:
         salt, kept = "salt", 0
