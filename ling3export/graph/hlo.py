@@ -305,11 +305,6 @@ class Access:
     written: int
     updated: int | None = None  # the operand in whose buffer the instruction writes
 
-    @property
-    def bytes(self) -> int:
-        """Read and written together."""
-        return sum(self.read) + self.written
-
 
 def access(module: Module, computation: Computation, instruction: Instruction) -> Access:
     """Bytes that an instruction reads from and writes to the large memory.

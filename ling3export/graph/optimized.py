@@ -19,7 +19,6 @@ from ling3export.graph.hlo import (
     COLLECTIVES,
     FAST,
     FREE,
-    Access,
     Computation,
     Frame,
     Instruction,
@@ -203,7 +202,7 @@ class _Walk:
         prefix: str,
     ) -> Operation | None:
         module, opcode = self._module, instruction.opcode
-        work = opcodes(module, instruction)
+        work, sources = opcodes(module, instruction), [origins.get(name) for name in instruction.operands]
         operation = Operation(
             name=f"{prefix}{instruction.name}",
             opcode=opcode,
@@ -215,43 +214,46 @@ class _Walk:
             result_bytes=instruction.bytes,
             fused=work if opcode == "fusion" else (),
             shared=self._inside(instruction.called["calls"][0]) if opcode == "fusion" else "",
-            digest=self._digest(computation, instruction, [origins.get(name) for name in instruction.operands]),
+            digest=self._digest(computation, instruction, sources),
         )
         if opcode.removesuffix("-start") in BETWEEN:
             return replace(operation, kind=COLLECTIVES, collective_bytes=instruction.bytes)
+        weights = (name for name in sources if isinstance(name, str) and name.startswith("params."))
+        operation = replace(operation, weights=tuple(name.removeprefix("params.") for name in weights))
         operands = [computation.instructions[name] for name in instruction.operands]
         if opcode == "custom-call":
-            return self._custom_call(operation, instruction, operands, origins)
+            return self._custom_call(operation, instruction, operands, sources, origins.get(instruction.name))
         moved = access(module, computation, instruction)
-        read, written = _places(moved, instruction, origins)
+        updated = None if moved.updated is None else sources[moved.updated]
         operation = replace(
             operation,
             kind=PREFETCHES if opcode in MOVED else kind(work),
             flops=flops(module, computation, instruction),
-            weights=_weights(instruction, origins),
             overlapped=opcode in MOVED,
             copied=_copied(module, instruction, operands),
-            read=read,
-            written=written,
+            read=_by_place(moved.read, sources),
+            written=_by_place([moved.written], [updated]),
         )
         if (clock := self._context.clock) and instruction.cycles is not None and opcode not in MOVED:
             return replace(operation, seconds=instruction.cycles / clock, source="compiler")
         return self._context.bounded(operation)
 
     def _custom_call(
-        self, operation: Operation, call: Instruction, operands: Sequence[Instruction], origins: Mapping[str, Origin]
+        self,
+        operation: Operation,
+        call: Instruction,
+        operands: Sequence[Instruction],
+        sources: Sequence[Origin],
+        results: Origin,
     ) -> Operation | None:
         target = call.attributes.partition('custom_call_target="')[2].partition('"')[0]
         if target == ALLOCATION:
             return None
         shapes = [operand.shape for operand in operands]
         counted = cost(target, shapes, call.shape, call.attributes, self._context)
-        results = origins.get(call.name)
         updated = results if isinstance(results, tuple) else (results,) * len(counted.written)
-        read = _by_place(counted.read, [origins.get(name) for name in call.operands])
-        written = _by_place(counted.written, updated)
-        operation = replace(operation, target=target, flops=counted.flops, read=read, written=written)
-        return self._context.bounded(replace(operation, weights=_weights(call, origins)))
+        read, written = _by_place(counted.read, sources), _by_place(counted.written, updated)
+        return self._context.bounded(replace(operation, target=target, flops=counted.flops, read=read, written=written))
 
 
 def _by_place(sizes: Iterable[float], origins: Iterable[Origin]) -> dict[str, float]:
@@ -323,23 +325,9 @@ def _copied(module: Module, instruction: Instruction, operands: Sequence[Instruc
     return operands[0].bytes if all(FAST not in one.shape for one in (instruction, *operands)) else 0
 
 
-def _weights(instruction: Instruction, origins: Mapping[str, Origin]) -> tuple[str, ...]:
-    names = (origins.get(name) for name in instruction.operands)
-    return tuple(name.removeprefix("params.") for name in names if isinstance(name, str) and name.startswith("params."))
-
-
 def place_of(origin: Origin) -> str:
     group = origin.split(".")[0] if isinstance(origin, str) else ""
     return {"params": "weights", "state": "state"}.get(group, "other")
-
-
-def _places(
-    moved: Access, instruction: Instruction, origins: Mapping[str, Origin]
-) -> tuple[dict[str, float], dict[str, float]]:
-    """Bytes read and bytes written, by place."""
-    read = _by_place(moved.read, [origins.get(name) for name in instruction.operands])
-    updated = None if moved.updated is None else origins.get(instruction.operands[moved.updated])
-    return read, {place_of(updated): float(moved.written)} if moved.written else {}
 
 
 def branch_shares(

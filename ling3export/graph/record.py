@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-SOURCES = ("compiler", "roofline", "measured")  # of an operation's seconds
 UNKNOWN = "unknown: counted once"  # the source of a loop's trips that nothing tells
 # Steps of a scope that jax adds: control flow, functions that it calls, equations of products.
 OF_JAX = re.compile(r"while|body|cond|branch_\w+|closed_call|call_exported|eval_jaxpr|shard_map|\w*\(.*\)|.*->.*")
@@ -33,7 +32,6 @@ class Operation:
 
     Attributes:
         name: Unique in its program.
-        opcode: The name in the program's text: ``fusion``, ``dot_general``.
         kind: The kind of work, one of ``hlo.KINDS``, ``collectives`` or ``custom calls``.
         shapes: Types of its results: ``bf16[16,2048]``.
         operands: Names of the operations or inputs that it reads.
@@ -41,17 +39,14 @@ class Operation:
         layer_kind: The innermost scope that names a kind of layer (a norm counts to the kind around it); None outside.
         layers: Numbers of the layers that run it; empty outside of the layers.
         times: Runs in one call, all loops around it counted.
-        flops: Floating-point operations of one run.
         read: Bytes that one run reads from the device's memory, by place (``PLACES``).
         written: Bytes that one run writes, by place.
         weights: Names of the weights that it reads directly.
         collective_bytes: Bytes of the results of a collective; 0 for any other operation.
         result_bytes: Bytes of its results, in whatever memory.
-        seconds: For one run; None if nothing tells.
-        source: Where ``seconds`` come from, one of ``SOURCES``.
+        source: Where ``seconds`` come from: ``compiler``, ``roofline`` or ``measured``.
         copied: Bytes of a copy from one place of the device's memory to another; 0 for anything else.
         overlapped: Whether it runs at the same time as other operations: its seconds do not add to a call's.
-        target: The target of a custom call.
         fused: Opcodes inside a fusion that do work, in their order.
         digest: A digest of its computation: opcode, types, attributes, the names of inputs that it reads, and
             everything inside a fusion; names of operations do not count.
