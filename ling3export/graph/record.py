@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache, cached_property
 from typing import Any
 
 UNKNOWN = "unknown: counted once"  # the source of a loop's trips that nothing tells
@@ -173,11 +174,32 @@ class Graph:
     bandwidth: float | None = None
     peak_flops: float | None = None
 
+    @cached_property
+    def fed(self) -> dict[str, float]:
+        """Bytes that each operation reads and writes in a call, and those that prefetches bring for it, by its name."""
+        operations = {one.name: one for one in self.operations}
+        users = Counter(name for one in self.operations for name in one.operands)
+
+        @cache
+        def brought(name: str, depth: int = 3) -> float:
+            if (one := operations.get(name)) is None:
+                return 0.0
+            if one.overlapped:
+                return one.total("bytes") / users[name]
+            inside = depth > 0 and not one.seconds
+            return sum(brought(source, depth - 1) for source in one.operands) / users[name] if inside else 0.0
+
+        return {
+            one.name: one.total("bytes") + (0.0 if one.overlapped else sum(map(brought, one.operands)))
+            for one in self.operations
+        }
+
     def bound(self, operation: Operation) -> str:
         """``memory`` or ``compute``, whichever takes longer on the device; empty for an operation without costs."""
-        if not self.bandwidth or not self.peak_flops or not (operation.bytes or operation.flops):
+        fed, flops = self.fed[operation.name], operation.total("flops")
+        if not self.bandwidth or not self.peak_flops or not (fed or flops):
             return ""
-        return "memory" if operation.bytes / self.bandwidth >= operation.flops / self.peak_flops else "compute"
+        return "memory" if fed / self.bandwidth >= flops / self.peak_flops else "compute"
 
     @property
     def unknown_loops(self) -> list[str]:

@@ -80,15 +80,6 @@ function prepare() {
   page.instances = page.operations.map(() => []);
   for (const leaf of leaves) page.instances[leaf.place].push(leaf);
   page.kinds = KINDS.filter((kind) => page.operations.some((op) => op.kind === kind));
-  // Bytes that an operation reads and writes, and those that prefetches bring for it.
-  const known = (op) => (op.operands || []).map((name) => page.index.get(name)).filter((at) => at !== undefined);
-  const brought = (at, depth) => {
-    const op = page.operations[at];
-    const inside = depth && !op.seconds ? sum(known(op), (one) => brought(one, depth - 1)) : 0;
-    return (op.overlapped ? op.bytes || 0 : inside) / page.users[at].length;
-  };
-  for (const op of page.operations)
-    op.fed = (op.bytes || 0) + (op.overlapped ? 0 : sum(known(op), (at) => brought(at, 3)));
   zoom = page.map = grow((op) => [[[op.kind, ...op.path], 1]])[0];
 }
 
@@ -212,8 +203,6 @@ function move(event) {
   const goal = next();
   if (goal) { choose(goal); goal.shown.querySelector("text").scrollIntoView({ block: "nearest" }); }
 }
-const bound = (op) => !page.flops || !op.flops && !op.fed ? "" :
-  (op.flops || 0) / page.flops > op.fed / page.bandwidth ? "compute" : "memory";
 function describe(node) {
   const aside = clear($("detail")), op = node.op;
   put(aside, "h3", {}, node.label);
@@ -236,7 +225,7 @@ function describe(node) {
   }
   const facts = [["opcode", op.opcode], ["work", op.work], ["layer kind", op.kind], ["scope", op.scope],
     ["fused", op.fused?.join(", ")], ["layers", op.layers?.join(", ")], ["result", op.shapes],
-    ["runs", `${+(op.runs || 0).toFixed(3)} in a call`], ["time from", op.source], ["bound by", bound(op)],
+    ["runs", `${+(op.runs || 0).toFixed(3)} in a call`], ["time from", op.source], ["bound by", op.bound],
     ["moved", op.moved && show.bytes(op.moved)], ["custom call", op.target],
     ["overlapped", op.overlapped && "runs at the same time as other operations"],
     ["weights", op.weights?.join(", ")]];
@@ -280,7 +269,7 @@ function table() {
     + (shown.length > 50 ? ", the largest 50" : "");
   const layers = (op) => !op.layers ? "" : op.layers.length > 3 ? `${op.layers.length} layers` : op.layers.join(", ");
   const cells = (op) => [op.name, op.kind, layers(op), op.work, op.seconds ? show.seconds(op.seconds) : "",
-    show.bytes(op.bytes), op.flops ? show.flops(op.flops) : "", bound(op),
+    show.bytes(op.bytes), op.flops ? show.flops(op.flops) : "", op.bound || "",
     ...(moving ? [op.moved ? show.bytes(op.moved) : ""] : [])];
   const head = ["operation", "layer kind", "layers", "work", "time", "bytes", "FLOPs", "bound by"];
   rows($("table"), moving ? [...head, "moved"] : head,

@@ -83,6 +83,8 @@ def _operation(graph: Graph, one: Operation) -> dict[str, Any]:
         "flops": one.total("flops"),
         "bytes": one.total("bytes"),
         "moved": one.total("collective_bytes"),
+        "fed": graph.fed[one.name],
+        "bound": graph.bound(one),
         "fused": fused(one),
     }
     return {name: value for name, value in values.items() if value}

@@ -218,6 +218,14 @@ def test_operations_are_found_and_shown_with_what_is_known():
     ]  # fmt: skip
 
 
+def test_bytes_that_a_prefetch_brings_count_for_its_reader():
+    prefetch = Operation(name="p", opcode="copy-start", kind="prefetches", overlapped=True, read={"weights": 1e9})
+    product = dataclasses.replace(OPERATIONS[1], operands=("p", "params.kda.q"))
+    graph = dataclasses.replace(TOY, operations=(prefetch, product))
+    assert graph.fed == {"p": 1e9, "loop/q.1": 2e6 + 1e9}
+    assert (TOY.bound(OPERATIONS[1]), graph.bound(product)) == ("compute", "memory")
+
+
 def test_files_that_differ_without_another_program_are_explained(artifact):
     manifest = read_manifest(artifact(NAME))
     ((name, target),) = manifest.targets.items()
