@@ -222,10 +222,7 @@ def written(folder: Path, text: str) -> None:
 
 
 def test_force_has_a_whole_artifact_under_the_name_at_every_moment(tmp_path, monkeypatch):
-    """Regression:
-
-    ``--force``, killed between its two renames, left no artifact, and the next build removed both copies.
-    """
+    """Regression: ``--force``, killed between its renames, left no artifact; the next build removed both copies."""
     with staged(tmp_path / "a.ling3") as partial:
         written(partial, "old")
     before = []

@@ -242,10 +242,7 @@ def test_an_empty_name_for_the_trusted_keys_is_an_error(toy, key, monkeypatch):
 
 
 def test_the_build_side_and_doctor_take_no_artifact_that_no_trusted_key_signed(toy, trusted, monkeypatch):
-    """Regression:
-
-    ``attach`` and ``build --into`` ran such an artifact's programs, and ``doctor`` reported that it fits.
-    """
+    """Regression: ``attach`` and ``build --into`` ran such an artifact's programs, and ``doctor`` reported a fit."""
     for name, place in (("receipts", attaching), ("compiling", adding)):
         monkeypatch.setattr(place, name, lambda *arguments, **options: pytest.fail("something was run"))
     unsigned = "error: artifact `x.ling3`: expected a signature by "

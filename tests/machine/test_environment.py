@@ -48,9 +48,9 @@ def test_what_is_set_and_what_is_left(given, expected):
     ],
 )
 def test_a_late_device_is_waited_for_unless_the_user_says_how_long(given, expected):
-    """Regression:
+    """Regression: ``generate`` ended with SIGABRT at XLA's own limit of 40 s.
 
-    ``generate`` ended with SIGABRT at XLA's own limit of 40 s. A file of flags is the user's own choice.
+    A file of flags is the user's own choice.
     """
     assert run("prepare_cpu(2); import os; print(os.environ['XLA_FLAGS'])", **given).stdout == f"{expected}\n"
 

@@ -1,6 +1,4 @@
-"""Prompts of many calls, in fp32 against the float64 reference: after a few pages, and in `extras` after 100,000
-tokens.
-"""
+"""Prompts of many calls, in fp32 against the float64 reference: after a few pages; in `extras` after 100,000."""
 
 from collections.abc import Sequence
 from pathlib import Path

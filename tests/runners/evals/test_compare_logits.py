@@ -1,7 +1,4 @@
-"""``eval compare-logits``:
-
-KL over the vocabulary, equal best tokens and perplexities of two artifacts, against numpy.
-"""
+"""``eval compare-logits``: KL over the vocabulary, equal best tokens and perplexities, against numpy."""
 
 import json
 import math

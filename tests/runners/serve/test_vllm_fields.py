@@ -92,10 +92,7 @@ def test_a_top_k_of_minus_1_keeps_all_tokens(engine):
 
 
 def test_a_message_of_an_answer_is_taken_back_with_its_annotations(engine):
-    """OpenAI's clients return what they got:
-
-    `annotations` is a list there, usually empty. Regression: it was refused.
-    """
+    """Regression: `annotations`, usually an empty list, was refused, although clients send it back as they got it."""
     said = {"role": "assistant", "content": "B", "annotations": [], "refusal": None, "audio": None}
     messages = [*SAID["messages"], said, {"role": "user", "content": "C"}]
     plain = [*SAID["messages"], {"role": "assistant", "content": "B"}, {"role": "user", "content": "C"}]
