@@ -53,7 +53,7 @@ def test_the_harness_finds(name, kind, told):
     assert all(told in failure.text for failure in found.failures)
 
 
-def test_what_is_fine_or_refused_is_no_failure():
+def test_accepted_and_refused_cases_are_no_failures():
     assert (faulty("fine").counts, faulty("refuses").counts) == ({"accepted": 6}, {"refused": 6})
 
 

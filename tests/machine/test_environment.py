@@ -34,7 +34,7 @@ def run(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
         ({"OPENBLAS_NUM_THREADS": "4"}, ["500", "cpu", "502", "4", False]),
     ],
 )
-def test_what_is_set_and_what_is_left(given, expected):
+def test_variables_that_prepare_cpu_sets_and_keeps(given, expected):
     assert json.loads(run("prepare_cpu(500)" + SHOW, **given).stdout) == expected
 
 

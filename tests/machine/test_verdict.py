@@ -82,7 +82,7 @@ def test_optimal_programs_need_no_compiling():
         ),
     ],
 )
-def test_what_does_not_fit_is_refused_with_what_was_found_and_a_hint(record, machine, found, hint):
+def test_a_target_for_another_machine_is_refused_with_a_hint(record, machine, found, hint):
     verdicts = judge(record, machine)
     with pytest.raises(ArtifactError) as caught:
         enforce(verdicts, "prebuilt-only", "cpu-tp2", "a.ling3")

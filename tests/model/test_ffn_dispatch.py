@@ -174,7 +174,7 @@ def test_random_cases_equal_the_oracle_to_the_bit(seed):
         ({"max_out_shape": (2, 3, 2, 4)}, "`expert_ids`: expected the shape (2, 3, 2)"),
     ],
 )
-def test_what_does_not_fit_is_refused_while_tracing(changed, message):
+def test_inconsistent_arguments_are_refused_while_tracing(changed, message):
     data = np.zeros((2, 2, 2, 3, 4), np.float16)
     with pytest.raises(ValueError, match=re.escape(message)):
         ffn_worker_batching(data, IDS, **EXAMPLE, **(OPTIONS | changed))

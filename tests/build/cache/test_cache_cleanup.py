@@ -142,7 +142,7 @@ def test_a_default_folder_that_is_empty_or_absent_holds_no_entries(tmp_path, mon
         (["cleanup", "--max-size", "x"], 1, "error: --max-size: expected a size, found `x`\n"),
     ],
 )
-def test_what_cannot_be_meant_is_refused(arguments, code, message):
+def test_invalid_arguments_of_a_cleanup_are_refused(arguments, code, message):
     done = cache_command(*arguments)
     assert (done.exit_code, done.stdout) == (code, "")
     assert message in done.stderr

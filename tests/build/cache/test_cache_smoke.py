@@ -56,7 +56,7 @@ def test_a_first_and_a_second_run_that_are_right_pass():
          f"runner: expected the same tokens for the same prompt, found {[[[1] * 12, [2] * 12]]}"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_named(built, found, before, message):
+def test_each_error_of_a_smoke_test_is_named(built, found, before, message):
     with pytest.raises(smoke.Failed, match=f"^{re.escape(message)}$"):
         smoke.check(built, found, TARGET, before)
 

@@ -127,7 +127,7 @@ def test_values_come_back_from_bytes_and_parts_of_groups_have_their_scales(form:
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("form", list(FORMS))
-def test_what_is_not_finite_is_refused(form: str, bad: float):
+def test_weights_that_are_not_finite_are_refused(form: str, bad: float):
     values = np.zeros((2, 64), np.float32)
     values[1, 40] = bad
     with pytest.raises(CheckpointError, match="expected finite values"):

@@ -147,7 +147,7 @@ def test_a_full_disk_leaves_no_files(tmp_path: Path):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_what_cannot_be_written(tmp_path: Path):
+def test_invalid_presets_and_overrides_are_refused(tmp_path: Path):
     with pytest.raises(ConfigError) as error:
         synthesize(tmp_path / "out", "tiny", 0)
     assert str(error.value) == "preset `tiny`: expected one of micro, small, aligned, full, flash, found no such preset"

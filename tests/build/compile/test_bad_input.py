@@ -128,7 +128,7 @@ def test_places_that_cannot_be_built_into(tmp_path):
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
-def test_what_is_no_artifact(command, tmp_path):
+def test_paths_without_an_artifact_are_refused(command, tmp_path):
     (tmp_path / "file").touch()
     for name, message in {
         "nothing": "artifact `nothing`: expected a folder, found nothing",

@@ -208,7 +208,7 @@ def test_receipts_that_fail_leave_the_artifact_as_it_was(whole, compiled, monkey
         (("--target", "cpu@2", "--pages", "0"), "--pages: expected a positive number, found 0\n"),
     ],
 )
-def test_what_does_not_fit_the_artifact_is_refused(whole, options, message):
+def test_options_that_contradict_the_artifact_are_refused(whole, options, message):
     before = read_manifest(whole)
     assert refusal(cli.main, "build", "--into", whole, *options) == f"error: {message}"
     assert read_manifest(whole) == before

@@ -102,7 +102,7 @@ def test_an_artifact_gives_back_the_plan_that_it_was_built_for(artifact):
     assert asdict(again.geometry) == manifest.targets["cpu-tp2"].geometry
 
 
-def test_what_cannot_be_built_cannot_be_planned():
+def test_a_plan_that_cannot_be_built_is_refused():
     said = refusal(cli.main, "plan", "--target", "cpu@2", "--tp", "2", "--target", "cpu")
     assert said == "error: --target: expected each target once, found cpu-tp2 twice\n"
 

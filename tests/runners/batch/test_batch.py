@@ -311,7 +311,7 @@ def test_a_share_is_said_or_found(text, environment, expected):
         ("1/99999999999", {}),
     ],
 )
-def test_what_is_no_share_is_refused(text, environment):
+def test_an_invalid_share_is_refused(text, environment):
     with pytest.raises(Ling3Error, match="--shard: expected a share I/N, found"):
         Shard.parse(text, environment)
 

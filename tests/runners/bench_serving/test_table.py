@@ -123,7 +123,7 @@ def test_a_median_above_its_99th_percentile_is_found():
         (GOLDEN.replace("Concurrency: ", "Concurrent: "), "row `Concurrency`, found nothing"),
     ],
 )
-def test_what_is_no_table_is_refused(text, message):
+def test_an_invalid_table_is_refused(text, message):
     with pytest.raises(Ling3Error, match=message):
         check(text)
 

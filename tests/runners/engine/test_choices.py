@@ -85,7 +85,7 @@ def test_a_grammar_is_compiled_once_however_many_requests_have_it(engine, monkey
     assert compiled.call_count == 1
 
 
-def test_what_is_no_grammar_is_refused():
+def test_an_invalid_grammar_is_refused():
     for grammar in (("xml", "a"), ("regex",), 5, ("regex", 7), "regex"):
         with pytest.raises(RequestError, match="expected a grammar"):
             ask(grammar=grammar)

@@ -78,7 +78,7 @@ def test_temperatures_next_to_0_take_the_best_token(built):
         ([np.array([[1, 2]])], {}, "prompt 0: expected token ids, found [1, 2] at place 0"),
     ],
 )
-def test_what_can_never_be_served_is_refused_at_once(engine, prompts, options, message):
+def test_impossible_requests_are_refused_at_once(engine, prompts, options, message):
     before = engine.stats()["tokens_in"]
     with pytest.raises(RequestError) as caught:
         engine.generate(prompts, **({"max_tokens": 4} | options))

@@ -170,7 +170,7 @@ def test_pairs_of_texts_are_cut_after_the_contexts_tokens():
         ([3] * 50, [4] * 31, "pair: expected context and continuation within 80 tokens, found 50 + 31 = 81"),
     ],
 )
-def test_what_cannot_be_scored_is_refused(context, continuation, message):
+def test_invalid_pairs_are_not_scored(context, continuation, message):
     rig = Rig()
     with pytest.raises(Ling3Error) as raised:
         rig.limits.check(score_request(*pair_ids(context, continuation, str.encode, "pair"), "pair"))
@@ -185,7 +185,7 @@ def test_pages_are_counted_without_the_last_token():
     assert raised.value.message == "pair: expected at most 4 pages of 4 tokens, found 17 tokens = 5 pages"
 
 
-def test_what_was_cancelled_is_no_score():
+def test_a_cancelled_request_has_no_score():
     completion = Completion([1, 2, 3], [], None, "cancelled", 0.0, 0.0)
     with pytest.raises(Ling3Error) as raised:
         scored(completion, score_request((1, 2, 3), 1))

@@ -63,7 +63,7 @@ def test_mmlu_pro_takes_records_and_prompts(tmp_path):
         ("nothing", ".", "--data `.*`: expected one of the suites gsm8k, .*, found `nothing`"),
     ],
 )
-def test_what_is_no_suite(tmp_path, name, data, message):
+def test_unknown_suites_are_refused(tmp_path, name, data, message):
     with pytest.raises(EvalError, match=message):
         load_suite(name, None if data is None else tmp_path / data)
 

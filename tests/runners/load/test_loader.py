@@ -122,7 +122,7 @@ def test_a_copy_of_the_weights_is_checked_and_does_not_change_with_the_file(arti
         ({"cpu_features": ("avx1024",)}, "processor: built for avx1024, which this one lacks"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_deserializer(artifact, monkeypatch, requires, reason):
+def test_executables_for_other_machines_are_refused_before_the_deserializer(artifact, monkeypatch, requires, reason):
     never_load(monkeypatch)
     rebuilt_elsewhere(artifact, **requires)
     with pytest.raises(ArtifactError, match=reason):

@@ -187,7 +187,7 @@ def call(engine: Engine, body: Any, path: str = MESSAGES, key: str | None = None
         ({"n": 2}, "`n`: expected one of the fields "),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_in_the_protocols_form(engine, change, found):
+def test_unsupported_fields_are_refused_in_the_protocols_form(engine, change, found):
     answer = call(engine, HELLO | change)
     error = answer.json()
     assert (answer.status_code, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error"), error

@@ -193,7 +193,7 @@ def test_a_wrong_value_is_named(engine, change, param, message):
         ("use_beam_search", True, "false, found true"),
     ],
 )
-def test_what_is_not_supported_is_named(engine, field, value, wanted):
+def test_unsupported_values_are_named(engine, field, value, wanted):
     message = f"`{field}`: expected it left out or {wanted}: not supported here"
     for path, body in ((COMPLETIONS, IDS), (CHAT, SAID)):
         if path == COMPLETIONS or field not in ChatBody.model_fields:
@@ -320,7 +320,7 @@ def test_any_body_is_answered_or_refused_by_name(request, seed, words):
         (b"null", "body: expected an object, found null"),
     ],
 )
-def test_what_is_no_json_object(engine, body, found):
+def test_bodies_that_are_no_json_object_are_refused(engine, body, found):
     message, param, code = refused(call(engine, COMPLETIONS, body), 400)
     assert message.startswith(found)
     assert (param, code) == (None, "invalid_json")

@@ -134,7 +134,7 @@ def test_a_stream_has_the_events_that_clients_wait_for_and_ends_with_the_whole(e
         ({"top_logprobs": 2}, "expected it left out or 0, found 2: not supported here"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_done_is_refused_by_name(engine, change, found):
+def test_unsupported_fields_are_refused_by_name(engine, change, found):
     answer = call(engine, ASKED | change)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, next(iter(change))), error

@@ -130,7 +130,7 @@ def test_the_least_recently_used_prefix_is_removed_first(tmp_path):
     assert end.touch(names) == {*names[1:3]}
 
 
-def test_what_cannot_be_is_refused(artifact, tmp_path):
+def test_impossible_settings_of_a_prefix_store_are_refused(artifact, tmp_path):
     with pytest.raises(
         Ling3Error, match=r"^prefix store: expected a limit of at least [0-9,]+, a block and a snapshot, found 9"
     ):

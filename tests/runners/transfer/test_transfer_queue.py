@@ -138,7 +138,7 @@ def test_two_servers_speak_the_protocol_of_vllm(artifact):
         assert d.metrics()['ling3_transfer_total{what="load_failed"}'] == 1
 
 
-def test_what_can_never_be_transferred_is_refused(artifact):
+def test_impossible_transfers_are_refused(artifact):
     with pytest.raises(RequestError, match="expected do_remote_decode alone and max_tokens of 1, found 5"):
         Request((1,), 5, kv_transfer_params=AWAY)
     with pytest.raises(RequestError, match="expected kv_transfer_params that are an object, found 3"):
