@@ -12,7 +12,7 @@ from ling3export.checkpoint.synth import config_fields
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
 from ling3export.model.program import build_step
-from ling3export.model.sampling.noise import gumbel
+from ling3export.model.sampling.sample import gumbel
 from ling3export.model.sampling.thresholds import keep_mask, ordered
 from tests.support.direct import pack
 from tests.support.tolerances import CHI_SQUARE_5, KERNEL
