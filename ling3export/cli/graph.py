@@ -44,21 +44,21 @@ graph.add_command(bisect)
 graph.add_command(extract)
 
 
-def chosen(artifact: Path, cells: tuple[str, ...], target: str | None) -> "tuple[Manifest, str, list[str]]":
-    """The manifest, the name of the target, and the named cells of it, or all."""
+def chosen(artifact: Path, cell: str | None, target: str | None) -> "tuple[Manifest, str, list[str]]":
+    """The manifest, the name of the target, and the named cell of it, or all."""
     from ling3export.artifacts.manifest import cell_of, read_manifest, target_of
 
     manifest = read_manifest(artifact)
     name, record = target_of(manifest, target)
-    return manifest, name, [cell_of(record, cell).name for cell in cells] or list(record.cells)
+    return manifest, name, list(record.cells) if cell is None else [cell_of(record, cell).name]
 
 
-def read(artifact: Path, cells: tuple[str, ...], target: str | None, portable: bool) -> "list[Graph]":
-    """The graphs of the named cells, or of all cells."""
+def read(artifact: Path, cell: str | None, target: str | None, portable: bool) -> "list[Graph]":
+    """The graphs of the named cell, or of all cells."""
     from ling3export.report.cells import graph_of
 
-    manifest, name, names = chosen(artifact, cells, target)
-    return [graph_of(artifact, manifest, name, cell, from_portable=portable) for cell in names]
+    manifest, name, cells = chosen(artifact, cell, target)
+    return [graph_of(artifact, manifest, name, one, from_portable=portable) for one in cells]
 
 
 def measured(graph: "Graph", profile: Path, artifact: Path) -> "Graph":
@@ -125,7 +125,7 @@ def summary(
 
     if profile is not None and portable:
         raise click.UsageError("--profile: a portable program has no measured times.")
-    graphs = read(artifact, () if cell is None else (cell,), target, portable)
+    graphs = read(artifact, cell, target, portable)
     if profile is not None:
         graphs = [measured(one, profile, artifact) for one in graphs]
     key = tables.BY[by]
@@ -209,7 +209,7 @@ def audit(artifact: Path, cell: str | None, target: str | None, budgets_file: Pa
     if budgets_file is not None:
         data = read_bytes(budgets_file.parent, budgets_file.name, LARGEST_BUDGETS, links=True)
         limits = rules.budgets(data.decode(errors="replace"), str(budgets_file))
-    manifest, name, cells = chosen(artifact, () if cell is None else (cell,), target)
+    manifest, name, cells = chosen(artifact, cell, target)
     findings = {
         one: rules.audit(graph_of(artifact, manifest, name, one), expected_of(manifest, name, one), limits)
         for one in cells
@@ -229,6 +229,91 @@ def memory(artifact: Path, cell: str, target: str | None, as_json: bool) -> None
     from ling3export.graph import memory as tables
     from ling3export.report.cells import memory_of
 
-    manifest, name, (cell,) = chosen(artifact, (cell,), target)
+    manifest, name, (cell,) = chosen(artifact, cell, target)
     alive = memory_of(artifact, manifest, name, cell)
     click.echo(json.dumps(tables.document(alive), indent=1) if as_json else "\n".join(tables.table(alive)))
+
+
+@graph.command()
+@click.argument("artifact", type=ARTIFACT)
+@click.argument("cell", required=False)
+@click.option("--against", type=ARTIFACT, help="Also show what changed since this artifact.")
+@click.option("--against-cell", metavar="CELL", help="The cell of --against.  [default: CELL]")
+@TARGET
+@PORTABLE
+@PROFILE
+@click.option("--model-explorer", "explorer", type=PATH, help="Write files for Model Explorer instead, from this one.")
+@OUTPUT
+def view(
+    artifact: Path,
+    cell: str | None,
+    against: Path | None,
+    against_cell: str | None,
+    target: str | None,
+    portable: bool,
+    profile: Path | None,
+    explorer: Path | None,
+    output: Path | None,
+) -> None:
+    """Draw CELL, or every cell, as one HTML page: layers, time, memory, roofline. The page loads nothing else.
+
+    --model-explorer FILE.json writes the graph there, the overlays FILE.time.json, FILE.bytes.json and FILE.flops.json,
+    and with --against FILE.before.json and FILE.sync.json.
+    """
+    from ling3export.graph import explorer as files
+    from ling3export.graph.view import page
+    from ling3export.report.cells import shown_of
+
+    if against is None and against_cell:
+        raise click.UsageError("--against-cell needs --against.")
+    if profile is not None and (portable or against):
+        raise click.UsageError("--profile goes with neither --portable nor --against: they have no measured times.")
+    if cell is None and (against_cell or explorer):
+        raise click.UsageError("--against-cell and --model-explorer need CELL.")
+    manifest, name, cells = chosen(artifact, cell, target)
+    shown = []
+    for one in cells:
+        (graph,) = read(artifact, one, name, portable)
+        if profile is not None:
+            graph = measured(graph, profile, artifact)
+        before = None
+        if against is not None:
+            (before,) = read(against, against_cell or one, target, portable)
+        shown.append(shown_of(artifact, manifest, name, graph, before))
+    if explorer is None:
+        write(page(shown), output)
+        return
+    for path, document in files.documents(explorer, shown[0].graph, shown[0].difference).items():
+        write(json.dumps(document), path)
+
+
+@graph.command()
+@click.argument("artifact", type=ARTIFACT)
+@click.argument("cell")
+@click.argument("pattern", default="")
+@TARGET
+@PORTABLE
+@JSON
+@click.option("--text", "as_text", is_flag=True, help="Print the program's text: optimized HLO, or StableHLO.")
+def show(
+    artifact: Path, cell: str, pattern: str, target: str | None, portable: bool, as_json: bool, as_text: bool
+) -> None:
+    """Show the operations of CELL that contain PATTERN, a few of them with everything that is known.
+
+    PATTERN is a part of a name, opcode, kind of work, layer kind, scope, weight or type, or "layer 7".
+    """
+    from ling3export.graph import show as tables
+    from ling3export.opened import Program
+
+    if as_text and (pattern or as_json):
+        raise click.UsageError("--text prints the whole program, without PATTERN and --json.")
+    manifest, name, (cell,) = chosen(artifact, cell, target)
+    if as_text:
+        click.echo(Program(artifact, manifest, name, cell).text(portable=portable))
+        return
+    (graph,) = read(artifact, cell, name, portable)
+    operations = tables.matching(graph, pattern)
+    if as_json:
+        click.echo(json.dumps(tables.document(graph, operations), indent=1))
+    else:
+        click.echo("\n".join(tables.table(graph, operations)))

@@ -17,7 +17,6 @@ from ling3export.cli.cache import cache, cache_dir
 from ling3export.cli.catalog import catalog, keygen, sign
 from ling3export.cli.graph import graph
 from ling3export.cli.options import IGNORE, JSON, ROUNDING, WIDE, build_options
-from ling3export.cli.view import show, view
 from ling3export.foundation.extras import require
 from ling3export.plan.options import Options
 from ling3export.runners.cli.command import Group, given, section
@@ -225,8 +224,6 @@ def plan(
 
 main.add_command(cache)
 main.add_command(graph)
-graph.add_command(show)
-graph.add_command(view)
 main.add_command(catalog)
 main.add_command(keygen)
 main.add_command(sign)

@@ -15,10 +15,10 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
-from msgspec import Struct, convert
-
+from ling3export.artifacts.records import Record, from_json
 from ling3export.foundation.errors import PlanError, listed
 from ling3export.foundation.tables import footnotes, selected
 from ling3export.graph.hlo import COLLECTIVES, ELEMENTWISE, LAYOUT
@@ -60,11 +60,11 @@ class Expected:
     flops: float | None = None
 
 
-class Budgets(Struct, frozen=True, forbid_unknown_fields=True):
+class Budgets(Record, frozen=True):
     """Limits of the rules by name (False for a rule that is off), and limits of sums by cell."""
 
-    rules: dict[str, float | bool] = {}
-    cells: dict[str, dict[str, float]] = {}
+    rules: Mapping[str, float | bool] = MappingProxyType({})
+    cells: Mapping[str, Mapping[str, float]] = MappingProxyType({})
 
     def limit(self, rule: str) -> float | None:
         """The limit of a rule; None if the rule is off."""
@@ -95,7 +95,7 @@ def budgets(text: str, where: str) -> Budgets:
         PlanError: It is no TOML, names an unknown rule or sum, or a limit is no number.
     """
     try:
-        limits = convert(tomllib.loads(text), Budgets)
+        limits = from_json(Budgets, tomllib.loads(text))
     except (ValueError, RecursionError) as error:
         raise PlanError(f"{where}: {error}", 'write numbers in [rules] and [cells."decode@16"]') from None
     for table, known in ((limits.rules, tuple(DEFAULTS)), *((limits, LIMITS) for limits in limits.cells.values())):
