@@ -271,9 +271,9 @@ def _bound(computation: Computation, operands: Sequence[Origin]) -> dict[str, Or
 
 
 def reused(module: Module, instruction: Instruction, operands: Sequence[Any]) -> Any:
-    """The values of ``operands`` that an instruction's results are, or are written into; None for a new result.
+    """The values of ``operands`` that an instruction's results are, or are written into; a tuple for a tuple.
 
-    Of a tuple they are a tuple; None stands for a tuple of new results.
+    None stands for a new result, or for a tuple of new results.
     """
     opcode = instruction.opcode
     if opcode == "tuple":
