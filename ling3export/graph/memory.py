@@ -110,13 +110,12 @@ class _Frame:
 
     def __init__(self, module: Module, kinds: frozenset[str], computation: Computation, arguments: Sequence[Value]):
         self._module, self._kinds, self._arguments = module, kinds, arguments
-        self._order = list(computation.instructions.values())
-        self._computation = computation
+        self._instructions = computation.instructions
         self._values: dict[str, Value] = {}
         self._made: dict[str, list[Tensor]] = {}
         self._inner: dict[str, list[_Frame]] = {}
         self.constants = 0
-        for one in self._order:
+        for one in self._instructions.values():
             self._made[one.name] = []
             self._values[one.name] = self._value(one, [self._values[name] for name in one.operands])
         self.result = self._values[computation.root.name]
@@ -144,7 +143,7 @@ class _Frame:
         if opcode.endswith("-start"):  # its operands live until it is done
             if opcode == "call-start":
                 return (self._enter(one, [(one.called["to_apply"][0], operands)]), *operands)
-            moved = sum(padded_bytes(self._computation.instructions[name].shape) for name in one.operands)
+            moved = sum(padded_bytes(self._instructions[name].shape) for name in one.operands)
             return (self._new(one, one.shape, padded_bytes(one.shape) - moved), *operands)
         if opcode.endswith(("-done", "-update")) or (opcode == "get-tuple-element" and isinstance(operands[0], Tensor)):
             return operands[0][0] if isinstance(operands[0], tuple) else operands[0]
@@ -178,7 +177,11 @@ class _Frame:
     def _common(self, one: Instruction, values: Sequence[Value]) -> Value:
         """The result of one of several branches: a value from outside if one of them gives that, else a new one."""
         frames = self._inner[one.name]
-        outside = [value for value, frame in zip(values, frames, strict=True) if value not in frame.elsewhere]
+        outside = [
+            value
+            for value, frame in zip(values, frames, strict=True)
+            if not isinstance(value, Tensor) or value not in frame.elsewhere
+        ]
         if outside or values[0] is None:
             return next((value for value in outside if value is not None), None)
         self._made[one.name].append(replace(values[0], name=one.name))
@@ -190,12 +193,12 @@ class _Frame:
         ``borrowed`` are tensors of the caller that nothing reads after this computation.
         """
         ends = dict.fromkeys(borrowed, -1)
-        for place, one in enumerate(self._order):
+        for place, one in enumerate(self._instructions.values()):
             read = [] if one.opcode in PASSING else _tensors([self._values[name] for name in one.operands])
             ends |= dict.fromkeys([*self._made[one.name], *read], place)
-        ends |= dict.fromkeys(_tensors([self.result]), len(self._order))
-        points, peak, live = [], list[Tensor](), list(borrowed)
-        for place, one in enumerate(self._order):
+        ends |= dict.fromkeys(_tensors([self.result]), len(self._instructions))
+        points, peak, live, most = [], list[Tensor](), list(borrowed), -1
+        for place, one in enumerate(self._instructions.values()):
             live = [tensor for tensor in live if ends[tensor] >= place]
             new = [tensor for tensor in self._made[one.name] if tensor not in self.elsewhere]
             if new and kind(opcodes(self._module, one)) == ELEMENTWISE:
@@ -205,8 +208,8 @@ class _Frame:
             live += new
             now = self._with_inner(one, live, [tensor for tensor in live if ends[tensor] == place])
             points.append((one.name, _size(now)))
-            if not peak or points[-1][1] > _size(peak):
-                peak = now
+            if points[-1][1] > most:
+                peak, most = now, points[-1][1]
         return points, peak
 
     def _with_inner(self, one: Instruction, live: list[Tensor], ending: list[Tensor]) -> list[Tensor]:
