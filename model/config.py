@@ -49,8 +49,8 @@ Even = Annotated[
 ]
 Positive = Annotated[float, FieldRule("a number above 0", lambda value: is_number(value) and value > 0)]
 YARN = (
-    "null, or an object of the type yarn with factor and original_max_position_embeddings, and beta_fast, beta_slow, "
-    "mscale and mscale_all_dim or not"
+    "null, or an object with the type yarn, factor and original_max_position_embeddings; beta_fast, beta_slow, mscale "
+    "and mscale_all_dim are optional"
 )
 Limits = Annotated[
     tuple[float, ...] | None, FieldRule("null, or a list of numbers, one a layer; 0 or null for no limit", _is_limits)
