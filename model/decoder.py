@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Bool, Float, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from ling3export.model.config import Config
 from ling3export.model.geometry import AXIS, Geometry
@@ -87,7 +87,7 @@ class Ling3(nnx.Module):
         return vocab_parallel(filled, self.embeddings["lm_head"], self.geometry)[: x.shape[0]]
 
     def attention(
-        self, x: Float[Array, "T D"], layer: Layer, state: State, batch: Batch
+        self, x: Float32[Array, "T D"], layer: Layer, state: State, batch: Batch
     ) -> tuple[Float32[Array, "T D"], State]:
         attention = self.kda if layer.attention == "kda" else self.mla
         assert attention is not None
@@ -123,7 +123,7 @@ class Ling3(nnx.Module):
         self, layer: Layer, x: Float32[Array, "T D"], state: State, batch: Batch
     ) -> tuple[Float32[Array, "T D"], State]:
         """One pre-norm layer; ``x`` is the same on every device before and after it."""
-        out, state = self.attention(self._normed(x, "input_layernorm", layer, self.geometry.dtype), layer, state, batch)
+        out, state = self.attention(self._normed(x, "input_layernorm", layer), layer, state, batch)
         with jax.named_scope(layer.attention), jax.named_scope("reduce"):
             x = self._without_padding(self._add(x, out), batch)
         out = self._mlp(self._normed(x, "post_attention_layernorm", layer), layer, batch.valid)
@@ -131,9 +131,9 @@ class Ling3(nnx.Module):
             return self._add(x, out), state
 
     @jax.named_scope("norm")
-    def _normed(self, x: Float32[Array, "T D"], name: str, layer: Layer, dtype: str = "float32") -> Float[Array, "T D"]:
+    def _normed(self, x: Float32[Array, "T D"], name: str, layer: Layer) -> Float32[Array, "T D"]:
         weight = take(self.layers[name][...], layer.number, split=False)
-        return rms_norm(x, weight, self.config.rms_norm_eps, self.geometry.sums).astype(jnp.dtype(dtype))
+        return rms_norm(x, weight, self.config.rms_norm_eps, self.geometry.sums)
 
     def _add(self, x: Float32[Array, "T D"], out: Float32[Array, "T D"]) -> Float32[Array, "T D"]:
         """``x`` and the sum of all devices' ``out``.

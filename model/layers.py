@@ -30,19 +30,20 @@ def take(stacked: Shaped[Array, "..."], index: Index, *, split: bool) -> Shaped[
     return lax.dynamic_index_in_dim(stacked, index, axis=1 if split else 0, keepdims=False)
 
 
-def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None) -> Float32[Array, "*rows _"]:
-    """The sum of squares over the last axis: ``[..., 1]``, or X times, ``[..., X]``, with ``sums``.
+def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None, times: float = 1.0) -> Float32[Array, "*rows _"]:
+    """The sum of squares over the last axis: ``[..., 1]``, or X times, ``[..., X]``, with ``sums``, times a number.
 
     ``sums`` is ``Geometry.sums``: the squares are multiplied in that precision by a matrix of ones, of one column for
     an axis wider than WIDE. XLA:TPU fuses the root and the
     scaling that follow into a product, but not into a sum (docs/log/programs-tpu.md): one operation instead of three.
     """
     if sums is None:
-        return jnp.sum(x * x, axis=-1, keepdims=True)
+        total = jnp.sum(x * x, axis=-1, keepdims=True)
+        return total if times == 1 else total * times
     width = x.shape[-1]
     if width > WIDE:
-        return jnp.matmul(x * x, np.ones((width, COLUMNS), np.float32), precision=sums)[..., :1]
-    return jnp.matmul(x * x, np.ones((width, width), np.float32), precision=sums)
+        return jnp.matmul(x * x, np.full((width, COLUMNS), times, np.float32), precision=sums)[..., :1]
+    return jnp.matmul(x * x, np.full((width, width), times, np.float32), precision=sums)
 
 
 @jax.named_scope("norm")
@@ -55,16 +56,9 @@ def rms_norm(
     return x * lax.rsqrt(mean + eps) * weight.astype(jnp.float32)
 
 
-def l2_norm(
-    x: Float32[Array, "*rows X"], sums: str | None = None, scales: tuple[float, ...] = (1.0,)
-) -> Float32[Array, "*rows X"]:
-    """``x / sqrt(Σx² + 1e-6)`` over the last axis; with ``sums`` over each of its parts, times the part's scale."""
-    if sums is None:
-        return x * lax.rsqrt(sum_of_squares(x, None) + NORM_L2_EPS)
-    width = x.shape[-1] // len(scales)
-    square = np.repeat(np.asarray(scales, np.float32) ** -2, width)  # of the scale, under the root
-    ones = np.kron(np.eye(len(scales), dtype=np.float32), np.ones((width, width), np.float32)) * square
-    return x * lax.rsqrt(jnp.matmul(x * x, ones, precision=sums) + NORM_L2_EPS * square)
+def l2_norm(x: Float32[Array, "*rows X"], sums: str | None = None, scale: float = 1.0) -> Float32[Array, "*rows X"]:
+    """``x * scale / sqrt(Σx² + 1e-6)`` over the last axis, with the scale under the root: one operation of XLA:TPU."""
+    return x * lax.rsqrt(sum_of_squares(x, sums, scale**-2) + NORM_L2_EPS * scale**-2)
 
 
 def rope(
@@ -99,9 +93,18 @@ def _scaled(x: jax.Array, factor: float) -> jax.Array:
 
 
 def swiglu(
-    gate: Float32[Array, "*rows F"], up: Float32[Array, "*rows F"], limit: Float32[Array, ""] | None = None
+    gate: Float32[Array, "*rows F"],
+    up: Float32[Array, "*rows F"],
+    limit: Float32[Array, ""] | None = None,
+    share: Float32[Array, "*rows 1"] | None = None,
 ) -> Float32[Array, "*rows F"]:
-    """``silu(gate) * up``; with a limit L ``min(silu(gate), L) * clip(up, -L, L)``, as vLLM's SwigluStepAndMul."""
+    """``silu(gate) * up``; with a limit L ``min(silu(gate), L) * clip(up, -L, L)``, as vLLM's SwigluStepAndMul.
+
+    Times ``share``, which saves a multiplication where it is what the sigmoid divides.
+    """
+    if limit is None and share is not None:
+        return gate * up * (share / (1 + jnp.exp(-gate)))
     if limit is None:
         return jax.nn.silu(gate) * up
-    return jnp.minimum(jax.nn.silu(gate), limit) * jnp.clip(up, -limit, limit)
+    hidden = jnp.minimum(jax.nn.silu(gate), limit) * jnp.clip(up, -limit, limit)
+    return hidden if share is None else hidden * share

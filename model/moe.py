@@ -296,7 +296,7 @@ class MixtureOfExperts(nnx.Module):
         y = einsum("td,nfd->ntf", x, gate_up.reshape(2 * local, -1, dim)).reshape(local, 2, x.shape[0], -1)
         if up_scale is not None:
             y = y * up_scale.reshape(local, 2, 1, -1)
-        hidden = (swiglu(y[:, 0], y[:, 1], self.routed_limit(layer)) * share[:, :, None]).astype(x.dtype)
+        hidden = swiglu(y[:, 0], y[:, 1], self.routed_limit(layer), share[:, :, None]).astype(x.dtype)
         down = down.reshape(local, dim, -1)
         if down_scale is None:
             return einsum("etf,edf->td", hidden, down)

@@ -86,12 +86,11 @@ class KimiDeltaAttention(nnx.Module):
     ) -> Inputs:
         """Normalizes and scales what the convolution gave: q, k and v side by side."""
         q, k, v = jnp.split(conv, 3, axis=-1)
-        scales = self.config.head_dim**-0.5, 1.0
-        if self.geometry.sum_by_matmul:  # both in one operation
-            q, k = l2_norm(q, self.geometry.sums, scales[:1]), l2_norm(k, self.geometry.sums)
-        else:
-            q, k = l2_norm(q) * scales[0], l2_norm(k)
-        return Inputs(q, k, v, g, beta)
+        scale = self.config.head_dim**-0.5
+        if self.geometry.sum_by_matmul:
+            return Inputs(l2_norm(q, self.geometry.sums, scale), l2_norm(k, self.geometry.sums), v, g, beta)
+        q, k = l2_norm(q), l2_norm(k)
+        return Inputs(q * scale, k, v, g, beta)
 
     @jax.named_scope("output")
     def _output(
@@ -104,10 +103,10 @@ class KimiDeltaAttention(nnx.Module):
 
     @jax.named_scope("kda")
     def decode(
-        self, x: Float[Array, "B D"], layer: Index, state: State, rows: DecodeRows
+        self, x: Float32[Array, "B D"], layer: Index, state: State, rows: DecodeRows
     ) -> tuple[Float32[Array, "B D"], State]:
-        """One token of each sequence, ``x`` normed, in the model dtype: this device's partial sum, and the state."""
-        slot = rows.slot
+        """One token of each sequence, ``x`` normed: this device's partial sum, and the state."""
+        slot, x = rows.slot, x.astype(self.geometry.dtype)
         if self.geometry.kernels:
             return self._decode_natively(x, layer, state, rows)
         raw, g, gate, beta = self._project(x, layer)
@@ -153,9 +152,10 @@ class KimiDeltaAttention(nnx.Module):
 
     @jax.named_scope("kda")
     def prefill(
-        self, x: Float[Array, "T D"], layer: Index, state: State, chunks: Chunks
+        self, x: Float32[Array, "T D"], layer: Index, state: State, chunks: Chunks
     ) -> tuple[Float32[Array, "T D"], State]:
         """All padded tokens of a prefill call; arguments and results as :meth:`decode`, rows being padded tokens."""
+        x = x.astype(self.geometry.dtype)
         raw, g, gate, beta = self._project(x, layer)
         scan = self._chunk_by_chunk if chunks.tiles is None else self._all_tiles
         o, state = scan(raw, g, beta, layer, state, chunks)

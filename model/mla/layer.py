@@ -79,14 +79,18 @@ class GatedMLA(nnx.Module):
             y = column_parallel(low, self.q_b_proj, layer, self.geometry)
         return y.reshape(x.shape[0], -1, self.config.qk_head_dim)
 
-    def _project(self, x: Float[Array, "T D"], layer: Index, position: Int32[Array, "T"]) -> Projected:
-        config = self.config
+    def _project(self, x: Float32[Array, "T D"], layer: Index, position: Int32[Array, "T"]) -> Projected:
+        config, dtype = self.config, jnp.dtype(self.geometry.dtype)
+        # The same numbers in other words: where three products read one rounded `x`, XLA:TPU makes it an operation.
+        apart = self.geometry.sum_by_matmul and dtype == jnp.bfloat16
+        rounded = x.astype(dtype)
+        of_gate, x = lax.reduce_precision(x, 8, 7).astype(dtype) if apart else rounded, rounded
         query = self._query(x, layer) * config.softmax_scale
         compressed = replicated(x, self.kv_a_proj_with_mqa, layer, self.geometry)
         weight = take(self.kv_a_layernorm[...], layer, split=False)
         nope, rank = config.qk_nope_head_dim, config.kv_lora_rank
         turns = (position, config.rope_frequencies, config.rope_factor, self.geometry.sum_by_matmul)
-        gate = jax.nn.sigmoid(column_parallel(x, self.g_proj, layer, self.geometry).reshape(x.shape[0], -1))
+        gate = jax.nn.sigmoid(column_parallel(of_gate, self.g_proj, layer, self.geometry).reshape(x.shape[0], -1))
         return Projected(
             q_nope=query[..., :nope].astype(x.dtype),
             q_rope=rope(query[..., nope:], *turns).astype(x.dtype),
@@ -114,9 +118,9 @@ class GatedMLA(nnx.Module):
 
     @jax.named_scope("mla")
     def decode(
-        self, x: Float[Array, "B D"], layer: Index, state: State, rows: DecodeRows
+        self, x: Float32[Array, "B D"], layer: Index, state: State, rows: DecodeRows
     ) -> tuple[Float32[Array, "B D"], State]:
-        """One token of each sequence, ``x`` normed, in the model dtype: this device's partial sum, and the state.
+        """One token of each sequence, ``x`` normed: this device's partial sum, and the state.
 
         The list of the rows' pages is walked; without one, all pages at once, or a sequence after the other.
         """
@@ -133,7 +137,7 @@ class GatedMLA(nnx.Module):
             latent = merge_devices(attend_list(query, pool, layer, rows.pages, rank), rank)
         else:
             latent = weighted_mean(attend_list(query, pool, layer, rows.pages, rank), rank)
-        return self._output(self._release(latent, layer, x.dtype), p, layer), state | {"mla_latent": pool}
+        return self._output(self._release(latent, layer, p.latent.dtype), p, layer), state | {"mla_latent": pool}
 
     @jax.named_scope("attention")
     def _one_by_one(
@@ -154,7 +158,7 @@ class GatedMLA(nnx.Module):
 
     @jax.named_scope("mla")
     def prefill(
-        self, x: Float[Array, "T D"], layer: Index, state: State, chunks: Chunks
+        self, x: Float32[Array, "T D"], layer: Index, state: State, chunks: Chunks
     ) -> tuple[Float32[Array, "T D"], State]:
         """All padded tokens of a prefill call; arguments and results as :meth:`decode`, rows being padded tokens."""
         p = self._project(x, layer, chunks.position)
