@@ -297,8 +297,7 @@ def tile_scan(
         read_start: Gives ``[J, h, n, K, V]``, for every chunk the state before its run.
         held: Where it is False, all runs start from zero and nothing is read.
         exact: The precision of products; decays are always added up at the highest.
-        hold: Keeps XLA:TPU from making several operations of what each row reads and writes, each of which computes
-            parts of the others again.
+        hold: Makes one operation of all that rows read and write. XLA:TPU makes several, and computes parts twice.
     """
     tiles, heads, size, chunk, key = x.k.shape
     rows, value = size * chunk, x.v.shape[-1]
