@@ -56,9 +56,14 @@ def batch_rows(tokens: int, choices: int, experts: int) -> int:
 
 
 def tile_count(tokens: int, choices: int, experts: int) -> int:
-    """The most tiles that any router needs: an expert has one only after ``batch_rows`` other rows."""
+    """The most tiles that any router needs.
+
+    An expert with k tiles, at most ``most``, has k times ``batch_rows`` other rows and one more: K tiles of all experts
+    come with ``K * size + K / most`` rows or more, of the ``tokens * choices`` that there are.
+    """
     size = batch_rows(tokens, choices, experts)
-    return min(tokens * choices // (size + 1), experts * (-(-tokens // size) - 1))
+    most = -(-tokens // size) - 1
+    return min(tokens * choices * most // (size * most + 1), experts * most)
 
 
 def weighted_sum(

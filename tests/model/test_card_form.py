@@ -91,14 +91,36 @@ def test_batches_of_every_expert_make_what_a_loop_over_them_makes(direct: Quick,
     assert np.isnan(spoiled[3]).all() and np.isfinite(np.delete(spoiled, 3, axis=0)).all()
 
 
-@pytest.mark.parametrize("rows", [17, 129, 200, 512, 1000])
-def test_the_worst_router_has_tiles_enough(rows: int):
-    """Experts that just fill one more tile each, and experts that all rows choose."""
-    choices, experts = 8, 128
-    size, tiles = card.batch_rows(rows, choices, experts), card.tile_count(rows, choices, experts)
-    just_one_more = min(experts, rows * choices // (size + 1)) if rows > size else 0
-    everything = choices * (-(-rows // size) - 1)
-    assert tiles >= max(just_one_more, everything)
+@pytest.mark.parametrize("experts", [16, 128, 512])
+def test_any_router_has_tiles_enough(experts: int):
+    """Regression: one tile too few for rows such as 257, and 4096 with 512 experts; its last row was lost."""
+    choices = 8
+    for rows in (17, 129, 200, 257, 512, 1000, 2048, 2080, 4096):
+        size = card.batch_rows(rows, choices, experts)
+        most = -(-rows // size) - 1
+        # So many experts that just fill each number of tiles, and the tiles of one more with the rows that are left.
+        routers = [0]
+        for tiles in range(1, most + 1):
+            full = min(experts, rows * choices // (tiles * size + 1))
+            left = rows * choices - full * (tiles * size + 1)
+            routers.append(full * tiles + (max(left - 1, 0) // size if full < experts else 0))
+        assert card.tile_count(rows, choices, experts) == max(routers)
+
+
+@pytest.mark.parametrize("rows", [33, 34, 40, 64])
+def test_rows_that_all_choose_the_same_experts_are_added_once(rows: int, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(card, "ROOM", 4)
+    experts, rng = 64, np.random.default_rng(rows)
+    shapes = (rows, 3), (rows, 4), (experts, 3, 3)
+    x, share, matrices = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in shapes)
+
+    def multiply(y, own):
+        return jnp.einsum("ncd,nde->nce", y, own(matrices))
+
+    for chosen in (np.arange(4), np.arange(experts - 4, experts)):
+        found = card.weighted_sum(x, jnp.tile(jnp.asarray(chosen, jnp.int32), (rows, 1)), share, experts, multiply)
+        expected = np.einsum("td,ade,ta->te", x, matrices[chosen], share)
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_row_that_is_not_finite_leaves_the_other_rows_as_they_are(direct: Quick):
