@@ -46,10 +46,7 @@ def named(events: Iterable[Event], operations: Sequence[Operation]) -> list[Even
     for event in ordered:
         search.add(event)
     search.end()
-    names = search.names
-    return [
-        event if event.node is None else replace(event, name=names.get(event.node, event.name)) for event in ordered
-    ]
+    return [event if event.node is None else replace(event, name=search.name(event) or event.name) for event in ordered]
 
 
 class _Search:
@@ -66,39 +63,48 @@ class _Search:
             self._alike.setdefault(shared, []).append(number)
         own = {self._shared[self._kernels[kernel]] for kernel in kernels & self._kernels.keys()}
         self._others = [number for number, shared in enumerate(self._shared.values()) if shared not in own]
-        self.names: dict[str, str] = {}  # of each node of a graph
-        self._last = -1  # the place of the operation before
-        self._waiting: list[str] = []  # nodes of libraries since then
+        self._found: dict[tuple[str, str | None], str] = {}  # the name of each device's node
+        self._last: dict[str, int] = {}  # the place of each device's operation before
+        self._waiting: dict[str, dict[str, None]] = {}  # nodes of libraries since then
+
+    def name(self, event: Event) -> str | None:
+        return event.name if event.node is None else self._found.get((event.device, event.node))
 
     def add(self, event: Event) -> None:
-        name = event.name if event.node is None else self.names.get(event.node)
+        device, name = event.device, self.name(event)
         if name is not None:
             if name in self._place:
-                self._arrive(self._place[name])
-        elif event.node is not None and (kernel := self._kernels.get(event.name)) is not None:
+                self._arrive(device, self._place[name])
+        elif (kernel := self._kernels.get(event.name)) is not None:
             alike = self._alike[self._shared[kernel]]
-            after = bisect_right(alike, self._last)
-            self._arrive(alike[after % len(alike)])
-            self.names[event.node] = self._names[self._last]
-        elif event.node is not None and event.node not in self._waiting:
-            self._waiting.append(event.node)
+            place = alike[bisect_right(alike, self._last.get(device, -1)) % len(alike)]
+            self._arrive(device, place)
+            self._found[device, event.node] = self._names[place]
+        elif event.node is not None:
+            self._waiting.setdefault(device, {})[event.node] = None
 
     def end(self) -> None:
-        self._arrive(len(self._names))
+        for device in [*self._waiting]:
+            self._arrive(device, len(self._names))
 
-    def _arrive(self, place: int) -> None:
-        between = self._others[bisect_right(self._others, self._last) : bisect_right(self._others, place - 1)]
-        for number, node in enumerate(self._waiting if between else ()):
-            self.names[node] = self._names[between[number * len(between) // len(self._waiting)]]
-        self._waiting, self._last = [], place
+    def _arrive(self, device: str, place: int) -> None:
+        last, waiting = self._last.get(device, -1), self._waiting.pop(device, {})
+        if waiting:
+            between = self._others[bisect_right(self._others, last) : bisect_right(self._others, place - 1)]
+            for number, node in enumerate(waiting if between else ()):
+                self._found[device, node] = self._names[between[number * len(between) // len(waiting)]]
+        self._last[device] = place
 
 
-def calls_of(events: Iterable[Event], operations: Sequence[Operation]) -> int:
-    """How many calls of a program a card's trace has; 0 if it is of another program.
+def calls_of(events: Iterable[Event], operations: Sequence[Operation]) -> dict[str, int]:
+    """How many calls of a program each device of a card's trace has; none for a device with another program.
 
     The program's fusions outside of loops and branches run once a call; ``KNOWN`` of them did so equally often.
     """
     once = {one.name for one in operations if one.opcode == "fusion" and "/" not in one.name}
-    counts = Counter(event.name for event in events if event.name in once)
-    most, equal = max(Counter(counts.values()).items(), key=lambda item: item[1], default=(0, 0))
-    return most if equal and equal >= KNOWN * len(once) else 0
+    counts: dict[str, Counter[str]] = {}
+    for event in events:
+        if event.name in once:
+            counts.setdefault(event.device, Counter())[event.name] += 1
+    often = {device: Counter(count.values()).most_common(1)[0] for device, count in counts.items()}
+    return {device: most for device, (most, equal) in often.items() if equal >= KNOWN * len(once)}

@@ -37,7 +37,7 @@ def events(data: bytes, where: str) -> list[Event]:
         document = json.loads(_text(data, where))
         rows = document["traceEvents"]
         known = [event for event in map(_event, rows) if event is not None]
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ArtifactError(f"{where}: not a trace of jax's profiler ({type(error).__name__}: {error})") from error
     if not known:
         raise ArtifactError(f"{where}: the trace has no operations of a program", f"record it: {RECORD}")
@@ -74,12 +74,12 @@ def _event(row: Any) -> Event | None:
     return Event(name, run, device, (str(row.get("pid")), str(row.get("tid"))), begin, length, node)
 
 
-def calls(events: Iterable[Event]) -> list[Call]:
-    """The calls of programs, one a device and run, in the order of their beginning."""
+def calls(events: Iterable[Event]) -> dict[tuple[str, str], Call]:
+    """The calls of programs by run and device, in the order of their beginning."""
     groups: dict[tuple[str, str], list[Event]] = {}
     for event in sorted(events, key=lambda event: (event.begin, -event.length)):
         groups.setdefault((event.run, event.device), []).append(event)
-    return [_call(group) for group in groups.values()]
+    return {key: _call(group) for key, group in groups.items()}
 
 
 def _call(group: list[Event]) -> Call:
@@ -143,11 +143,11 @@ def joined(graph: Graph, events: Iterable[Event], where: str) -> Joined:
     total, known, count = 0.0, 0.0, 0
     seconds: dict[str, float] = {}
     ordered = named(events, graph.operations)
-    apart = any(event.run for event in ordered)
-    for call in calls(ordered):
+    together = None if any(event.run for event in ordered) else calls_of(ordered, graph.operations)
+    for (_, device), call in calls(ordered).items():
         whole = sum(call.values())
         own = sum(value for name, value in call.items() if name in around or name in times)
-        runs = 1 if apart else calls_of(ordered, graph.operations)
+        runs = 1 if together is None else together.get(device, 0)
         if own < KNOWN * whole or not runs:
             continue
         count += runs

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from ling3export.foundation.errors import ArtifactError
 from ling3export.graph import optimized
 from ling3export.graph.context import Context
 from ling3export.graph.hlo import unpacked
-from ling3export.graph.kernels import named
+from ling3export.graph.kernels import Event, named
 from ling3export.graph.profile import calls, events, joined, trace_of
 from ling3export.graph.record import Graph, Operation
 from ling3export.report.cells import graph_of
@@ -58,7 +60,7 @@ LOOPED = traced(
 
 def test_an_operation_counts_without_those_inside_it():
     ordered = named(events(LOOPED, "trace"), ())
-    one, two, three = sorted(calls(ordered), key=lambda call: call["copy.1"])[:3]
+    one, two, three = sorted(calls(ordered).values(), key=lambda call: call["copy.1"])[:3]
     assert {round(one["while.2"] * 1e6), round(two["while.2"] * 1e6)} == {30, 10}
     assert set(three) == {"copy.1", "while.2", "dot.3"} and three["while.2"] == pytest.approx(10e-6)
 
@@ -101,6 +103,7 @@ def test_calls_of_other_programs_do_not_count():
         (traced(row("copy.1", 0, -1)), "not a trace"),
         (traced(row("copy.1", 0, float("nan"))), "not a trace"),
         (traced(row("copy.1", "x", 1)), "not a trace"),
+        (traced(row("copy.1", 10**400, 1)), "not a trace"),
         (b"[" * 100_000, "not a trace"),
     ],
 )
@@ -173,3 +176,28 @@ def test_a_cards_trace_of_another_program_is_refused():
     data, where = trace_of(CARD, "sample@1")
     with pytest.raises(ArtifactError, match="no call in the trace is one of cuda-h200-here-tp1 decode@1"):
         joined(card_graph("decode@1"), events(data, where), where)
+
+
+def test_cards_that_run_at_the_same_time_have_orders_and_calls_of_their_own():
+    operations = [replace(operation(f"f.{number}"), shared="alike") for number in range(3)]
+    rows = [
+        row(
+            "f_0", 100 * call + 10 * number + 5 * device, 1 + number + device, run="", device=str(device), thread=device
+        )
+        for call in range(4)
+        for number in range(3)
+        for device in range(2)
+    ]
+    for place, one in enumerate(rows):
+        one["args"] |= {"hlo_op": "command_buffer", "cuda_graph_node_id": place // 2 % 3}
+    result = joined(graph(*operations), events(traced(*rows), "t"), "t")
+    assert result.calls == 8
+    assert [one.seconds for one in result.graph.operations] == pytest.approx([1.5e-6, 2.5e-6, 3.5e-6])
+
+
+def test_kernels_that_wait_for_their_names_are_named_in_linear_time():
+    many = 100_000
+    rows = [Event("memset", "", "0", ("1", "7"), number, 0.5, str(number)) for number in range(many)]
+    begin = time.perf_counter()
+    assert len(named(rows, [operation("f.1")])) == many
+    assert time.perf_counter() - begin < 10
