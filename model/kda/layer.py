@@ -235,8 +235,8 @@ class KimiDeltaAttention(nnx.Module):
 
         held = jnp.any(~chunks.from_zero & (chunks.slot > 0))
         tiled = Rows(*(rows(y) for y in (x.q, x.k, x.v, x.g, x.beta[..., None])))
-        hold: Callable[[Any], Any] = lax.optimization_barrier if self.geometry.sum_by_matmul else lambda x: x
-        ended, out = tile_scan(start, held, tiles.runs, tiled, island_precision(raw.dtype), hold)
+        few = self.geometry.sum_by_matmul
+        ended, out = tile_scan(start, held, tiles.runs, tiled, island_precision(raw.dtype), few)
         place = tiles.place
 
         def store(i: Index, pool: jax.Array, states: Callable[[jax.Array, jax.Array], jax.Array]) -> jax.Array:

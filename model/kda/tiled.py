@@ -14,7 +14,7 @@ digits, and one factor a chunk and key instead of one a row.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -289,7 +289,7 @@ def tile_scan(
     runs: Runs,
     x: Rows,
     exact: lax.Precision = HIGHEST,
-    hold: Callable[[Any], Any] = lax.optimization_barrier,
+    few: bool = True,
 ) -> tuple[Ended, Float32[Array, "J h n C V"]]:
     """(what makes states at ends of runs, o) of all chunks of a call; padding has zero ``g`` and ``beta``.
 
@@ -297,7 +297,7 @@ def tile_scan(
         read_start: Gives ``[J, h, n, K, V]``, for every chunk the state before its run.
         held: Where it is False, all runs start from zero and nothing is read.
         exact: The precision of products; decays are always added up at the highest.
-        hold: Makes one operation of all that rows read and write. XLA:TPU makes several, and computes parts twice.
+        few: Whether few operations count more than few bytes, as on TPU.
     """
     tiles, heads, size, chunk, key = x.k.shape
     rows, value = size * chunk, x.v.shape[-1]
@@ -306,9 +306,10 @@ def tile_scan(
     writes = x.k * f.shrunk * x.beta  # [J, h, n, C, K]
     enter, leave = f.enter[..., None, :], f.leave[..., None, :]
     last_leave, last_passed = (_decays(of, x.g) for of in runs.last)
-    k_reads, q_reads, k_in, q_in, writes, gained, last_gained = hold(
-        (k_reads, q_reads, k_reads * enter, q_reads * enter, writes, writes * leave, writes * last_leave[..., None, :])
-    )
+    last_leave = last_leave[..., None, :]
+    factored = k_reads, q_reads, k_reads * enter, q_reads * enter, writes, writes * leave, writes * last_leave
+    # One operation: XLA:TPU would make several, and compute parts twice.
+    k_reads, q_reads, k_in, q_in, writes, gained, last_gained = lax.optimization_barrier(factored) if few else factored
     seen = (writes[:, :, None] * f.pair[..., None, :]).reshape(tiles, heads, size, rows, key)
 
     def square(y: jax.Array) -> jax.Array:
@@ -322,6 +323,9 @@ def tile_scan(
     q_scores, k_scores = jnp.split(jnp.einsum("jhatk,jhaik->jhati", reads, seen, precision=exact), 2, axis=3)
     mix, strict = jnp.where(index[:, None] >= index, square(q_scores), 0.0), square(k_scores)
 
+    # What is known counts against the values: in the condition, or, where that would copy them, after it.
+    base = flat(x.v) if few else jnp.zeros((tiles, heads, rows, value))
+
     def from_start() -> tuple[jax.Array, jax.Array, jax.Array]:
         """For runs that start in their tile."""
         start = jnp.where(runs.starts[:, None, :, None, None], read_start(), 0.0)
@@ -329,13 +333,14 @@ def tile_scan(
         enter = jnp.exp(_added(sums, x.g))[..., None, :]
         known = [jnp.einsum("jhatk,jhakv->jhatv", y * enter, start, precision=exact) for y in (k_reads, q_reads)]
         passed = jnp.exp(_added(_rows_of(runs.same[:, -1:], chunk), x.g))[:, :, 0, :, None]
-        return flat(x.v) - flat(known[0]), flat(known[1]), passed * start[:, :, -1]
+        return base - flat(known[0]), flat(known[1]), passed * start[:, :, -1]
 
     def from_zero() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return flat(x.v), jnp.zeros((tiles, heads, rows, value)), jnp.zeros((tiles, heads, key, value))
+        return base, jnp.zeros((tiles, heads, rows, value)), jnp.zeros((tiles, heads, key, value))
 
     with jax.named_scope("cached"):
         own, q_known, before = lax.cond(held, from_start, from_zero)
+    own = own if few else flat(x.v) + own
     if tiles == 1:
         r = unit_lower_solve_blocks(strict, own, exact)
         o = _product(mix, r, exact)
