@@ -323,8 +323,9 @@ def tile_scan(
     q_scores, k_scores = jnp.split(jnp.einsum("jhatk,jhaik->jhati", reads, seen, precision=exact), 2, axis=3)
     mix, strict = jnp.where(index[:, None] >= index, square(q_scores), 0.0), square(k_scores)
 
-    # What is known counts against the values: in the condition, or, where that would copy them, after it.
-    base = flat(x.v) if few else jnp.zeros((tiles, heads, rows, value))
+    def values() -> jax.Array:
+        """What the known counts against: in the condition, or, where that would copy the values, after it."""
+        return flat(x.v) if few else jnp.zeros((tiles, heads, rows, value))
 
     def from_start() -> tuple[jax.Array, jax.Array, jax.Array]:
         """For runs that start in their tile."""
@@ -333,10 +334,10 @@ def tile_scan(
         enter = jnp.exp(_added(sums, x.g))[..., None, :]
         known = [jnp.einsum("jhatk,jhakv->jhatv", y * enter, start, precision=exact) for y in (k_reads, q_reads)]
         passed = jnp.exp(_added(_rows_of(runs.same[:, -1:], chunk), x.g))[:, :, 0, :, None]
-        return base - flat(known[0]), flat(known[1]), passed * start[:, :, -1]
+        return values() - flat(known[0]), flat(known[1]), passed * start[:, :, -1]
 
     def from_zero() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return base, jnp.zeros((tiles, heads, rows, value)), jnp.zeros((tiles, heads, key, value))
+        return values(), jnp.zeros((tiles, heads, rows, value)), jnp.zeros((tiles, heads, key, value))
 
     with jax.named_scope("cached"):
         own, q_known, before = lax.cond(held, from_start, from_zero)
