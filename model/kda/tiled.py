@@ -152,7 +152,7 @@ def tiles_of(
 def unit_lower_solve_blocks(
     strict: Float32[Array, "*heads L L"], y: Float32[Array, "*heads L Y"], exact: lax.Precision = HIGHEST
 ) -> Float32[Array, "*heads L Y"]:
-    """``(I + A)^-1 y``, L a power of two, where ``A`` is what of ``strict`` lies below the diagonal.
+    """``(I + A)^-1 y``, L > 2, where ``A`` is what of ``strict`` lies below the diagonal.
 
     By blocks of 1, 2, 8, 32 …: with the inverses X of all blocks side by side and B what lies below them within four
     neighbours, N = X B has no fourth power, and the next X is ``(I + N²) (X - N X)``. That is three products of the
@@ -173,8 +173,8 @@ def unit_lower_solve_blocks(
     # Blocks of one are their own inverses.
     inverse, width = identity - strict * ((row == column + 1) & (row % 2 == 1)).astype(np.float32), 2
     while width < size:
-        many = min(NEIGHBOURS, size // width)
-        wide = _product(inverse, beside(width, many, y if width * many == size else identity), exact)
+        many = min(NEIGHBOURS, -(-size // width))  # fewer only the last time
+        wide = _product(inverse, beside(width, many, y if width * many >= size else identity), exact)
         if many == 2:
             inverse = wide[..., size:] - _product(wide[..., :size], wide[..., size:], exact)
         else:

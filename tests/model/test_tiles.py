@@ -101,6 +101,15 @@ def test_tiles_equal_a_loop(gate: str, starts: str, repeated: bool, held: bool):
     assert np.max(np.abs(found_after[ends] - after[ends])) < TILES * np.max(np.abs(case.pool))
 
 
+@pytest.mark.parametrize("size", [4, 16, 32, 48, 64, 80, 96, 112, 128])
+def test_a_triangular_solve_by_blocks_takes_the_rows_of_any_padding(size: int):
+    """Regression: prefill@48 and the other paddings whose tile is no power of two could not be built."""
+    rng = np.random.default_rng(size)
+    strict, y = rng.normal(size=(2, size, size)) / 4, rng.normal(size=(2, size, 5))
+    found = jax.jit(tiles.unit_lower_solve_blocks)(jnp.asarray(strict, jnp.float32), jnp.asarray(y, jnp.float32))
+    assert close(found, np.linalg.solve(np.eye(size) + np.tril(strict, -1), y)) < TILES
+
+
 class ThreePasses:
     """``jax.numpy`` with products at precision HIGH computed as by a matrix unit: three products of bf16 halves."""
 
