@@ -71,7 +71,7 @@ def _half_layer(model: Ling3, layer: Layer, x: Float32[Array, "B D"], state: Sta
     """``Ling3.run_layer`` without the routed experts."""
     eps, dtype = model.config.rms_norm_eps, jnp.dtype(model.geometry.dtype)
     weight = take(model.layers["input_layernorm"][...], layer.number, split=False)
-    part, state = model.attention(rms_norm(x, weight, eps).astype(dtype), layer, state, rows)
+    part, state = model.attention(rms_norm(x, weight, eps), layer, state, rows)
     x = x + lax.psum(part, AXIS)
     normed = rms_norm(x, take(model.layers["post_attention_layernorm"][...], layer.number, split=False), eps)
     tokens = normed.astype(dtype)
