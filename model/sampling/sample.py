@@ -99,7 +99,7 @@ def threefry(key: tuple[Words, Words], count: tuple[Words, Words]) -> tuple[Word
 def gumbel(seed: Int32[Array, "R"], position: Int32[Array, "R"], devices: int, width: int) -> Float32[Array, "d R v"]:
     """Noise for each token of each row, ``width`` tokens of each device; the same however the vocabulary is cut.
 
-    Bit for bit the numbers of ``jax.random.gumbel(fold_in(key(seed), position), (devices, width))``.
+    Bit for bit the numbers of ``jax.random.gumbel(fold_in(key(seed), position), (devices, width))`` under jit.
     """
     zero = jnp.zeros_like(seed, jnp.uint32)
     first, second = threefry((zero, seed.astype(jnp.uint32)), (zero, position.astype(jnp.uint32)))
