@@ -34,8 +34,8 @@ def sum_of_squares(x: Float32[Array, "*rows X"], sums: str | None, times: float 
     """The sum of squares over the last axis: ``[..., 1]``, or X times, ``[..., X]``, with ``sums``, times a number.
 
     ``sums`` is ``Geometry.sums``: the squares are multiplied in that precision by a matrix of ones, of one column for
-    an axis wider than WIDE. XLA:TPU fuses the root and the
-    scaling that follow into a product, but not into a sum (docs/log/programs-tpu.md): one operation instead of three.
+    an axis wider than WIDE. XLA:TPU fuses the root and the scaling that follow into a product, but not into a sum
+    (docs/log/programs-tpu.md): one operation instead of three.
     """
     if sums is None:
         total = jnp.sum(x * x, axis=-1, keepdims=True)

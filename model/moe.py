@@ -115,7 +115,7 @@ def largest(rows: Row, count: int, axes: tuple[int, ...]) -> list[Row]:
             out where ties do not matter), then whatever shall come with them.
 
     Returns:
-        ``count`` tuples of what ``rows`` has, without ``axes``.
+        ``count`` tuples with the arrays of ``rows``, which lack ``axes``.
     """
     size, width = 1 << (count - 1).bit_length(), len(rows)
     least = [-jnp.inf, np.iinfo(np.int32).max, *(0 for _ in rows[2:])][:width]

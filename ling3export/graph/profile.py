@@ -23,7 +23,6 @@ LARGEST = 2**28  # bytes of a trace's text: the profiler writes at most a millio
 SUFFIX = ".trace.json.gz"
 RECORD = "ling3export verify ARTIFACT --time --trace FOLDER"
 
-
 Call = Mapping[str, float]  # the own seconds of each operation in one call, on one device
 
 
@@ -74,10 +73,10 @@ def _event(row: Any) -> Event | None:
     return Event(name, run, device, (str(row.get("pid")), str(row.get("tid"))), begin, length, node)
 
 
-def calls(events: Iterable[Event]) -> dict[tuple[str, str], Call]:
-    """The calls of programs by run and device, in the order of their beginning."""
+def calls(ordered: Iterable[Event]) -> dict[tuple[str, str], Call]:
+    """The calls of programs by run and device; events and calls are in the order of their beginning."""
     groups: dict[tuple[str, str], list[Event]] = {}
-    for event in sorted(events, key=lambda event: (event.begin, -event.length)):
+    for event in ordered:
         groups.setdefault((event.run, event.device), []).append(event)
     return {key: _call(group) for key, group in groups.items()}
 

@@ -205,9 +205,7 @@ class Factors(NamedTuple):
     grown: Float32[Array, "J h n C K"]  # from the middle of its chunk to each row
     shrunk: Float32[Array, "J h n C K"]  # the inverse of ``grown``
     pair: Float32[Array, "J h a b K"]  # from the middle of chunk b to that of a; zero for another run and for b > a
-    enter: Float32[
-        Array, "J h n K"
-    ]  # from the start of the tile to the middle of the chunk; zero if its run starts in it
+    enter: Float32[Array, "J h n K"]  # from the tile's start to the chunk's middle; zero if its run starts in the tile
     leave: Float32[Array, "J h n K"]  # from the middle of the chunk to the end of the tile; zero if its run ends before
     through: Float32[Array, "J h K"]  # over the tile; zero if its last run starts in it
 
@@ -253,8 +251,8 @@ class Ended(NamedTuple):
     writes: Float32[Array, "J h n C K"]  # what each row writes, as it is at the middle of its chunk
     r: Float32[Array, "J h n C V"]  # with which difference
     carry: tuple[Float32[Array, "h K V"], ...]  # the state that each tile takes over; zero for the first
-    last: tuple[Float32[Array, "J h n C K"], Float32[Array, "J h 1 K"]]  # of the last end of each tile: what each row
-    # writes, and the decay over the run, both at the end of the run
+    # Of the last end of each tile, both at the end of its run: what each row writes, and the decay over the run.
+    last: tuple[Float32[Array, "J h n C K"], Float32[Array, "J h 1 K"]]
     exact: lax.Precision
 
     def last_states(self, ends: Bool[Array, "J n"], start: Float32[Array, "J h K V"]) -> Float32[Array, "J h K V"]:
@@ -324,7 +322,7 @@ def tile_scan(
     mix, strict = jnp.where(index[:, None] >= index, square(q_scores), 0.0), square(k_scores)
 
     def values() -> jax.Array:
-        """What the known counts against: in the condition, or, where that would copy the values, after it."""
+        """The values that reads of the start are subtracted from; zeros if a conditional would copy the values."""
         return flat(x.v) if few else jnp.zeros((tiles, heads, rows, value))
 
     def from_start() -> tuple[jax.Array, jax.Array, jax.Array]:
